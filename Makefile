@@ -1,0 +1,47 @@
+# Everything a newcomer needs; each target sets up what it lacks in .venv first.
+#   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
+#   make check    format, lint, types, import borders               make format   rewrite the code to the format
+
+PYTHON ?= python3
+CONFIG ?= deployments/serve.yaml
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format clean
+
+help:
+	@sed -n '2,3s/^# *//p' Makefile
+
+serve: .venv/runtime.done
+	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
+
+test: .venv/dev.done
+	$(BIN)/python -m pytest
+
+check: .venv/dev.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: .venv/dev.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+.venv/python.done:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Carousel needs Python 3.11 or newer; $$($(PYTHON) --version) is $$(command -v $(PYTHON)). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Setting up .venv (once; a few minutes, mostly downloads)"
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/runtime.done: .venv/python.done pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/dev.done: .venv/runtime.done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""What Carousel does: batching engine, models, text, dispatch and the HTTP API. Nothing here knows Ray."""

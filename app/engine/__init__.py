@@ -1,0 +1,1 @@
+"""Iteration-level batching in plain Python: no torch, no HTTP, no Ray."""

@@ -1,0 +1,229 @@
+"""The thread that steps an engine, and one async stream for each request.
+
+asyncio outside, one thread inside. Two hand-over points, both without polling: commands go in through a condition,
+the deltas of a whole step come out through one call per event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from app.engine.engine import Engine, StepError
+from app.engine.facts import ModelFacts
+from app.engine.request import Request, TokenDelta
+from app.engine.stats import EngineStats
+from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED_IN_A_ROW = 8
+
+
+class AsyncEngine:
+    """Serves one engine to any number of concurrent callers, in any event loop of this process."""
+
+    def __init__(self, engine: Engine, *, max_requests: int) -> None:
+        """Start the engine's thread. More than `max_requests` at once are refused."""
+        self._engine = engine
+        self._max_requests = max_requests
+        self._streams: dict[str, _Stream] = {}  # entered by callers, left by whoever ends the stream
+        self._commands: list[Callable[[], None]] = []  # guarded by _wake
+        self._is_stopping = False  # guarded by _wake
+        self._wake = threading.Condition()
+        self._stats = engine.stats()  # replaced as a whole by the engine's thread
+        self._num_failed_in_a_row = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._engine.facts
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """Stream a request's tokens; a delta holds whatever has accumulated since the last one.
+
+        Closing the iterator aborts the request and frees its blocks at the next step.
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
+            Overloaded: `max_requests` are being served. Nothing was queued.
+            StepFailed: a model step with this request in it raised.
+            EngineStopped: the engine has shut down or died.
+        """
+        stream = self._open(request)
+        try:
+            while True:
+                delta = await stream.next()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._close(stream)
+
+    def stats(self) -> EngineStats:
+        """The snapshot the engine's thread took after its last step."""
+        return self._stats
+
+    def check_health(self) -> None:
+        """Raise EngineStopped if the engine no longer serves."""
+        if self._is_stopping or not self._thread.is_alive():
+            raise EngineStopped("the engine is not running")
+
+    def shutdown(self) -> None:
+        """Stop after the current step; every open request fails with EngineStopped. Safe to call twice."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    # ------------------------------------------------------------------ the callers' side
+
+    def _open(self, request: Request) -> _Stream:
+        self.check_health()
+        self._engine.check(request)
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+        if len(self._streams) >= self._max_requests:
+            raise Overloaded(f"{len(self._streams):,} requests are being served; this engine takes no more at once")
+        stream = _Stream(request.request_id, asyncio.get_running_loop())
+        self._streams[request.request_id] = stream
+        try:
+            self._command(lambda: self._engine.add(request))
+        except EngineStopped:
+            del self._streams[request.request_id]
+            raise
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        if self._streams.pop(stream.request_id, None) is None:
+            return  # it has ended by itself
+        try:
+            self._command(lambda: self._abort(stream.request_id))
+        except EngineStopped:
+            logger.debug("request %s closed after the engine stopped", stream.request_id)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread do something between two steps."""
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStopped("the engine is shutting down")
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self._engine.has_work:
+                    self._step()
+                self._stats = self._engine.stats()
+        except Exception:
+            logger.exception("the engine died")
+        finally:
+            with self._wake:
+                self._is_stopping = True
+            self._fail(list(self._streams), EngineStopped("the engine stopped before the request was done"))
+
+    def _obey(self) -> bool:
+        """Carry out what callers asked for, waiting for it while there is nothing to step; False to stop."""
+        with self._wake:
+            while not (self._commands or self._is_stopping or self._engine.has_work):
+                self._wake.wait()
+            if self._is_stopping:
+                return False
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        return True
+
+    def _step(self) -> None:
+        try:
+            deltas = self._engine.step()
+        except StepError as error:
+            logger.error("a step failed; its requests: %s", ", ".join(error.request_ids), exc_info=error.__cause__)
+            self._fail(error.request_ids, StepFailed("the model step that computed this request failed"))
+            self._num_failed_in_a_row += 1
+            if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+                raise  # such a device does not recover; be unhealthy and be replaced
+            return
+        self._num_failed_in_a_row = 0
+        self._deliver(deltas)
+
+    def _abort(self, request_id: str) -> None:
+        if self._engine.abort(request_id) is not None:
+            logger.info("request %s aborted", request_id)
+
+    def _deliver(self, items: Iterable[TokenDelta]) -> None:
+        """Hand a step's deltas to their readers: one call for each event loop, not one for each request."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta | CarouselError]]] = defaultdict(list)
+        for delta in items:
+            ended = delta.finish_reason is not None
+            stream = self._streams.pop(delta.request_id, None) if ended else self._streams.get(delta.request_id)
+            if stream is not None:
+                by_loop[stream.loop].append((stream, delta))
+        for loop, puts in by_loop.items():
+            _put_all(loop, puts)
+
+    def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                _put_all(stream.loop, [(stream, error)])
+
+
+class _Stream:
+    """What one reader has not read yet. Touched only in the reader's event loop."""
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self._deltas: list[TokenDelta] = []
+        self._error: CarouselError | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, item: TokenDelta | CarouselError) -> None:
+        if isinstance(item, CarouselError):
+            self._error = item
+        else:
+            self._deltas.append(item)
+        self._filled.set()
+
+    async def next(self) -> TokenDelta:
+        """Everything that has accumulated, as one delta; an error comes after the tokens before it."""
+        await self._filled.wait()
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            if self._error is None:
+                self._filled.clear()
+            return _joined(deltas)
+        assert self._error is not None, "a stream is woken by a delta or an error"
+        raise self._error
+
+
+def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return TokenDelta(
+        request_id=last.request_id,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[_Stream, TokenDelta | CarouselError]]) -> None:
+    def put() -> None:
+        for stream, item in puts:
+            stream.put(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:  # that loop has closed, and its readers with it
+        logger.debug("%d streams belong to a closed event loop", len(puts))

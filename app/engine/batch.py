@@ -1,0 +1,58 @@
+"""What one step computes. Frozen: a model runner reads it and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.engine.request import SamplingParams
+from app.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenHistory:
+    """The tokens that penalties look at."""
+
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, … are computed.
+
+    When `samples` is true, they reach the end of the sequence and the step draws the token after them.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: list[int]  # in token order; covers at least start + len(token_ids) tokens
+    samples: bool
+    sampling: SamplingParams
+    banned_token_ids: tuple[int, ...] = ()  # may not be drawn (end tokens before min_tokens)
+    history: TokenHistory | None = None  # only where the sampling parameters have penalties
+
+    @property
+    def end(self) -> int:
+        """Tokens in the KV cache after this step; also the position of the token that is drawn."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work, in order of precedence."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.scheduled)
+
+    @property
+    def sampled(self) -> tuple[ScheduledSequence, ...]:
+        """Those for which a token is drawn; a model runner returns one token id for each, in this order."""
+        return tuple(item for item in self.scheduled if item.samples)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)

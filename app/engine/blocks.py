@@ -1,0 +1,146 @@
+"""KV memory as numbers: blocks of token slots, who owns them, and which hold a prefix that others may share.
+
+No tensors here. Paging follows PagedAttention (Kwon et al., 2023); sharing equal prefixes block by block follows
+vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so no hash collision can ever
+show one request the KV of another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+# A prefix is known by the prefix before it (the caller's salt at the root) and the tokens of its last block.
+PrefixKey = tuple[int | str, tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A fixed number of token slots. `prefix_id` is set once its content may be shared."""
+
+    block_id: int
+    num_owners: int = 0
+    prefix_id: int | None = None
+    prefix_key: PrefixKey | None = None
+
+
+class BlockPool:
+    """Owns every block: hands them out, takes them back, and finds those that already hold a wanted prefix.
+
+    A block without owners is free. It keeps its content until it is handed out again, the longest unused first, so
+    the order of the free blocks is also the order of eviction.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        assert num_blocks > 0, "a pool needs at least one block"
+        assert block_size > 0, "a block needs at least one slot"
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._prefix_caching = prefix_caching
+        self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
+        self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
+        self._cached: dict[PrefixKey, Block] = {}
+        self._next_prefix_id = count()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._evictable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= self.num_free
+
+    def allocate(self, num_blocks: int) -> list[Block]:
+        """Hand out blocks with nothing in them. `can_allocate` must hold."""
+        assert self.can_allocate(num_blocks), f"asked for {num_blocks} blocks, {self.num_free} are free"
+        return [self._take() for _ in range(num_blocks)]
+
+    def match(self, token_ids: Sequence[int], *, salt: str) -> list[Block]:
+        """The cached blocks that hold the longest prefix of `token_ids`, leaving at least one token out.
+
+        Changes nothing: `share` the result to own it.
+        """
+        found: list[Block] = []
+        if not self._prefix_caching:
+            return found
+        parent: int | str = salt
+        # Keep one token uncomputed: a full prefix hit would leave no logits to sample from.
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            block = self._cached.get((parent, tuple(token_ids[end - self.block_size : end])))
+            if block is None:
+                break
+            assert block.prefix_id is not None, "a cached block has a prefix id"
+            found.append(block)
+            parent = block.prefix_id
+        return found
+
+    def num_free_among(self, blocks: Iterable[Block]) -> int:
+        """How many of these blocks have no owner, so that sharing them uses up free blocks."""
+        return sum(block.num_owners == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Become one more owner of each block."""
+        for block in blocks:
+            if block.num_owners == 0:
+                del self._evictable[block.block_id]
+            block.num_owners += 1
+
+    def publish(self, block: Block, token_ids: Sequence[int], *, parent: int | str) -> int:
+        """Make a full, computed block findable; returns the id of its prefix, the `parent` of the next block.
+
+        If another block holds the same prefix already, that one stays the findable one.
+        """
+        assert len(token_ids) == self.block_size, "only full blocks are published"
+        key: PrefixKey = (parent, tuple(token_ids))
+        holder = self._cached.get(key)
+        if holder is None:
+            holder = block
+            block.prefix_id, block.prefix_key = next(self._next_prefix_id), key
+            if self._prefix_caching:
+                self._cached[key] = block
+        assert holder.prefix_id is not None, "a cached block has a prefix id"
+        return holder.prefix_id
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """Give up one ownership of each block, given in token order."""
+        # In reverse: the end of a prefix is of use only after its beginning, so it is evicted first.
+        for block in reversed(blocks):
+            assert block.num_owners > 0, f"block {block.block_id} freed more often than it was owned"
+            block.num_owners -= 1
+            if block.num_owners:
+                continue
+            if self._is_cached(block):
+                self._evictable[block.block_id] = block
+            else:
+                self._forget(block)
+                self._blank.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget every shared prefix. Blocks in use stay with their owners."""
+        self._cached.clear()
+        for block in self._evictable.values():
+            self._forget(block)
+            self._blank.append(block)
+        self._evictable.clear()
+
+    def _take(self) -> Block:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            _, block = self._evictable.popitem(last=False)
+            self._forget(block)
+        block.num_owners = 1
+        return block
+
+    def _is_cached(self, block: Block) -> bool:
+        return block.prefix_key is not None and self._cached.get(block.prefix_key) is block
+
+    def _forget(self, block: Block) -> None:
+        if block.prefix_key is not None and self._is_cached(block):
+            del self._cached[block.prefix_key]
+        block.prefix_id = block.prefix_key = None

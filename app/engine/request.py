@@ -1,0 +1,76 @@
+"""What crosses the engine's border: the request that goes in and the token deltas that come out. All frozen."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end-of-text or stop token
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the caller went away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when generation stops. Validated where requests enter (`app/api/schemas.py`).
+
+    Penalties follow the OpenAI API (presence, frequency: over generated tokens) and the CTRL paper
+    (repetition: over prompt and generated tokens).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 0 <= seed < 2**63; the same seed gives the same tokens anywhere
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller wants. `cache_salt` separates callers who must not share KV prefixes."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
+
+    A stop or end-of-text token is among `token_ids` (it was generated and counts as such); callers that
+    show text drop it. `stop_token_id` names it on the last delta when the reason is STOP.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = field(default=0)  # prompt tokens whose KV was found in the prefix cache
+
+
+# The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.
+# Closing the iterator aborts the request. Raises a CarouselError before the first delta when not accepted.
+Generate = Callable[[Request], AsyncIterator[TokenDelta]]

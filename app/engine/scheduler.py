@@ -1,0 +1,296 @@
+"""Decides what every step computes, and books what came out. No torch here, no threads, no clock.
+
+One rule, taken from vLLM's V1 scheduler: there is no prefill phase and no decode phase. A step hands out a token
+budget so that each sequence's computed tokens catch up with its known tokens. Chunked prefill (Sarathi, Agrawal et
+al., 2023), prefix hits, preempted and decoding sequences are one code path.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from app.config import SchedulerConfig
+from app.engine.batch import Batch, ScheduledSequence, TokenHistory
+from app.engine.blocks import BlockPool
+from app.engine.policy import SchedulingPolicy
+from app.engine.request import FinishReason, Request, TokenDelta
+from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.stats import EngineStats
+from app.engine.strategy import BatchingStrategy
+from app.engine.waiting import WaitingQueue
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What has happened since the engine started."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A batch in the making."""
+
+    num_tokens_left: int
+    has_preempted: bool = False
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, number of its tokens)
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self.scheduled.append((sequence, num_tokens))
+        self.num_tokens_left -= num_tokens
+
+
+class Scheduler:
+    """Owns every sequence from its arrival to its end, and the blocks of those that run.
+
+    `schedule` and `update` are apart so that a model may run between them: every batch that is scheduled must be
+    either updated or failed before the next is scheduled.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        strategy: BatchingStrategy,
+        policy: SchedulingPolicy,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._strategy = strategy
+        self._policy = policy
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._waiting = WaitingQueue(policy)
+        self._running: list[Sequence] = []  # in policy order: the last is preempted first
+        self._num_arrived = 0
+        self._totals = _Totals()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id is waiting or running."""
+        return request_id in self._sequences
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its id must be new, and its tokens must fit into the pool when it runs alone."""
+        assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
+        sequence = Sequence(request=request, arrival=self._num_arrived)
+        self._num_arrived += 1
+        self._sequences[request.request_id] = sequence
+        self._waiting.push(sequence)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """End a request at its caller's wish; None when it has ended already."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._totals.aborted += 1
+        self._finish(sequence)
+        return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
+
+    def fail(self, batch: Batch) -> list[str]:
+        """End every request of a batch whose step raised; returns their ids."""
+        failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
+        for sequence in failed:
+            self._totals.failed += 1
+            self._finish(sequence)
+        return [sequence.request.request_id for sequence in failed]
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self) -> Batch:
+        """The next step's work: first the running sequences, then as many waiting ones as may join."""
+        step = _Step(num_tokens_left=self._config.max_step_tokens)
+        self._schedule_running(step)
+        if not step.has_preempted:  # memory is short; whoever joined now would be the next victim
+            self._admit_waiting(step)
+        return Batch(
+            scheduled=tuple(self._scheduled(sequence, num_tokens) for sequence, num_tokens in step.scheduled),
+            sequences=tuple(sequence for sequence, _ in step.scheduled),
+        )
+
+    def _schedule_running(self, step: _Step) -> None:
+        running = list(self._running)
+        for index, sequence in enumerate(running):
+            if not sequence.is_running:
+                continue  # preempted for one before it
+            # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
+            num_left = step.num_tokens_left - (len(running) - index - 1)
+            num_tokens = self._chunk(sequence, num_left)
+            if self._make_room(sequence, num_tokens, step):
+                step.add(sequence, num_tokens)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        num_admissible = self._strategy.num_admissible(num_running=len(self._running), num_waiting=len(self._waiting))
+        for _ in range(num_admissible):
+            sequence = self._waiting.peek()
+            if step.num_tokens_left <= 0 or not self._try_join(sequence):
+                return  # whoever is next in order waits; nobody overtakes
+            num_tokens = self._chunk(sequence, step.num_tokens_left)
+            sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
+            step.add(sequence, num_tokens)
+
+    def _try_join(self, sequence: Sequence) -> bool:
+        """Let the first waiting sequence run if all of its known tokens find room, using cached prefixes."""
+        cached = self._pool.match(sequence.token_ids, salt=sequence.request.cache_salt)
+        num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
+        if not self._pool.can_allocate(num_blocks + self._pool.num_free_among(cached)):
+            return False
+        self._waiting.pop()
+        self._pool.share(cached)
+        sequence.extend_blocks(cached)
+        sequence.prefix_ids = [block.prefix_id for block in cached if block.prefix_id is not None]
+        sequence.num_computed_tokens = len(cached) * self._pool.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self._totals.prompt_tokens += sequence.num_prompt_tokens
+            self._totals.cached_tokens += sequence.num_cached_tokens
+        sequence.status = SequenceStatus.RUNNING
+        insort(self._running, sequence, key=self._policy.key)
+        return True
+
+    def _chunk(self, sequence: Sequence, num_tokens_left: int) -> int:
+        return min(sequence.num_uncomputed_tokens, self._config.prefill_chunk_tokens, num_tokens_left)
+
+    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Give the sequence the blocks it needs, preempting from the end; False if it had to go itself."""
+        num_blocks = self._num_missing_blocks(sequence, num_tokens)
+        while not self._pool.can_allocate(num_blocks):
+            step.has_preempted = True
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.extend_blocks(self._pool.allocate(num_blocks))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks back; it waits at its old place and recomputes later."""
+        self._running.remove(sequence)
+        self._pool.free(sequence.take_blocks())
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self._totals.preemptions += 1
+        self._waiting.push(sequence)
+
+    def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        sampling = sequence.request.sampling
+        samples = num_tokens == sequence.num_uncomputed_tokens
+        history = None
+        if samples and sampling.has_penalties:
+            num_prompt = sequence.num_prompt_tokens
+            history = TokenHistory(
+                prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.token_ids[num_prompt:])
+            )
+        return ScheduledSequence(
+            request_id=sequence.request.request_id,
+            token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+            start=start,
+            block_ids=sequence.block_ids,
+            samples=samples,
+            sampling=sampling,
+            banned_token_ids=self._banned_token_ids(sequence) if samples else (),
+            history=history,
+        )
+
+    def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        sampling = sequence.request.sampling
+        if sequence.num_generated_tokens >= sampling.min_tokens:
+            return ()
+        return (*self._eos_token_ids, *sampling.stop_token_ids)
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
+        """Book a step's results; `token_ids` holds one drawn token for each of `batch.sampled`, in order."""
+        assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        self._totals.steps += 1
+        drawn = iter(token_ids)
+        deltas: list[TokenDelta] = []
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            token_id = next(drawn) if item.samples else None
+            if sequence.is_finished:
+                continue  # aborted while the step ran
+            sequence.num_computed_tokens = item.end
+            self._publish_full_blocks(sequence)
+            if token_id is not None:
+                deltas.append(self._append(sequence, token_id))
+        return deltas
+
+    def _publish_full_blocks(self, sequence: Sequence) -> None:
+        size = self._pool.block_size
+        for index in range(len(sequence.prefix_ids), sequence.num_computed_tokens // size):
+            parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
+            content = sequence.token_ids[index * size : (index + 1) * size]
+            sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
+
+    def _append(self, sequence: Sequence, token_id: int) -> TokenDelta:
+        sequence.token_ids.append(token_id)
+        self._totals.generated_tokens += 1
+        reason = self._finish_reason(sequence, token_id)
+        if reason is not None:
+            self._totals.finished += 1
+            self._finish(sequence)
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            token_ids=(token_id,),
+            finish_reason=reason,
+            stop_token_id=token_id if reason is FinishReason.STOP else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
+        if is_eos or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if sequence.num_generated_tokens >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Every sequence passes here exactly once."""
+        del self._sequences[sequence.request.request_id]
+        was_waiting = sequence.status is SequenceStatus.WAITING
+        if sequence.is_running:
+            self._running.remove(sequence)
+            self._pool.free(sequence.take_blocks())
+        sequence.status = SequenceStatus.FINISHED
+        if was_waiting:
+            self._waiting.remove_finished()
+
+    # ------------------------------------------------------------------ facts
+
+    def stats(self) -> EngineStats:
+        totals = self._totals
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            total_steps=totals.steps,
+            total_prompt_tokens=totals.prompt_tokens,
+            total_cached_tokens=totals.cached_tokens,
+            total_generated_tokens=totals.generated_tokens,
+            total_preemptions=totals.preemptions,
+            total_finished=totals.finished,
+            total_aborted=totals.aborted,
+            total_failed=totals.failed,
+        )

@@ -1,0 +1,101 @@
+"""Every error of Carousel, in one tree with three branches: the caller's mistake, overload, our failure.
+
+    CarouselError
+    ├── InvalidRequest           the caller's mistake; nothing was queued
+    │   ├── ContextTooLong       prompt + max_tokens exceed what the model accepts
+    │   ├── NotFound             no such model or route
+    │   ├── MethodNotAllowed     the route exists, the method does not
+    │   └── BodyTooLarge         the HTTP body exceeds the limit
+    ├── Overloaded               queues are full; try again after `retry_after_s`
+    ├── Failure                  ours
+    │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
+    │   ├── EngineStopped        the engine is shutting down or has died
+    │   └── Unavailable          no replica can take the request now
+    └── InvalidSetup             the operator's mistake, found at start
+        └── UnsupportedModel     the model cannot be served, with the reason
+
+They cross process borders, so each survives pickling with all its attributes. HTTP statuses are not decided here
+(see `app/api/errors.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CarouselError(Exception):
+    """Root of the tree. `message` is a sentence for the person who has to act on it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.message, dict(self.__dict__))
+
+
+def _restore(kind: type[CarouselError], message: str, state: dict[str, Any]) -> CarouselError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRequest(CarouselError):
+    """The request cannot be served as it stands. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and asked output together exceed the model's context."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class NotFound(InvalidRequest):
+    """No such model or route."""
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The route does not take this HTTP method."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The HTTP body exceeds the configured limit."""
+
+
+class Overloaded(CarouselError):
+    """Nothing is wrong with the request; the queues are full."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Failure(CarouselError):
+    """Something of ours failed."""
+
+
+class StepFailed(Failure):
+    """The model step that computed this request raised."""
+
+
+class EngineStopped(Failure):
+    """The engine no longer runs."""
+
+
+class Unavailable(Failure):
+    """No replica can take the request now."""
+
+
+class InvalidSetup(CarouselError):
+    """The service cannot start as configured."""
+
+
+class UnsupportedModel(InvalidSetup):
+    """The model cannot be served; the message says why."""

@@ -1,0 +1,1 @@
+"""The only room that imports torch: weights, KV memory, attention, sampling."""

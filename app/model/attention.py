@@ -1,0 +1,220 @@
+"""Attention over paged KV memory, registered with transformers so that its models run unmodified.
+
+A model calls `attend` in every layer; the per-step facts travel as the forward keyword argument `paged`, so nothing is
+set before a call and read inside it. This is the plain torch path: right on CPU and CUDA, the reference for faster
+ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from app.model.inputs import DecodeRows, ModelInputs, PrefillChunk
+from app.model.kv_cache import KVCache, LayerShape
+
+ATTENTION_NAME = "carousel_paged"
+
+# Keyword arguments of transformers' attention functions that change nothing for us.
+_HARMLESS = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
+     "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+     "max_length_k", "head_mask", "layer_past", "encoder_hidden_states", "encoder_attention_mask", "num_items_in_batch"}
+)  # fmt: skip
+
+
+class UnknownAttention(Exception):
+    """A model asks its attention for something this implementation does not do."""
+
+
+class AttentionStep(Protocol):
+    """What one forward pass does in its attention layers."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        """query: [num_tokens, num_heads, key_dim]; key, value: [num_tokens, num_kv_heads, dim], new tokens only.
+
+        Returns [num_tokens, num_heads, value_dim].
+        """
+        ...
+
+
+class AttentionRules:
+    """How a layer scores: fixed by the model, the same in every step."""
+
+    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
+
+    def __init__(
+        self,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.scaling = scaling
+        self.sliding_window = sliding_window  # a token sees itself and this many minus one before it
+        self.softcap = softcap
+        self.sinks = sinks  # [num_heads], a score per head that takes part in the softmax and carries no value
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paged: AttentionStep | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface; returns [1, num_tokens, num_heads, value_dim]."""
+    if paged is None:
+        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
+    if attention_mask is not None:
+        raise UnknownAttention("the model puts an attention mask of its own on top of the causal one")
+    if not getattr(module, "is_causal", True):
+        raise UnknownAttention("an attention layer is not causal")
+    unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    if unknown:
+        raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise UnknownAttention("attention layers are not numbered (no layer_idx)")
+    rules = AttentionRules(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    output = paged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
+    return output[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+class PagedStep:
+    """One step of the engine: write the new tokens' KV, then attend over blocks."""
+
+    def __init__(self, cache: KVCache, inputs: ModelInputs) -> None:
+        self._cache = cache
+        self._inputs = inputs
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        self._cache.write(layer, self._inputs.slots, key, value)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
+        if self._inputs.decode is not None:
+            rows = self._inputs.decode.token_indices
+            output[rows] = self._decode(layer, query[rows], self._inputs.decode, rules)
+        for chunk in self._inputs.prefill:
+            output[chunk.tokens] = self._prefill(layer, query[chunk.tokens], chunk, rules)
+        return output
+
+    def _decode(self, layer: int, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
+        """Single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
+        keys, values = self._cache.read(layer, rows.block_tables)
+        at = torch.arange(keys.shape[1], device=keys.device)
+        is_own = at < rows.lengths[:, None]  # [num_rows, max_length]
+        _blank_others(keys, values, is_own)
+        visible = is_own
+        if rules.sliding_window is not None:
+            visible = is_own & (at >= rows.lengths[:, None] - rules.sliding_window)
+        output = _scores_to_output(query[:, None], keys, values, visible[:, None], rules)
+        return output[:, 0]
+
+    def _prefill(self, layer: int, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
+        """Several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
+        keys, values = self._cache.read(layer, chunk.block_table)
+        keys, values = keys[: chunk.length], values[: chunk.length]
+        return _causal(query, keys, values, start=chunk.start, rules=rules)
+
+
+class ProbeStep:
+    """A forward pass without KV memory over one sequence from its start: notes what each layer would store."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise UnknownAttention(f"attention layer {layer} runs more than once in a forward pass")
+        self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
+        return _causal(query, key, value, start=0, rules=rules)
+
+
+def _causal(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
+) -> torch.Tensor:
+    """query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length, num_kv_heads, dim]."""
+    at = torch.arange(keys.shape[0], device=keys.device)
+    own = torch.arange(start, start + query.shape[0], device=keys.device)[:, None]
+    visible = at <= own
+    if rules.sliding_window is not None:
+        visible &= at > own - rules.sliding_window
+    return _scores_to_output(query[None], keys[None], values[None], visible[None], rules)[0]
+
+
+def _blank_others(keys: torch.Tensor, values: torch.Tensor, is_own: torch.Tensor) -> None:
+    """Zero what other sequences left in padded slots: masked scores alone would let a NaN through."""
+    others = ~is_own[..., None, None]
+    keys.masked_fill_(others, 0)
+    values.masked_fill_(others, 0)
+
+
+def _scores_to_output(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, rules: AttentionRules
+) -> torch.Tensor:
+    """Grouped-query attention.
+
+    query: [n, num_tokens, num_heads, key_dim]; keys, values: [n, length, num_kv_heads, dim];
+    visible: [n, num_tokens, length] → [n, num_tokens, num_heads, value_dim].
+    """
+    n, num_tokens, num_heads, _ = query.shape
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    # The query heads that share a KV head stand side by side as rows: [n, num_kv_heads, group * num_tokens, dim].
+    grouped = query.view(n, num_tokens, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = visible[:, None].repeat(1, 1, group, 1)  # [n, 1, group * num_tokens, length]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if rules.softcap is None and rules.sinks is None:
+        output = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=rules.scaling)
+    else:
+        output = _attend_in_full(grouped, keys, values, mask, rules, num_tokens)
+    output = output.view(n, num_kv_heads, group, num_tokens, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(n, num_tokens, num_heads, -1)
+
+
+def _attend_in_full(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    rules: AttentionRules,
+    num_tokens: int,
+) -> torch.Tensor:
+    """The formula written out, for what `scaled_dot_product_attention` cannot do."""
+    scores = torch.matmul(query, keys.transpose(2, 3)) * rules.scaling
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if rules.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        n, num_kv_heads = query.shape[:2]
+        sinks = rules.sinks.float().view(num_kv_heads, -1, 1).repeat(1, 1, num_tokens).flatten(1)
+        column = sinks[None, :, :, None].expand(n, -1, -1, 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)

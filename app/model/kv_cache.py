@@ -1,0 +1,94 @@
+"""The tensors that blocks index, and how many blocks fit into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from app.config import CacheConfig
+from app.errors import InvalidSetup
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one attention layer stores for one token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class KVCache:
+    """Paged keys and values of every layer. A token's slot is `block_id * block_size + offset`."""
+
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, key_dim]
+        self._values: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, value_dim]
+        for index, layer in layers.items():
+            shape = (num_blocks, block_size, layer.num_kv_heads)
+            self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
+            self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim]."""
+        self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
+        self._values[layer].flatten(0, 1).index_copy_(0, slots, values)
+
+    def read(self, layer: int, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of whole blocks in token order.
+
+        block_tables: [..., num_blocks] → keys and values [..., num_blocks * block_size, num_kv_heads, dim].
+        """
+        keys, values = self._keys[layer][block_tables], self._values[layer][block_tables]
+        start = block_tables.dim() - 1
+        return keys.flatten(start, start + 1), values.flatten(start, start + 1)
+
+
+def num_blocks_that_fit(
+    config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The pool's size: as configured, or what the memory settings leave room for.
+
+    On CUDA call it after a step of full size has run, so that the allocator's peak is known.
+
+    Raises:
+        InvalidSetup: not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = config.block_size * sum(layer.bytes_per_token(dtype) for layer in layers.values())
+    if device.type == "cuda":
+        setting, memory_bytes = f"gpu_memory_fraction={config.gpu_memory_fraction}", _cuda_bytes_left(config, device)
+    else:
+        setting, memory_bytes = f"memory_gib={config.memory_gib}", int(config.memory_gib * _GIB)
+    num_blocks = memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise InvalidSetup(
+            f"cache.{setting} leaves {memory_bytes / _GIB:.3f} GiB for KV memory; one block of {config.block_size} "
+            f"tokens needs {block_bytes / _GIB:.6f} GiB. Raise it, or serve a smaller model"
+        )
+    return num_blocks
+
+
+def _cuda_bytes_left(config: CacheConfig, device: torch.device) -> int:
+    """What the configured share of the GPU leaves after weights and the largest step seen so far."""
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    peak_of_ours = torch.cuda.max_memory_allocated(device)
+    return max(0, int(total * config.gpu_memory_fraction) - used_by_others - peak_of_ours)

@@ -1,0 +1,70 @@
+import pytest
+
+from app.engine.batch import Batch
+from app.engine.engine import StepError
+from app.errors import ContextTooLong, InvalidRequest
+from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (make_request(()), "prompt"),
+        (make_request(max_tokens=0), "max_tokens"),
+        (make_request((1, VOCAB_SIZE)), "prompt"),
+        (make_request((1, -1)), "prompt"),
+        (make_request(logit_bias=((VOCAB_SIZE, 1.0),)), "logit_bias"),
+        (make_request(stop_token_ids=(VOCAB_SIZE,)), "stop_token_ids"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_by_name(request_, param) -> None:  # type: ignore[no-untyped-def]
+    engine = build_fake_engine()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.add(request_)
+    assert refused.value.param == param
+    assert not engine.has_work
+
+
+def test_a_request_over_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ContextTooLong, match=r"prompt has 60 tokens and max_tokens is 50; this model accepts 100"):
+        build_fake_engine(max_model_len=100).add(make_request((5,) * 60, max_tokens=50))
+
+
+def test_a_request_over_the_pool_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ContextTooLong, match="accepts 16 together"):
+        build_fake_engine(num_blocks=4).add(make_request((5,) * 10, max_tokens=7))
+
+
+def test_a_request_id_in_use_is_refused_and_can_be_used_again_later() -> None:
+    engine = build_fake_engine()
+    engine.add(make_request(request_id="same"))
+    with pytest.raises(InvalidRequest, match="same"):
+        engine.add(make_request(request_id="same"))
+    run_to_end(engine)
+    engine.add(make_request(request_id="same"))
+
+
+class FailingRunner(CountingRunner):
+    """Raises once, in its second step."""
+
+    def run(self, batch: Batch) -> list[int]:
+        if len(self.batches) == 1:
+            self.batches.append(batch)
+            raise RuntimeError("out of memory")
+        return super().run(batch)
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    engine = build_fake_engine(runner=FailingRunner(), max_running=2)
+    first, second, waiting = (make_request((5, 6, n)) for n in (7, 8, 9))
+    for request in (first, second, waiting):
+        engine.add(request)
+    engine.step()
+    with pytest.raises(StepError) as failed:
+        engine.step()
+    assert set(failed.value.request_ids) == {first.request_id, second.request_id}
+    assert isinstance(failed.value.__cause__, RuntimeError)
+    outcome = run_to_end(engine)
+    assert outcome.token_ids[waiting.request_id] == expected_tokens(waiting.prompt_token_ids, 4)
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert engine.stats().total_failed == 2

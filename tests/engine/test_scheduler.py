@@ -1,0 +1,204 @@
+"""The scheduler through the engine, with a runner whose tokens depend on every token in the KV cache."""
+
+from app.engine.request import FinishReason, Request
+from tests.fakes import EOS, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+def prompt(length: int, first: int = 2) -> tuple[int, ...]:
+    return tuple(2 + (first + 3 * i) % 47 for i in range(length))
+
+
+def batch_sizes(runner: CountingRunner) -> list[list[int]]:
+    return [[len(item.token_ids) for item in batch.scheduled] for batch in runner.batches]
+
+
+def test_tokens_are_those_of_plain_generation() -> None:
+    requests = [make_request(prompt(n), max_tokens=n) for n in (1, 3, 4, 5, 17, 40)]
+    outcome = run_to_end(build_fake_engine(), *requests)
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        assert outcome.token_ids[request.request_id] == expected
+        assert outcome.reasons[request.request_id] is FinishReason.LENGTH
+
+
+def test_a_request_joins_while_others_are_running() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner)
+    engine.add(make_request(prompt(3), max_tokens=5))
+    engine.step()
+    engine.step()
+    engine.add(make_request(prompt(6), max_tokens=2))
+    engine.step()
+    assert batch_sizes(runner) == [[3], [1], [1, 6]]
+
+
+def test_a_request_leaves_at_once_and_its_place_is_taken() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, max_running=1)
+    run_to_end(engine, make_request(prompt(2), max_tokens=2), make_request(prompt(3), max_tokens=1))
+    assert batch_sizes(runner) == [[2], [1], [3]]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding_requests() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, prefill_chunk_tokens=8)
+    engine.add(make_request(prompt(2), max_tokens=9))
+    engine.step()
+    engine.add(make_request(prompt(20), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    assert batch_sizes(runner) == [[2], [1, 8], [1, 8], [1, 4]]
+
+
+def test_no_step_exceeds_the_token_budget_and_every_running_request_gets_a_token() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(
+        runner=runner, max_running=6, max_step_tokens=12, prefill_chunk_tokens=12, num_blocks=200
+    )
+    run_to_end(engine, *(make_request(prompt(30, first=n), max_tokens=6) for n in range(6)))
+    assert max(sum(sizes) for sizes in batch_sizes(runner)) <= 12
+    for request_id in {item.request_id for batch in runner.batches for item in batch.scheduled}:
+        steps = [
+            n for n, batch in enumerate(runner.batches) if any(i.request_id == request_id for i in batch.scheduled)
+        ]
+        assert steps == list(range(steps[0], steps[-1] + 1))  # none was left out of a step while it ran
+
+
+def test_requests_join_in_order_of_arrival_and_nobody_overtakes() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, num_blocks=6)  # 24 slots
+    running, too_large, small = (make_request(prompt(n, first=n), max_tokens=3) for n in (13, 16, 1))
+    run_to_end(engine, running, too_large, small)
+    order = list(dict.fromkeys(item.request_id for batch in runner.batches for item in batch.scheduled))
+    assert order == [running.request_id, too_large.request_id, small.request_id]
+
+
+def test_equal_prompts_share_their_full_blocks() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner)
+    first, second = make_request(prompt(10), max_tokens=2), make_request(prompt(10), max_tokens=2)
+    run_to_end(engine, first)
+    outcome = run_to_end(engine, second)
+    assert batch_sizes(runner)[-2:] == [[2], [1]]  # 8 of 10 tokens were there
+    assert engine.stats().total_cached_tokens == 8
+    assert outcome.token_ids[second.request_id] == expected_tokens(second.prompt_token_ids, 2)
+
+
+def test_a_later_turn_reuses_what_was_generated() -> None:
+    engine = build_fake_engine()
+    first = make_request(prompt(6), max_tokens=6)
+    answer = run_to_end(engine, first).token_ids[first.request_id]
+    turn = make_request((*first.prompt_token_ids, *answer, 9, 9), max_tokens=2)
+    outcome = run_to_end(engine, turn)
+    assert engine.stats().total_cached_tokens == 8  # 11 tokens were computed: two full blocks
+    assert outcome.token_ids[turn.request_id] == expected_tokens(turn.prompt_token_ids, 2)
+
+
+def test_requests_of_different_salts_share_nothing() -> None:
+    engine = build_fake_engine()
+    run_to_end(engine, make_request(prompt(10), cache_salt="a"))
+    run_to_end(engine, make_request(prompt(10), cache_salt="b"))
+    assert engine.stats().total_cached_tokens == 0
+
+
+def test_when_memory_runs_short_the_last_arrived_is_preempted_and_all_tokens_stay_right() -> None:
+    requests = [make_request(prompt(6, first=n), max_tokens=14) for n in range(4)]
+    for prefix_caching in (True, False):
+        engine = build_fake_engine(num_blocks=8, prefix_caching=prefix_caching)  # 32 slots for 80 tokens
+        outcome = run_to_end(engine, *requests)
+        assert engine.stats().total_preemptions > 0
+        for request in requests:
+            assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 14)
+        order = list(outcome.reasons)
+        assert order == [request.request_id for request in requests]
+
+
+def test_a_preempted_sequence_reuses_its_cached_prefix() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, num_blocks=8)
+    first, second = make_request(prompt(8), max_tokens=20), make_request(prompt(8, first=9), max_tokens=12)
+    run_to_end(engine, first, second)
+    assert engine.stats().total_preemptions > 0
+    starts = [i.start for b in runner.batches for i in b.scheduled if i.request_id == second.request_id]
+    again = next(i for i in range(1, len(starts)) if starts[i] <= starts[i - 1])
+    assert starts[again] > 0  # the start of its prompt was still there
+
+
+def test_a_request_that_fills_the_pool_alone_is_served() -> None:
+    engine = build_fake_engine(num_blocks=4)  # 16 slots
+    request = make_request(prompt(10), max_tokens=6)
+    assert run_to_end(engine, request).token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 6)
+
+
+class EndingRunner:
+    """Draws the end token, unless it is banned."""
+
+    def run(self, batch) -> list[int]:  # type: ignore[no-untyped-def]
+        return [EOS if EOS not in item.banned_token_ids else 7 for item in batch.sampled]
+
+
+def finished(request: Request) -> tuple[list[int], FinishReason]:
+    outcome = run_to_end(build_fake_engine(runner=EndingRunner()), request)
+    return outcome.token_ids[request.request_id], outcome.reasons[request.request_id]
+
+
+def test_the_end_token_stops_a_request() -> None:
+    assert finished(make_request(max_tokens=5)) == ([EOS], FinishReason.STOP)
+
+
+def test_the_end_token_is_banned_before_min_tokens() -> None:
+    assert finished(make_request(max_tokens=5, min_tokens=2)) == ([7, 7, EOS], FinishReason.STOP)
+
+
+def test_ignore_eos_goes_on_to_max_tokens() -> None:
+    assert finished(make_request(max_tokens=3, ignore_eos=True)) == ([EOS] * 3, FinishReason.LENGTH)
+
+
+def test_a_stop_token_stops_a_request_even_if_the_end_token_is_ignored() -> None:
+    request = make_request(max_tokens=5, min_tokens=2, ignore_eos=True, stop_token_ids=(7,))
+    outcome = run_to_end(build_fake_engine(runner=_Sevens()), request)
+    assert outcome.token_ids[request.request_id] == [8, 8, 7]
+    assert outcome.reasons[request.request_id] is FinishReason.STOP
+
+
+class _Sevens:
+    def run(self, batch) -> list[int]:  # type: ignore[no-untyped-def]
+        return [8 if 7 in item.banned_token_ids else 7 for item in batch.sampled]
+
+
+def test_an_aborted_request_frees_its_blocks_and_the_others_go_on() -> None:
+    engine = build_fake_engine()
+    gone, stays = make_request(prompt(9), max_tokens=9), make_request(prompt(5, first=3), max_tokens=9)
+    engine.add(gone)
+    engine.add(stays)
+    tokens = [t for delta in engine.step() if delta.request_id == stays.request_id for t in delta.token_ids]
+    delta = engine.abort(gone.request_id)
+    assert delta is not None
+    assert delta.finish_reason is FinishReason.ABORT
+    assert engine.abort(gone.request_id) is None
+    rest = run_to_end(engine)
+    assert tokens + rest.token_ids[stays.request_id] == expected_tokens(stays.prompt_token_ids, 9)
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_waiting_request_can_be_aborted() -> None:
+    engine = build_fake_engine(max_running=1)
+    first, waiting, last = (make_request(prompt(4, first=n)) for n in range(3))
+    for request in (first, waiting, last):
+        engine.add(request)
+    engine.step()
+    engine.abort(waiting.request_id)
+    assert engine.stats().num_waiting == 1
+    assert set(run_to_end(engine).reasons) == {first.request_id, last.request_id}
+
+
+def test_a_chunk_in_flight_of_an_aborted_request_is_dropped() -> None:
+    """Schedule and update are apart, so that a model may run between them; an abort may come there too."""
+    engine = build_fake_engine()
+    request = make_request(prompt(4))
+    engine.add(request)
+    scheduler = engine._scheduler
+    batch = scheduler.schedule()
+    scheduler.abort(request.request_id)
+    assert scheduler.update(batch, [3]) == []
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks

@@ -1,0 +1,119 @@
+"""Builders and fakes for tests of the engine: no torch, no weights."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from app.assembly import assemble
+from app.config import CacheConfig, SchedulerConfig
+from app.engine.batch import Batch
+from app.engine.engine import Engine, ModelRunner
+from app.engine.facts import ModelFacts
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+
+VOCAB_SIZE = 50
+EOS = 1
+_numbers = count()
+
+
+class CountingRunner:
+    """Draws the last token plus one, so a sequence's tokens show whether it was computed from the right ones.
+
+    It also checks what every batch promises: token by token, nothing is skipped and nothing computed without a block.
+    """
+
+    def __init__(self, block_size: int = 4) -> None:
+        self.batches: list[Batch] = []
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
+
+    def run(self, batch: Batch) -> list[int]:
+        self.batches.append(batch)
+        written: set[int] = set()
+        for item in batch.scheduled:
+            for position, token in enumerate(item.token_ids, start=item.start):
+                slot = self._slot(item.block_ids, position)
+                assert slot not in written, f"slot {slot} written twice in one step"
+                written.add(slot)
+                self._slots[slot] = token
+        return [self._draw(item.block_ids, item.end) for item in batch.sampled]
+
+    def _draw(self, block_ids: list[int], end: int) -> int:
+        """A function of every token in the KV cache, as a real model's is."""
+        seen = [self._slots[self._slot(block_ids, position)] for position in range(end)]
+        return next_token(seen)
+
+    def _slot(self, block_ids: list[int], position: int) -> int:
+        return block_ids[position // self._block_size] * self._block_size + position % self._block_size
+
+
+def next_token(token_ids: list[int]) -> int:
+    """What the fake model generates after these tokens; never the end token."""
+    total = sum((position + 1) * token for position, token in enumerate(token_ids))
+    return 2 + total % (VOCAB_SIZE - 2)
+
+
+def expected_tokens(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    """What the fake model generates for a prompt, computed the plain way."""
+    token_ids = list(prompt)
+    for _ in range(max_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+def build_fake_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    runner: ModelRunner | None = None,
+    prefix_caching: bool = True,
+    max_model_len: int = 1000,
+    **scheduler: int,
+) -> Engine:
+    settings = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
+    return assemble(
+        SchedulerConfig(**settings),
+        CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
+        num_blocks=num_blocks,
+        runner=runner or CountingRunner(block_size),
+        facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
+    )
+
+
+def make_request(
+    prompt: tuple[int, ...] = (5, 6, 7), *, request_id: str | None = None, cache_salt: str = "", **sampling: object
+) -> Request:
+    settings: dict[str, object] = {"max_tokens": 4, "temperature": 0.0} | sampling
+    return Request(
+        request_id=request_id or f"request-{next(_numbers)}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**settings),  # type: ignore[arg-type]
+        cache_salt=cache_salt,
+    )
+
+
+class Outcome:
+    """What the callers of an engine have heard."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+
+    def book(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            assert delta.request_id not in self.reasons, f"{delta.request_id} was heard of after its end"
+            self.token_ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.reasons[delta.request_id] = delta.finish_reason
+
+
+def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000) -> Outcome:
+    """Add the requests and step until nothing is left."""
+    outcome = Outcome()
+    for request in requests:
+        engine.add(request)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outcome
+        outcome.book(engine.step())
+    raise AssertionError(f"the engine still has work after {max_steps} steps")

@@ -1,0 +1,133 @@
+"""The engine's tokens are those of the model's own `generate`, whatever happens around a request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.assembly import build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.engine import Engine
+from app.engine.request import Request
+from tests.fakes import make_request, run_to_end
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Requests and the tokens that plain greedy `generate` gives for each alone."""
+
+    requests: tuple[Request, ...]
+    token_ids: dict[str, list[int]]
+
+
+def random_requests(num_requests: int, vocab_size: int, *, seed: int = 1) -> tuple[Request, ...]:
+    """Ragged lengths; every third prompt begins with a piece of the same text."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, vocab_size) for _ in range(40)]
+    requests = []
+    for n in range(num_requests):
+        prefix = shared[: rng.randrange(40)] if n % 3 == 0 else []
+        prompt = (*prefix, *(rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 40))))
+        requests.append(make_request(prompt, max_tokens=rng.randrange(1, 24), ignore_eos=True))
+    return tuple(requests)
+
+
+def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    token_ids = {}
+    for request in requests:
+        prompt = torch.tensor([request.prompt_token_ids])
+        output = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
+            max_new_tokens=request.sampling.max_tokens,
+        )  # fmt: skip
+        token_ids[request.request_id] = output[0, prompt.shape[1] :].tolist()
+    return token_ids
+
+
+def build(path: Path, *, num_blocks: int = 200, prefix_caching: bool = True, **scheduler: int) -> Engine:
+    settings = {"max_running": 33, "max_step_tokens": 400, "prefill_chunk_tokens": 400} | scheduler
+    return build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(path), dtype="float32", device="cpu", num_threads=2),
+            cache=CacheConfig(block_size=4, num_blocks=num_blocks, prefix_caching=prefix_caching),
+            scheduler=SchedulerConfig(**settings),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Reference]:
+    known: dict[str, Reference] = {}
+
+    def find(architecture: str) -> Reference:
+        if architecture not in known:
+            requests = random_requests(33, VOCAB_SIZE)
+            known[architecture] = Reference(requests, generate_plainly(tiny_model_path(architecture), requests))
+        return known[architecture]
+
+    return find
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestArchitecture:
+    def test_alone(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+        expected = reference(architecture)
+        engine = build(tiny_model_path(architecture), prefix_caching=False)
+        for request in expected.requests[:6]:
+            outcome = run_to_end(engine, request)
+            assert outcome.token_ids[request.request_id] == expected.token_ids[request.request_id]
+
+    def test_among_32_others(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+        expected = reference(architecture)
+        engine = build(tiny_model_path(architecture), num_blocks=800)
+        assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
+        assert engine.stats().total_preemptions == 0
+
+    def test_with_chunks_preemption_and_prefix_hits(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+        expected = reference(architecture)
+        engine = build(tiny_model_path(architecture), num_blocks=60, max_step_tokens=40, prefill_chunk_tokens=7)
+        assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
+        assert engine.stats().total_preemptions > 0
+        assert engine.stats().total_cached_tokens > 0
+
+
+def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no-untyped-def]
+    """An equality of constant outputs would prove nothing."""
+    for architecture in ARCHITECTURES:
+        tokens = {t for output in reference(architecture).token_ids.values() for t in output}
+        assert len(tokens) > 20, architecture
+
+
+def test_the_bundled_model(demo_path: Path) -> None:
+    requests = random_requests(33, 763, seed=2)
+    expected = generate_plainly(demo_path, requests)
+    for settings in ({"num_blocks": 800}, {"num_blocks": 60, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
+        assert run_to_end(build(demo_path, **settings), *requests).token_ids == expected
+
+
+SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+
+
+def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(demo_path: Path) -> None:
+    requests = tuple(
+        make_request(r.prompt_token_ids, max_tokens=20, ignore_eos=True, seed=n, **SAMPLED)
+        for n, r in enumerate(random_requests(24, 763, seed=3))
+    )
+    alone: dict[str, list[int]] = {}
+    engine = build(demo_path, prefix_caching=False)
+    for request in requests:
+        alone |= run_to_end(engine, request).token_ids
+    together = build(demo_path, num_blocks=800)
+    assert run_to_end(together, *requests).token_ids == alone
+    cramped = build(demo_path, num_blocks=60, max_step_tokens=40, prefill_chunk_tokens=7)
+    assert run_to_end(cramped, *reversed(requests)).token_ids == alone
+    assert cramped.stats().total_preemptions > 0

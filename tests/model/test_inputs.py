@@ -1,0 +1,43 @@
+import torch
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.request import SamplingParams
+from app.model.inputs import build_inputs
+
+
+def scheduled(token_ids: tuple[int, ...], start: int, block_ids: list[int], samples: bool = True) -> ScheduledSequence:
+    return ScheduledSequence(
+        request_id="r", token_ids=token_ids, start=start, block_ids=block_ids, samples=samples,
+        sampling=SamplingParams(max_tokens=1),
+    )  # fmt: skip
+
+
+def test_tokens_of_all_sequences_stand_in_one_row() -> None:
+    batch = Batch(
+        (
+            scheduled((11, 12, 13), 2, [4, 7], samples=False),
+            scheduled((21,), 8, [1, 3, 5, 9]),
+            scheduled((31, 32), 0, [2]),
+        ),
+        (),
+    )
+    inputs = build_inputs(batch, block_size=4, device=torch.device("cpu"))
+    assert inputs.token_ids.tolist() == [[11, 12, 13, 21, 31, 32]]
+    assert inputs.positions.tolist() == [[2, 3, 4, 8, 0, 1]]
+    assert inputs.slots.tolist() == [18, 19, 28, 20, 8, 9]
+    assert inputs.sampled_indices.tolist() == [3, 5]
+    assert inputs.decode is not None
+    assert inputs.decode.token_indices.tolist() == [3]
+    assert inputs.decode.block_tables.tolist() == [[1, 3, 5]]  # the fourth block is not reached yet
+    assert inputs.decode.lengths.tolist() == [9]
+    first, second = inputs.prefill
+    assert (first.tokens, first.block_table.tolist(), first.start, first.length) == (slice(0, 3), [4, 7], 2, 5)
+    assert (second.tokens, second.block_table.tolist(), second.start, second.length) == (slice(4, 6), [2], 0, 2)
+
+
+def test_shorter_block_tables_are_padded() -> None:
+    batch = Batch((scheduled((1,), 0, [6]), scheduled((2,), 5, [8, 9])), ())
+    inputs = build_inputs(batch, block_size=4, device=torch.device("cpu"))
+    assert inputs.decode is not None
+    assert inputs.decode.block_tables.tolist() == [[6, 0], [8, 9]]
+    assert inputs.prefill == ()

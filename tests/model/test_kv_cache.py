@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from app.config import CacheConfig
+from app.errors import InvalidSetup
+from app.model.kv_cache import KVCache, LayerShape, num_blocks_that_fit
+
+CPU = torch.device("cpu")
+
+
+def test_kv_bytes_of_a_7b_llama_are_half_a_megabyte_per_token() -> None:
+    """32 layers × 32 heads × 128 × 2 bytes × (key and value)."""
+    layer = LayerShape(num_kv_heads=32, key_dim=128, value_dim=128)
+    assert 32 * layer.bytes_per_token(torch.float16) == 524_288
+
+
+def test_memory_becomes_blocks() -> None:
+    layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
+    config = CacheConfig(memory_gib=1, block_size=16)
+    assert num_blocks_that_fit(config, layers, dtype=torch.float16, device=CPU) == 128
+    assert num_blocks_that_fit(CacheConfig(num_blocks=7), layers, dtype=torch.float16, device=CPU) == 7
+
+
+def test_memory_for_less_than_a_block_is_refused_with_the_numbers() -> None:
+    layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
+    with pytest.raises(InvalidSetup, match=r"memory_gib=0.001 leaves 0.001 GiB .* one block of 16 tokens needs 0.0078"):
+        num_blocks_that_fit(CacheConfig(memory_gib=0.001), layers, dtype=torch.float16, device=CPU)
+
+
+def test_what_was_written_is_read_in_token_order() -> None:
+    cache = KVCache(
+        {3: LayerShape(num_kv_heads=1, key_dim=2, value_dim=1)},
+        num_blocks=5,
+        block_size=2,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    keys, values = torch.arange(8.0).view(4, 1, 2), torch.arange(4.0).view(4, 1, 1)
+    cache.write(3, torch.tensor([8, 9, 2, 3]), keys, values)
+    read_keys, read_values = cache.read(3, torch.tensor([[4, 1]]))
+    assert torch.equal(read_keys, keys[None])
+    assert torch.equal(read_values, values[None])

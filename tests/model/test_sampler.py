@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.batch import ScheduledSequence, TokenHistory
+from app.engine.request import SamplingParams
+from app.model.sampler import gumbel_noise, sample
+
+VOCAB_SIZE = 40
+
+
+def item(
+    *, position: int = 3, prompt: tuple[int, ...] = (), generated: tuple[int, ...] = (), banned: tuple[int, ...] = (),
+    **sampling: object,
+) -> ScheduledSequence:  # fmt: skip
+    params = SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
+    return ScheduledSequence(
+        request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
+        banned_token_ids=banned,
+        history=TokenHistory(prompt=prompt, generated=generated) if params.has_penalties else None,
+    )  # fmt: skip
+
+
+def random_logits(num_rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draws(logits: list[float], num_draws: int = 4000, **sampling: object) -> list[float]:
+    """Shares of each token over many positions of one request."""
+    rows = torch.tensor([logits]).repeat(num_draws, 1)
+    drawn = sample(rows, [item(position=n + 1, seed=7, **sampling) for n in range(num_draws)])
+    return [(drawn == token).float().mean().item() for token in range(len(logits))]
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = random_logits(5)
+    assert sample(logits, [item(temperature=0.0)] * 5).tolist() == logits.argmax(-1).tolist()
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = [0.0, 1.0, 2.0, -1.0]
+    expected = torch.tensor(logits).softmax(-1).tolist()
+    assert draws(logits) == pytest.approx(expected, abs=0.025)
+
+
+def test_temperature_sharpens() -> None:
+    logits = [0.0, 1.0, 2.0, -1.0]
+    expected = (torch.tensor(logits) / 0.5).softmax(-1).tolist()
+    assert draws(logits, temperature=0.5) == pytest.approx(expected, abs=0.025)
+
+
+def test_top_k_keeps_the_k_likeliest_in_proportion() -> None:
+    logits = [0.0, 1.0, 2.0, -1.0]
+    kept = torch.tensor([1.0, 2.0]).softmax(-1).tolist()
+    assert draws(logits, top_k=2) == pytest.approx([0.0, kept[0], kept[1], 0.0], abs=0.025)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert draws(logits, top_p=0.7) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=0.025)
+    assert draws(logits, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_min_p_drops_what_is_far_below_the_likeliest() -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert draws(logits, min_p=0.4) == pytest.approx([0.625, 0.375, 0.0, 0.0], abs=0.025)
+
+
+def test_penalties_count_what_they_should() -> None:
+    logits = torch.tensor([[2.0, 2.0, 2.0, 2.1]])
+    rows = {"prompt": (0,), "generated": (1, 1, 2), "temperature": 0.0}
+    assert sample(logits + torch.tensor([0.0, 0.3, 0.0, 0.0]), [item(frequency_penalty=0.2, **rows)]).item() == 3
+    assert sample(logits + torch.tensor([0.0, 0.3, 0.0, 0.0]), [item(presence_penalty=0.1, **rows)]).item() == 1
+    # Generated tokens only: the prompt's token 0 is untouched.
+    assert sample(logits + torch.tensor([0.2, 0.0, 0.0, 0.0]), [item(presence_penalty=2.0, **rows)]).item() == 0
+    # Repetition looks at the prompt too, and makes negative logits more negative.
+    assert sample(logits + torch.tensor([0.2, 0.0, 0.0, 0.0]), [item(repetition_penalty=1.2, **rows)]).item() == 3
+    assert sample(torch.tensor([[-1.0, -1.0, -1.0, -1.1]]), [item(repetition_penalty=1.2, **rows)]).item() == 3
+
+
+def test_bias_and_bans_change_what_is_drawn() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    assert sample(logits, [item(temperature=0.0, logit_bias=((2, 5.0),))]).item() == 2
+    assert sample(logits, [item(temperature=0.0, logit_bias=((0, -1.5),))]).item() == 1
+    assert sample(logits, [item(temperature=0.0, banned=(0, 1))]).item() == 2
+    # A ban holds even against a bias.
+    assert sample(logits, [item(temperature=0.0, banned=(0,), logit_bias=((0, 100.0),))]).item() == 1
+
+
+any_sampling = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.1, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 3, VOCAB_SIZE + 5]),
+        "top_p": st.sampled_from([0.001, 0.5, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.3, 1.0]),
+        "seed": st.sampled_from([0, 1, 2**63 - 1]),
+        "presence_penalty": st.sampled_from([0.0, -2.0, 1.5]),
+        "repetition_penalty": st.sampled_from([1.0, 0.5, 3.0]),
+        "logit_bias": st.sampled_from([(), ((3, 2.0), (5, -100.0))]),
+    }
+)
+
+
+@given(rows=st.lists(any_sampling, min_size=1, max_size=6))
+def test_a_row_depends_on_that_row_alone(rows: list[dict[str, object]]) -> None:
+    items = [item(prompt=(1, 2), generated=(2, 3, 3), position=n + 1, **row) for n, row in enumerate(rows)]
+    logits = random_logits(len(rows))
+    together = sample(logits, items).tolist()
+    assert together == [sample(logits[n : n + 1], [items[n]]).item() for n in range(len(rows))]
+    assert all(0 <= token < VOCAB_SIZE for token in together)
+
+
+def test_seed_and_position_both_change_the_draw() -> None:
+    logits = torch.zeros(200, VOCAB_SIZE)
+    by_seed = sample(logits, [item(seed=n) for n in range(200)])
+    by_position = sample(logits, [item(position=n + 1) for n in range(200)])
+    assert len(set(by_seed.tolist())) > 30
+    assert len(set(by_position.tolist())) > 30
+
+
+def test_noise_is_a_fixed_function() -> None:
+    """These numbers must never change: a resumed request continues with them on another machine."""
+    noise = gumbel_noise(torch.tensor([[12345], [2**63 - 1]]), torch.tensor([[7], [0]]), vocab_size=3)
+    assert noise.tolist() == [pytest.approx(row, abs=1e-5) for row in NOISE]
+
+
+NOISE = [[-0.179236, 1.765218, 0.134604], [3.004328, 0.077042, -0.913252]]
+
+
+def test_noise_has_the_mean_and_variance_of_a_gumbel() -> None:
+    noise = gumbel_noise(torch.arange(50)[:, None], torch.arange(50)[:, None], vocab_size=20_000)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.01)
+    neighbours = torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]
+    assert abs(neighbours.item()) < 0.01
+
+
+def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() -> None:
+    logits = random_logits(2)
+    logits[0] = float("nan")
+    drawn = sample(logits, [item(top_p=0.5, seed=1), item(top_p=0.5, seed=1)]).tolist()
+    assert 0 <= drawn[0] < VOCAB_SIZE
+    assert drawn[1] == sample(logits[1:], [item(top_p=0.5, seed=1)]).item()

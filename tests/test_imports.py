@@ -1,0 +1,89 @@
+"""The borders between rooms, kept by a walk over the syntax trees: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# Room → what it may import beside itself: rooms of ours and third-party packages. The standard library is free to all.
+ALLOWED = {
+    "app": set(),
+    "app.config": {"pydantic"},
+    "app.errors": {"pydantic"},
+    "app.dispatch": {"app.errors"},
+    "app.engine": {"app.config", "app.errors"},
+    "app.model": {
+        "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
+        "torch", "transformers",
+    },
+    "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
+    "app.api": {
+        "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "starlette", "pydantic", "pydantic_core",
+    },
+    "app.assembly": {"app.config", "app.engine", "app.model", "torch"},
+    "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+}  # fmt: skip
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in ("app", "deployments") for path in (PROJECT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PROJECT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    return max((room for room in ALLOWED if is_within(module, room)), key=len)
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the whole name"
+            assert node.module is not None, "an absolute import names a module"
+            yield node.lineno, node.module
+
+
+def violations(path: Path) -> list[str]:
+    module = module_name(path)
+    room = room_of(module)
+    allowed = ALLOWED[room] | {room} if room != "app" else ALLOWED[room]
+    return [
+        f"{path.relative_to(PROJECT)}:{line} imports {name}; {room} may import {', '.join(sorted(allowed)) or 'nothing'}"
+        for line, name in imported_modules(path)
+        if name.partition(".")[0] not in sys.stdlib_module_names
+        and not any(is_within(name, permitted) for permitted in allowed)
+    ]
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_a_room_imports_only_what_it_may(path: Path) -> None:
+    assert not violations(path), "\n".join(violations(path))
+
+
+def test_no_package_of_ours_reads_bytes_that_run_code() -> None:
+    """Nothing that came from a client or a file is unpickled or evaluated."""
+    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        assert not {name for _, name in imported_modules(path)} & forbidden, path
+        calls = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not calls & {"eval", "exec"}, path

@@ -1,0 +1,73 @@
+"""Tiny random models of many architectures, for equivalence tests. Weights are wide enough that tokens vary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 211
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def _configs() -> dict[str, PreTrainedConfig]:
+    shape = dict(_SHAPE)
+    without_kv_heads = {name: value for name, value in shape.items() if name != "num_key_value_heads"}
+    gpt2 = {
+        "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+        "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    return {
+        "llama": LlamaConfig(**shape),
+        "qwen2": Qwen2Config(**shape),
+        "qwen3": Qwen3Config(**shape, head_dim=16),
+        "mistral": MistralConfig(**shape, sliding_window=9),
+        "gemma2": Gemma2Config(
+            **shape, head_dim=16, query_pre_attn_scalar=16, sliding_window=9, attn_logit_softcapping=5.0,
+            final_logit_softcapping=10.0,
+        ),
+        "gpt2": GPT2Config(**gpt2),
+        "gpt_neox": GPTNeoXConfig(**without_kv_heads, rotary_pct=0.5),
+        "phi3": Phi3Config(**shape),
+        "mixtral": MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2),
+    }  # fmt: skip
+
+
+ARCHITECTURES = tuple(_configs())
+
+
+def build_tiny_model(architecture: str) -> PreTrainedModel:
+    torch.manual_seed(ARCHITECTURES.index(architecture))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(_configs()[architecture], attn_implementation="eager")
+    return model.eval()
+
+
+def save_tiny_model(architecture: str, folder: Path) -> Path:
+    build_tiny_model(architecture).save_pretrained(folder)
+    return folder
