@@ -100,7 +100,7 @@ class ApiConfig(Settings):
 
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
     max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="prompts in one completions call")
+    max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one completions call")
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
 

@@ -1,0 +1,57 @@
+"""An HTTP body to a typed request. Nothing a client can put there gets further than an InvalidRequest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from app.api.errors import ClientGone
+from app.api.parameters import UnknownFields, refuse_unavailable
+from app.api.schemas import GenerationRequest, from_validation_error
+from app.errors import BodyTooLarge, InvalidRequest
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+async def read_json_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """The body as an object. Raises BodyTooLarge as soon as that is certain, InvalidRequest when it is no object."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and len(declared) > 18:
+        raise _too_large(declared[:18] + "...", max_bytes)
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(f"{int(declared):,}", max_bytes)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise _too_large(f"more than {max_bytes:,}", max_bytes)
+    except ClientDisconnect:
+        raise ClientGone from None
+    # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
+    try:
+        value = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body should be a JSON object", code="invalid_json")
+    return value
+
+
+def parse(body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields) -> RequestT:
+    """The typed request. Raises InvalidRequest naming the first field at fault."""
+    given = {name: value for name, value in body.items() if value is not None}
+    refuse_unavailable(given, schema)
+    unknown_fields.note(given, schema)
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise from_validation_error(error) from None
+
+
+def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has {size} bytes; this server accepts {max_bytes:,}")

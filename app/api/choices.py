@@ -1,0 +1,120 @@
+"""A call's choices: each request's token deltas as text, all of them merged into one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from app.api.completions import Call
+from app.engine.request import FinishReason, Generate, Request, TokenDelta
+from app.errors import Failure, Unavailable
+from app.text import GeneratedText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one delta added to one choice. The last piece of a choice has its finish reason."""
+
+    index: int
+    text: str
+    num_tokens: int
+    num_cached_tokens: int
+    finish_reason: str | None = None  # "stop" or "length", never anything else
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
+
+
+async def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
+    """Run all requests of a call at once and yield their pieces as they come.
+
+    Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
+    """
+    choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
+    async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
+    request = call.requests[index]
+    text = GeneratedText(
+        call.model.tokenizer,
+        stop=call.stop,
+        min_tokens=request.sampling.min_tokens,
+        skip_special_tokens=call.skip_special_tokens,
+    )
+    async with aclosing(_token_deltas(call.model.generate, request)) as deltas:
+        async for delta in deltas:
+            added = text.push(delta)
+            stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
+            yield Piece(
+                index=index,
+                text=added.text,
+                num_tokens=added.num_tokens,
+                num_cached_tokens=delta.num_cached_tokens,
+                finish_reason=None if added.finish_reason is None else added.finish_reason.value,
+                stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
+            )
+            if added.finish_reason is not None:
+                return
+
+
+async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[TokenDelta, None]:
+    """What `generate` yields, closed with this generator, and with everything that ends it early as an error."""
+    deltas = generate(request)
+    try:
+        async for delta in deltas:
+            if delta.finish_reason is FinishReason.ABORT:
+                raise Unavailable("the server stopped this generation before its end; try again")
+            yield delta
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled us: whoever generates was cancelled, and to our caller that is a failure.
+        raise Unavailable("this generation was cancelled by the server; try again") from None
+    finally:
+        # Generators have `aclose`; other iterators need none.
+        aclose = getattr(deltas, "aclose", None)
+        if aclose is not None:
+            await aclose()
+    raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+
+
+class _Exhausted:
+    """Put into the queue by a source that has no more."""
+
+
+async def _merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all sources as they come. When this ends, in whatever way, all sources are closed.
+
+    Not a TaskGroup: that may not span a `yield`.
+    """
+    queue: asyncio.Queue[Piece | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
+    pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, _Exhausted):
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(source: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | _Exhausted | Exception]) -> None:
+    try:
+        async with aclosing(source):
+            async for piece in source:
+                await queue.put(piece)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(_Exhausted())

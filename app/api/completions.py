@@ -1,0 +1,226 @@
+"""The use case behind both endpoints: a typed request becomes a `Call`, everything checked, nothing started.
+
+All that can be wrong with a request is found here, before it costs anybody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.config import ApiConfig
+from app.engine.facts import ModelFacts
+from app.engine.request import Generate, Request, SamplingParams
+from app.errors import ContextTooLong, InvalidRequest
+from app.text import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may use the rest of the context
+MAX_CHARACTERS_ON_THE_LOOP = 2000  # longer texts are encoded in a thread, so that streams do not stutter
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as the API sees it: its name, its words, its numbers and who generates."""
+
+    name: str
+    tokenizer: Tokenizer
+    facts: ModelFacts
+    generate: Generate
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt."""
+
+    call_id: str
+    created: int  # seconds since 1970
+    model: ServedModel
+    requests: tuple[Request, ...]
+    num_samples: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, however many samples it gets."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_samples])
+
+
+async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig) -> Call:
+    """Check and tokenize a chat. Raises InvalidRequest."""
+    _check_limits(body, model, limits)
+    messages = [message.for_template() for message in body.messages]
+
+    def encode() -> list[tuple[int, ...]]:
+        return [
+            model.tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=body.add_special_tokens,
+                template_variables=body.chat_template_kwargs,
+            )
+        ]
+
+    num_characters = sum(len(message["content"]) for message in messages)
+    return _call("chatcmpl", body, model, await _off_the_loop(encode, num_characters), default_max_tokens=None)
+
+
+async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: ApiConfig) -> Call:
+    """Check and tokenize one prompt or several. Raises InvalidRequest."""
+    _check_limits(body, model, limits)
+    if len(body.prompt) > limits.max_prompts:
+        raise InvalidRequest(
+            f"prompt holds {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
+            param="prompt",
+        )
+    if len(body.prompt) * body.n > limits.max_prompts:
+        raise InvalidRequest(
+            f"{len(body.prompt):,} prompts with n of {body.n:,} make {len(body.prompt) * body.n:,} choices; "
+            f"this server accepts {limits.max_prompts:,} in one call",
+            param="n",
+        )
+
+    def encode() -> list[tuple[int, ...]]:
+        return [
+            model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else tuple(prompt)
+            for prompt in body.prompt
+        ]
+
+    for prompt in body.prompt:
+        if not isinstance(prompt, str):
+            _check_token_ids(prompt, model, "prompt")
+    num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+    prompts = await _off_the_loop(encode, num_characters)
+    return _call("cmpl", body, model, prompts, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+
+
+async def _off_the_loop(encode: Callable[[], list[tuple[int, ...]]], num_characters: int) -> list[tuple[int, ...]]:
+    return encode() if num_characters <= MAX_CHARACTERS_ON_THE_LOOP else await asyncio.to_thread(encode)
+
+
+def _check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig) -> None:
+    """What needs only the body, the limits and the size of the vocabulary."""
+    if body.n > limits.max_choices:
+        raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
+    if len(body.stop) > limits.max_stop_strings:
+        raise InvalidRequest(
+            f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            param="stop",
+        )
+    longest = max(map(len, body.stop), default=0)
+    if longest > limits.max_stop_length:
+        raise InvalidRequest(
+            f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            param="stop",
+        )
+    _check_token_ids(body.stop_token_ids, model, "stop_token_ids")
+    _check_token_ids(tuple(body.logit_bias), model, "logit_bias")
+
+
+def _check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    vocab_size = model.facts.vocab_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"{param} has the token id {str(wrong)[:40]}; this model's ids are 0 to {vocab_size - 1:,}", param=param
+        )
+
+
+def _call(
+    prefix: str,
+    body: GenerationRequest,
+    model: ServedModel,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    default_max_tokens: int | None,
+) -> Call:
+    call_id = f"{prefix}-{uuid.uuid4().hex}"
+    requests: list[Request] = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
+        seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
+        for sample in range(body.n):
+            request = Request(
+                request_id=f"{call_id}-{len(requests)}",
+                prompt_token_ids=prompt,
+                sampling=_sampling(body, max_tokens, _sample_seed(seed, sample)),
+                cache_salt=body.cache_salt,
+            )
+            requests.append(request)
+    return Call(
+        call_id=call_id,
+        created=int(time.time()),
+        model=model,
+        requests=tuple(requests),
+        num_samples=body.n,
+        stop=tuple(body.stop),
+        skip_special_tokens=body.skip_special_tokens,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
+
+
+def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None) -> int:
+    """The output length of one request: what was asked, else the default, else the rest of the context."""
+    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"{param} is empty: it has no tokens; give at least one", param=param)
+    room = max_model_len - num_prompt_tokens
+    asked = body.asked_tokens
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
+            f"{max_model_len:,} together; shorten the prompt or lower {body.length_param}",
+            param=param if room < 1 else body.length_param,
+        )
+    if room < 1:
+        raise ContextTooLong(
+            f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} with at least one "
+            f"of output; shorten the prompt",
+            param=param,
+        )
+    max_tokens = asked or min(room, default or room)
+    if body.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; it cannot be more",
+            param="min_tokens",
+        )
+    return max_tokens
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """Sample 0 has the seed itself, so that n=1 and the first of n=4 say the same; the others have their own."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & SEED_MASK
+
+
+def _sampling(body: GenerationRequest, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=max(0, body.top_k),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=seed,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+    )

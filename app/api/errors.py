@@ -1,0 +1,109 @@
+"""From the error tree to HTTP: the only place that names an error's status, type and code."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from app.errors import (
+    BodyTooLarge,
+    CarouselError,
+    EngineStopped,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE_STATUS = 499  # for the log only: nobody is there to read it
+MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry at all when the hint is longer
+UNAVAILABLE_RETRY_AFTER_S = 2.0
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str | None
+
+
+_FAILURE = _Kind(500, "server_error", "internal_error")
+
+# The first class that matches counts; anything else is `_FAILURE`.
+_KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
+    (BodyTooLarge, _Kind(413, "invalid_request_error", "request_too_large")),
+    (MethodNotAllowed, _Kind(405, "invalid_request_error", "method_not_allowed")),
+    (NotFound, _Kind(404, "invalid_request_error", "not_found")),
+    (InvalidRequest, _Kind(400, "invalid_request_error", None)),
+    (Overloaded, _Kind(429, "rate_limit_error", "overloaded")),
+    (Unavailable, _Kind(503, "server_error", "unavailable")),
+    (EngineStopped, _Kind(503, "server_error", "unavailable")),
+)
+
+
+def error_body(error: Exception, request_id: str) -> dict[str, Any]:
+    """The OpenAI error object. What is not meant for clients is replaced by the id under which it was logged."""
+    kind = _kind_of(error)
+    message = str(error)
+    param = code = None
+    if kind is _FAILURE:
+        message = f"the server failed on this request; its log has the reason under request id {request_id}"
+    if isinstance(error, InvalidRequest):
+        param, code = error.param, error.code
+    return {"error": {"message": message, "type": kind.type, "param": param, "code": code or kind.code}}
+
+
+def error_response(error: Exception, request_id: str) -> Response:
+    """The whole answer to a request that failed before its first byte."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return JSONResponse(error_body(error, request_id), status_code=_kind_of(error).status, headers=_headers(error))
+
+
+def log_error(error: Exception, request_id: str) -> None:
+    """One line per failed request; a stack only for what we did not foresee."""
+    kind = _kind_of(error)
+    if isinstance(error, ClientGone):
+        logger.info("request %s: the client went away", request_id)
+    elif kind is _FAILURE:
+        logger.error("request %s failed: %r", request_id, error, exc_info=error)
+    else:
+        logger.info("request %s refused with %d: %.500r", request_id, kind.status, str(error))
+
+
+def from_http_exception(error: HTTPException) -> CarouselError:
+    """What Starlette's router says about a route or a method, as one of ours."""
+    if error.status_code == 405:
+        return MethodNotAllowed("this route does not take this HTTP method; see the Allow header")
+    if error.status_code == 404:
+        return NotFound("there is no such route; see /v1/models for what is served")
+    return InvalidRequest(error.detail)
+
+
+def _kind_of(error: Exception) -> _Kind:
+    return next((kind for error_class, kind in _KINDS if isinstance(error, error_class)), _FAILURE)
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return _retry_after(error.retry_after_s)
+    if isinstance(error, Unavailable | EngineStopped):
+        return _retry_after(UNAVAILABLE_RETRY_AFTER_S)
+    return {}
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    seconds = min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(round(seconds * 1000))}

@@ -1,0 +1,88 @@
+"""What is known of the fields that the schemas do not have: asked for in vain, without effect, or never heard of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from app.api.schemas import GenerationRequest
+from app.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+# Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
+_UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+    "response_format": ({"type": "text"},),
+}
+_UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "chat": _UNAVAILABLE_EVERYWHERE
+    | {
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "continue_final_message": (False,),
+        "modalities": (["text"], []),
+        "audio": ({},),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "echo": (False,),
+    },
+    "completion": _UNAVAILABLE_EVERYWHERE
+    | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+}
+
+# At OpenAI these change no text, and so it is here.
+_WITHOUT_EFFECT = frozenset(
+    "user metadata service_tier store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
+    "spaces_between_special_tokens".split()
+)
+
+MAX_REMEMBERED_NAMES = 1000
+
+
+def refuse_unavailable(body: Mapping[str, Any], schema: type[GenerationRequest]) -> None:
+    """Raise InvalidRequest when the body asks for something that this version does not do."""
+    for name, harmless in _UNAVAILABLE[schema.ENDPOINT].items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+            raise InvalidRequest(f"{name} is not supported by this version; leave it out", param=name)
+
+
+class UnknownFields:
+    """Logs the name of each field that nobody knows, once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, body: Mapping[str, Any], schema: type[GenerationRequest]) -> None:
+        """Log the names in `body` that are new; their values have no effect."""
+        known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
+        for name in body.keys() - known:
+            if len(self._seen) >= MAX_REMEMBERED_NAMES:
+                return
+            self._seen.add(name)
+            logger.info("ignoring the unknown field %r of a %s request", name[:100], schema.ENDPOINT)

@@ -1,0 +1,218 @@
+"""What goes back: whole responses, chunks and usage, as OpenAI's clients read them. Plain dicts, cheap to encode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from app.api.choices import Piece
+from app.api.completions import Call, ServedModel
+from app.api.errors import error_body, log_error
+from app.api.sse import DONE, event
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice as far as it has come."""
+
+    text: str = ""
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What all choices of a call have come to: their texts and the numbers for `usage`."""
+
+    call: Call
+    request_id: str
+    answers: list[Answer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = [Answer() for _ in self.call.requests]
+
+    def add(self, piece: Piece, *, keep_text: bool) -> None:
+        """Book a piece; its text is kept only for whole responses."""
+        answer = self.answers[piece.index]
+        answer.num_tokens += piece.num_tokens
+        answer.num_cached_tokens = max(answer.num_cached_tokens, piece.num_cached_tokens)
+        answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+        if keep_text:
+            answer.text += piece.text
+
+    def usage(self) -> Json:
+        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
+        num_prompt_tokens = self.call.num_prompt_tokens
+        num_completion_tokens = sum(answer.num_tokens for answer in self.answers)
+        firsts = self.answers[:: self.call.num_samples]
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached_tokens for answer in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def log_end(self) -> None:
+        """One line for a call that came to its end."""
+        usage = self.usage()
+        logger.info(
+            "request %s finished: model %s, %d choices, %d prompt tokens, %d completion tokens",
+            self.request_id,
+            self.call.model.name,
+            len(self.answers),
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
+
+
+class Format(Protocol):
+    """How one endpoint writes its choices."""
+
+    object: str
+    chunk_object: str
+
+    def choice(self, index: int, answer: Answer) -> Json:
+        """A finished choice."""
+
+    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
+        """The choices of the chunks that a piece makes, one chunk each; none when there is nothing to say."""
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, index: int, answer: Answer) -> Json:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {"index": index, "message": message} | _ending(answer.finish_reason, answer.stop_reason)
+
+    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
+        deltas: list[tuple[Json, Json]] = []
+        if is_first:
+            deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
+        if piece.text:
+            deltas.append(({"content": piece.text}, _ending(None, None)))
+        if piece.finish_reason is not None:
+            deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
+        return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, index: int, answer: Answer) -> Json:
+        return {"index": index, "text": answer.text} | _ending(answer.finish_reason, answer.stop_reason)
+
+    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
+        if not piece.text and piece.finish_reason is None:
+            return []
+        return [{"index": piece.index, "text": piece.text} | _ending(piece.finish_reason, piece.stop_reason)]
+
+
+def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
+    return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+
+
+async def whole_response(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> Json:
+    """Wait for all choices and write them as one response."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            progress.add(piece, keep_text=True)
+    progress.log_end()
+    choices = [form.choice(index, answer) for index, answer in enumerate(progress.answers)]
+    return _envelope(progress.call, form.object) | {"choices": choices, "usage": progress.usage()}
+
+
+async def events(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a call.
+
+    An error before the first event is raised, so that it can have a status of its own; a later one becomes an event
+    before [DONE].
+    """
+    writer = _ChunkWriter(progress, form)
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for chunk in writer.chunks(piece):
+                    yield event(chunk)
+        if progress.call.include_usage:
+            yield event(writer.usage_chunk())
+        progress.log_end()
+    except Exception as error:
+        if not writer.has_begun:
+            raise
+        log_error(error, progress.request_id)
+        yield event(error_body(error, progress.request_id))
+    yield DONE
+
+
+class _ChunkWriter:
+    """The chunks of one streamed call."""
+
+    def __init__(self, progress: Progress, form: Format) -> None:
+        self._progress = progress
+        self._form = form
+        self._call = progress.call
+        self._envelope = _envelope(progress.call, form.chunk_object)
+        self._begun: set[int] = set()
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._begun)
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """Book a piece and write what it adds to its choice; nothing when there is nothing to say yet."""
+        self._progress.add(piece, keep_text=False)
+        choices = self._form.chunk_choices(piece, is_first=piece.index not in self._begun)
+        if choices:
+            self._begun.add(piece.index)
+        return [self._chunk(choice) for choice in choices]
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._envelope | {"choices": [choice]}
+        if self._call.include_usage:
+            chunk["usage"] = self._progress.usage() if self._call.continuous_usage else None
+        return chunk
+
+    def usage_chunk(self) -> Json:
+        """The last chunk, without choices."""
+        return self._envelope | {"choices": [], "usage": self._progress.usage()}
+
+
+def _envelope(call: Call, object_name: str) -> Json:
+    return {
+        "id": call.call_id,
+        "object": object_name,
+        "created": call.created,
+        "model": call.model.name,
+        "system_fingerprint": None,
+    }
+
+
+def model_entry(model: ServedModel) -> Json:
+    """One model of /v1/models."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "carousel",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.facts.max_model_len,
+        "permission": [],
+    }

@@ -1,0 +1,176 @@
+"""The routes, and the border around them: request ids, and an answer for every error."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.body import parse, read_json_object
+from app.api.choices import generate_pieces
+from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
+from app.api.errors import ClientGone, error_response, from_http_exception, log_error
+from app.api.parameters import UnknownFields
+from app.api.responses import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    Progress,
+    events,
+    model_entry,
+    whole_response,
+)
+from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.sse import begin_event_stream, unless_disconnected
+from app.config import ApiConfig
+from app.errors import InvalidRequest, NotFound, Unavailable
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+Prepare = Callable[[RequestT, ServedModel, ApiConfig], Awaitable[Call]]
+
+
+def build_app(models: Sequence[ServedModel], config: ApiConfig, is_ready: Callable[[], Awaitable[bool]]) -> Starlette:
+    """The HTTP application over these models. `is_ready` answers whether a request could be served now."""
+    api = _Api(models, config, is_ready)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            Route("/v1/completions", api.complete, methods=["POST"]),
+            Route("/v1/models", api.list_models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
+            Route("/health", api.health, methods=["GET"]),
+            Route("/ready", api.ready, methods=["GET"]),
+        ],
+        middleware=[Middleware(_Border)],
+        exception_handlers={HTTPException: _on_http_exception},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Api:
+    """The endpoints."""
+
+    def __init__(
+        self, models: Sequence[ServedModel], config: ApiConfig, is_ready: Callable[[], Awaitable[bool]]
+    ) -> None:
+        self._models = {model.name: model for model in models}
+        self._config = config
+        self._is_ready = is_ready
+        self._unknown_fields = UnknownFields()
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, ChatRequest, prepare_chat, ChatFormat())
+
+    async def complete(self, request: Request) -> Response:
+        return await self._generate(request, CompletionRequest, prepare_completion, CompletionFormat())
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_entry(model) for model in self._models.values()]})
+
+    async def retrieve_model(self, request: Request) -> Response:
+        return JSONResponse(model_entry(self._model(request.path_params["model_id"])))
+
+    async def health(self, request: Request) -> Response:
+        """The process lives and its loop turns."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """A request sent now could be served."""
+        try:
+            is_ready = await self._is_ready()
+        except Exception:
+            logger.exception("the readiness check failed")
+            is_ready = False
+        if not is_ready:
+            raise Unavailable("no replica is ready to serve; try again")
+        return JSONResponse({"status": "ready"})
+
+    async def _generate(
+        self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT], form: Format
+    ) -> Response:
+        body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
+        parsed = parse(body, schema, self._unknown_fields)
+        if parsed.request_id is not None and "x-request-id" not in request.headers:
+            request.state.request_id = parsed.request_id
+        call = await prepare(parsed, self._model(parsed.model), self._config)
+        progress = Progress(call, request.state.request_id)
+        pieces = generate_pieces(call)
+        if not parsed.stream:
+            return JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
+        # No header goes out before the first text is here: until then a refusal is a real status.
+        return await begin_event_stream(request.receive, events(progress, pieces, form))
+
+    def _model(self, name: str | None) -> ServedModel:
+        """The model of that name; without a name the only one."""
+        if name is None and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        served = ", ".join(self._models)
+        if name is None:
+            raise InvalidRequest(f"model is required: this server has {served}", param="model")
+        if name not in self._models:
+            raise NotFound(
+                f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
+            )
+        return self._models[name]
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The router's own 404 and 405, in our words and with its headers (Allow)."""
+    assert isinstance(error, HTTPException), "registered for HTTPException only"
+    response = error_response(from_http_exception(error), request.state.request_id)
+    response.headers.update(error.headers or {})
+    return response
+
+
+class _Border:
+    """The outermost layer: every response has an x-request-id, every error a body, no error a stack trace."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = _request_id(scope)
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log_error(error, state["request_id"])
+            if not has_started:
+                await error_response(error, state["request_id"])(scope, receive, send_with_id)
+            elif not isinstance(error, ClientGone):
+                raise
+
+
+_PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id when it is a plain one, else a new one."""
+    given = Request(scope).headers.get("x-request-id", "")
+    return given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex

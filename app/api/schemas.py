@@ -1,0 +1,237 @@
+"""The two typed requests. Shapes and ranges that need no knowledge of a model or of limits are checked here.
+
+`null` is "not given" everywhere. What the API knows of but does not do is in `parameters.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from app.errors import InvalidRequest
+
+MAX_TOKENS = 2**31 - 1
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_ID_LENGTH = 256
+
+
+def _texts(value: Any) -> Any:
+    """`stop`: one string stands for a list of one."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("should be a string or a list of strings")
+    if "" in texts:
+        raise ValueError("should not contain an empty string")
+    return texts
+
+
+def _prompts(value: Any) -> Any:
+    """The four forms of `prompt` as one: a list whose items are strings or lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
+    if all(type(item) is int for item in value):
+        return [value]
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
+    return value
+
+
+def _content(value: Any) -> Any:
+    """A message's text: a string, or text parts, which are joined by line ends."""
+    if isinstance(value, str) or value is None:
+        return value
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                'should hold only parts like {"type": "text", "text": "..."}; other parts are not supported'
+            )
+    return "\n".join(part["text"] for part in value)
+
+
+def _bias(value: Any) -> Any:
+    """`logit_bias` as OpenAI has it: keys are token ids in strings, values are clamped to ±100."""
+    if not isinstance(value, dict):
+        raise ValueError("should be an object of token ids and biases")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise ValueError(f"has {len(value):,} entries; at most {MAX_LOGIT_BIAS_ENTRIES:,} are accepted")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"has the key {key[:40]!r}, which is not a token id")
+        if type(bias) not in (int, float) or bias != bias:
+            raise ValueError(f"has no number for token {key}")
+    return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
+
+
+class Schema(BaseModel):
+    """Base of what clients send: no coercion (`"5"` is no number), unknown fields are left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Message(Schema):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = Field(None, validate_default=True)
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _no_calls_yet(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("is not supported by this version; leave it out")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _content_is_given(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role") not in ("assistant", None):
+            raise ValueError(f"is required in a message of role {info.data['role']!r}")
+        return value
+
+    def for_template(self) -> dict[str, str]:
+        """What chat templates expect: only the keys that have a value, `content` always."""
+        message = {"role": self.role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class GenerationRequest(Schema):
+    """What both endpoints share."""
+
+    ENDPOINT: ClassVar[str]
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MAX_TOKENS)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1)
+    best_of: int | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    stop: Annotated[list[str], BeforeValidator(_texts)] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = True
+    cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
+    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true; send both or neither", param="stream_options")
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequest(
+                f"best_of is {self.best_of} and n is {self.n}; only best_of equal to n is supported", param="best_of"
+            )
+        return self
+
+    @property
+    def length_param(self) -> str:
+        """The field that says how many tokens may be generated."""
+        return "max_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The output length that was asked for, if any."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    ENDPOINT = "chat"
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+    @property
+    def length_param(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    ENDPOINT = "completion"
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    add_special_tokens: bool = True
+
+
+def from_validation_error(error: ValidationError) -> InvalidRequest:
+    """The first thing wrong, as one sentence that starts with the field's name."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _field_path(first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param)
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    got = "" if first["type"] == "value_error" else f"; got {_short(first['input'])}"
+    return InvalidRequest(f"{param} {message[0].lower()}{message[1:]}{got}", param=param)
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:100]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

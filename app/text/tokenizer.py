@@ -1,0 +1,118 @@
+"""Words to token ids and back, for one model: encoding, chat template, decoding. No torch here.
+
+`AutoTokenizer` is not used: it imports torch, which an ingress never loads. The tokenizers that `tokenizer.json`
+describes load without it, and every current model has that file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from app.errors import InvalidRequest, InvalidSetup
+
+
+class Tokenizer:
+    """One model's tokenizer. Never changes after construction, so any number of threads may use it at once."""
+
+    def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
+        self._pretrained = pretrained
+        self._backend = pretrained.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, path: str, revision: str | None = None) -> Tokenizer:
+        """Load from a folder or a hub id; code from the repository never runs.
+
+        Raises InvalidSetup with the reason when there is no tokenizer to load.
+        """
+        try:
+            pretrained = PreTrainedTokenizerFast.from_pretrained(path, revision=revision, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidSetup(
+                f"no tokenizer could be loaded from {path!r} ({_brief(error)}); "
+                f"the model's folder needs a tokenizer.json, as tokenizer.save_pretrained writes it"
+            ) from error
+        return cls(pretrained)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._pretrained.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it."""
+        # The batch call gives the interpreter lock back while it works, the single one does not.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation in the model's chat template.
+
+        `template_variables` are extra names for the template (`enable_thinking` and the like). Raises InvalidRequest
+        when the model has no chat template or the template refuses the messages.
+        """
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `encode_chat` encodes."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
+        variables = dict(template_variables or {})
+        taken = sorted(_RESERVED_VARIABLES & variables.keys())
+        if taken:
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {', '.join(taken)}; leave it out", param="chat_template_kwargs"
+            )
+        try:
+            text = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as error:  # a template may raise anything, and what makes it raise is the messages
+            raise InvalidRequest(
+                f"the model's chat template does not accept these messages: {_brief(error)}", param="messages"
+            ) from error
+        return str(text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids; ids that name no token are passed over."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+# Names that the call of the template fills itself.
+_RESERVED_VARIABLES = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
+    "messages",
+    "conversations",
+    "generation_indices",
+    "return_generation_indices",
+}
+
+
+def _brief(error: Exception) -> str:
+    """The first line of an error's own words, short enough for one sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

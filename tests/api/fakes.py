@@ -1,0 +1,236 @@
+"""A scripted `generate`, and an ASGI client that sees every message and can hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+
+from app.api import ServedModel, build_app
+from app.config import ApiConfig
+from app.engine.facts import ModelFacts
+from app.engine.request import FinishReason, Generate, Request, TokenDelta
+from app.text import Tokenizer
+
+MAX_MODEL_LEN = 200
+WAIT = "wait"  # a step of a script: nothing more comes until somebody closes the stream
+Step = tuple[int, ...] | TokenDelta | Exception | str
+Script = Callable[[Request], Iterable[Step]]
+
+
+class ScriptedGenerate:
+    """A `Generate` that follows a script and notes what was asked and what is still open."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[Request] = []
+        self.open: set[str] = set()
+
+    async def __call__(self, request: Request) -> AsyncIterator[TokenDelta]:
+        self.requests.append(request)
+        self.open.add(request.request_id)
+        try:
+            for step in self.script(request):
+                await asyncio.sleep(0)
+                if isinstance(step, Exception):
+                    raise step
+                if step == WAIT:
+                    await asyncio.Event().wait()
+                yield delta(request, step)
+        finally:
+            self.open.discard(request.request_id)
+
+
+def delta(request: Request, step: Step) -> TokenDelta:
+    """A step of a script as what goes over the seam."""
+    if isinstance(step, TokenDelta):
+        return step
+    assert isinstance(step, tuple), step
+    return TokenDelta(request_id=request.request_id, token_ids=step, num_cached_tokens=2)
+
+
+class Service:
+    """An app over scripted models (one called `demo`) or over another `generate`, with a JSON client."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        script: Script = lambda request: [],
+        *,
+        generate: Generate | None = None,
+        names: Sequence[str] = ("demo",),
+        **limits: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.generate = ScriptedGenerate(script)
+        self.is_ready = True
+        facts = ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=763, eos_token_ids=(4,))
+        self.models = [
+            ServedModel(
+                name=name, tokenizer=tokenizer, facts=facts, generate=generate or self.generate, created=1_700_000_000
+            )
+            for name in names
+        ]
+        self.app: Starlette = build_app(self.models, ApiConfig(**limits), self._is_ready)
+
+    async def _is_ready(self) -> bool:
+        return self.is_ready
+
+    @property
+    def request(self) -> Request:
+        """The only request that was generated."""
+        [request] = self.generate.requests
+        return request
+
+    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+        """One call from start to end."""
+        return asyncio.run(self._call(method, path, body, headers or {}))
+
+    async def _call(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        async with Connection(self.app, method, path, body, headers) as connection:
+            await connection.finished()
+            return connection.answer()
+
+    def chat(self, **fields: Any) -> Answer:
+        return self.call("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]} | fields)
+
+    def complete(self, **fields: Any) -> Answer:
+        return self.call("POST", "/v1/completions", {"prompt": "Hi"} | fields)
+
+
+class Answer:
+    """What came back over a connection."""
+
+    def __init__(self, messages: Sequence[dict[str, Any]]) -> None:
+        [start] = [message for message in messages if message["type"] == "http.response.start"]
+        self.status: int = start["status"]
+        self.headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+        self.parts = [m["body"] for m in messages if m["type"] == "http.response.body" and m["body"]]
+        self.body = b"".join(self.parts)
+        self.is_complete = not messages[-1].get("more_body", False)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object, after checking that it has the OpenAI shape."""
+        assert self.json.keys() == {"error"}, self.json
+        error = self.json["error"]
+        check_error(error)
+        return dict(error)
+
+    @property
+    def data(self) -> list[str]:
+        """The data of each server-sent event, after checking the framing."""
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = self.body.decode()
+        assert text.endswith("\n\n")
+        events = text.removesuffix("\n\n").split("\n\n")
+        assert all(event.startswith("data: ") and "\n" not in event for event in events)
+        return [event.removeprefix("data: ") for event in events]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """All events but the last, which must be [DONE]."""
+        *chunks, done = self.data
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
+
+
+def check_error(error: dict[str, Any]) -> None:
+    """The OpenAI error object, with a message for people and nothing from our insides."""
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    for insides in ("Traceback", 'File "', "pydantic", "validation error"):
+        assert insides not in error["message"]
+
+
+class Connection:
+    """One HTTP exchange with an ASGI app, as a server would run it."""
+
+    def __init__(self, app: Starlette, method: str, path: str, body: Any, headers: dict[str, str]) -> None:
+        self._app = app
+        chunks = body if isinstance(body, list) and all(isinstance(chunk, bytes) for chunk in body) else [_bytes(body)]
+        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for index, chunk in enumerate(chunks):
+            self._incoming.put_nowait({"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1})
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+        self.messages: list[dict[str, Any]] = []
+
+    async def __aenter__(self) -> Connection:
+        self._task = asyncio.create_task(self._app(self._scope, self._incoming.get, self._send))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not others, "a call leaves no task behind"
+
+    async def _send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that a message or a few turns of the loop bring about."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 (the condition may be anything)
+                await asyncio.sleep(0.001)
+
+    def hang_up(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    def cancel(self) -> None:
+        """What Ray Serve does instead of hanging up."""
+        self._task.cancel()
+
+    async def finished(self) -> None:
+        async with asyncio.timeout(20):
+            await self._task
+
+    def answer(self) -> Answer:
+        return Answer(self.messages)
+
+
+def _bytes(body: Any) -> bytes:
+    if body is None or isinstance(body, bytes):
+        return body or b""
+    return json.dumps(body).encode()
+
+
+def say(tokenizer: Tokenizer, text: str, *, reason: FinishReason | None = FinishReason.STOP) -> Script:
+    """A script that says a text token by token and ends as models do: with the end token, or at the length."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    def script(request: Request) -> Iterable[Step]:
+        yield from ((token_id,) for token_id in ids)
+        if reason is FinishReason.STOP:
+            yield last(request, (4,), reason, stop_token_id=4)
+        elif reason is not None:
+            yield last(request, (), reason)
+
+    return script
+
+
+def last(
+    request: Request, token_ids: tuple[int, ...], reason: FinishReason, *, stop_token_id: int | None = None
+) -> TokenDelta:
+    """The last delta of a request."""
+    return TokenDelta(
+        request_id=request.request_id, token_ids=token_ids, finish_reason=reason, stop_token_id=stop_token_id
+    )

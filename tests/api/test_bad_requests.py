@@ -1,0 +1,283 @@
+"""What bad input gets: a 4xx naming the parameter, with nothing generated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.text import Tokenizer
+from tests.api.fakes import MAX_MODEL_LEN, Service, check_error, say
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": 2.5}, "temperature", "temperature should be less than or equal to 2; got 2.5"),
+        ({"temperature": -0.1}, "temperature", "got -0.1"),
+        ({"temperature": "hot"}, "temperature", "temperature should be a valid number; got 'hot'"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 1.5}, "top_k", "valid integer"),
+        ({"min_p": 2}, "min_p", "got 2"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": -1}, "n", "got -1"),
+        ({"n": 17}, "n", "n is 17; this server accepts at most 16"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens", "got -5"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer; got '5'"),
+        ({"max_tokens": 10**30}, "max_tokens", "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens is 9 and max_tokens is 8"),
+        ({"seed": 2**63}, "seed", "seed"),
+        ({"seed": 1.5}, "seed", "valid integer"),
+        ({"presence_penalty": 3}, "presence_penalty", "got 3"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "got -3"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "has the key 'a', which is not a token id"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias", "has no number for token 1"),
+        ({"logit_bias": {"763": 1}}, "logit_bias", "token id 763; this model's ids are 0 to 762"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "has 1,025 entries; at most 1,024"),
+        ({"logit_bias": [1]}, "logit_bias", "should be an object"),
+        ({"stop": [str(n) for n in range(10_000)]}, "stop", "stop has 10,000 strings; this server accepts at most 4"),
+        ({"stop": "x" * 257}, "stop", "a string of 257 characters; this server accepts at most 256"),
+        ({"stop": ""}, "stop", "empty string"),
+        ({"stop": 5}, "stop", "a string or a list of strings"),
+        ({"stop_token_ids": [763]}, "stop_token_ids", "token id 763"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "token id -1"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "valid integer"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream: true"),
+        ({"best_of": 3}, "best_of", "best_of is 3 and n is 1"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
+        ({"request_id": "a\nb"}, "request_id", "request_id"),
+        ({"model": 5}, "model", "valid string"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": None}, "messages", "messages is required"),
+        ({"messages": "Hi"}, "messages", "valid list"),
+        ({"messages": ["Hi"]}, "messages[0]", "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role", "'system', 'developer', 'user'"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role", "is required"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "is required in a message of role 'user'"),
+        ({"messages": [USER | {"content": 5}]}, "messages[0].content", "a string or a list of text parts"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content", "not supported"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set tokenize"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
+    ],
+)
+def test_a_bad_chat_is_a_400_naming_the_parameter(
+    service: Service, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = service.chat(**fields)
+    assert answer.status == 400
+    error = answer.error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+    assert not service.generate.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": []}, "prompt", "should be a string"),
+        ({"prompt": [[]]}, "prompt", "prompt is empty"),
+        ({"prompt": ["Hi", ""]}, "prompt", "prompt is empty"),
+        ({"prompt": None}, "prompt", "prompt is required"),
+        ({"prompt": [1, "a"]}, "prompt", "should hold only"),
+        ({"prompt": [True]}, "prompt", "should hold only"),
+        ({"prompt": [[1.5]]}, "prompt", "should hold only"),
+        ({"prompt": {"a": 1}}, "prompt", "should be a string"),
+        ({"prompt": [763]}, "prompt", "token id 763; this model's ids are 0 to 762"),
+        ({"prompt": [[5], [-1]]}, "prompt", "token id -1"),
+        ({"prompt": ["a"] * 129}, "prompt", "prompt holds 129 prompts; this server accepts 128"),
+        ({"prompt": ["Hi"] * 20, "n": 16}, "n", "20 prompts with n of 16 make 320 choices; this server accepts 128"),
+    ],
+)
+def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = service.complete(**fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    assert not service.generate.requests
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"prompt_logprobs": 0},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"functions": [{}]},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"continue_final_message": True},
+        {"return_token_ids": True},
+        {"truncate_prompt_tokens": 5},
+        {"include_stop_str_in_output": True},
+        {"bad_words": ["x"]},
+        {"priority": 1},
+        {"modalities": ["audio"]},
+        {"audio": {"voice": "x"}},
+        {"chat_template": "{{ 1 }}"},
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(service: Service, fields: dict[str, Any]) -> None:
+    [name] = fields
+    error = service.chat(**fields).error
+    assert error["param"] == name
+    assert error["message"] == f"{name} is not supported by this version; leave it out"
+    assert not service.generate.requests
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": 0}, {"logprobs": 1}, {"echo": True}, {"suffix": "x"}, {"prompt_embeds": ["x"]}]
+)
+def test_completions_refuse_what_is_not_there_yet(service: Service, fields: dict[str, Any]) -> None:
+    [name] = fields
+    assert service.complete(**fields).error["param"] == name
+
+
+def test_prompt_and_max_tokens_over_the_context_are_a_400_with_the_numbers(service: Service) -> None:
+    answer = service.complete(prompt=[7] * 100, max_tokens=101)
+    assert answer.status == 400
+    assert answer.error["code"] == "context_length_exceeded"
+    assert answer.error["param"] == "max_tokens"
+    assert "prompt has 100 tokens and max_tokens is 101; this model accepts 200" in answer.error["message"]
+    assert service.complete(prompt=[7] * 100, max_tokens=100).status == 200
+
+
+def test_a_prompt_that_fills_the_context_leaves_no_room(service: Service) -> None:
+    error = service.complete(prompt=[7] * MAX_MODEL_LEN).error
+    assert error["code"] == "context_length_exceeded"
+    assert "prompt has 200 tokens; this model accepts 200" in error["message"]
+    error = service.chat(messages=[{"role": "user", "content": "!" * 500}], max_completion_tokens=5).error
+    assert error["param"] == "messages"
+
+
+def test_one_bad_prompt_of_several_stops_all(service: Service) -> None:
+    assert service.complete(prompt=["Hi", [5]]).status == 200
+    service.generate.requests.clear()
+    assert service.complete(prompt=[[5], [7] * 300]).status == 400
+    assert not service.generate.requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"hi"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "logit_bias": {"1": 1e999}, "top_p": -1e999}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": ' * 50_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b"prompt=a&model=demo",
+    ],
+)
+def test_what_is_not_a_json_object_is_a_400(service: Service, body: bytes) -> None:
+    answer = service.call("POST", "/v1/completions", body)
+    assert answer.status == 400
+    check_error(answer.error)
+    assert not service.generate.requests
+
+
+def test_a_body_over_the_limit_is_a_413_by_its_header_or_while_it_is_read(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), max_body_bytes=1024)
+    small = json.dumps({"prompt": "Hi"}).encode()
+    assert service.call("POST", "/v1/completions", small, {"content-length": str(len(small))}).status == 200
+    for length in ("1025", "9" * 30):
+        answer = service.call("POST", "/v1/completions", small, {"content-length": length})
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert "this server accepts 1,024" in answer.error["message"]
+    assert service.call("POST", "/v1/completions", [small, b" " * 600, b" " * 600]).status == 413
+    assert service.call("POST", "/v1/completions", [small, b" " * 600, b" " * 300]).status == 200
+    assert service.call("POST", "/v1/completions", small, {"content-length": "many"}).status == 200
+
+
+def test_an_unknown_model_is_a_404(service: Service) -> None:
+    answer = service.chat(model="gpt")
+    assert answer.status == 404
+    assert answer.error["code"] == "model_not_found"
+    assert answer.error["param"] == "model"
+    assert answer.error["message"] == "there is no model 'gpt'; this server has demo"
+
+
+def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), names=("a", "org/b"))
+    answer = service.chat()
+    assert (answer.status, answer.error["param"]) == (400, "model")
+    assert "model is required: this server has a, org/b" in answer.error["message"]
+    assert service.chat(model="org/b").json["model"] == "org/b"
+
+
+def test_unknown_fields_are_logged_once_and_known_ones_never(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="app.api.parameters")
+    for _ in range(2):
+        service.chat(a_field_of_tomorrow=1, user="me", tools=[])
+    assert [record.getMessage() for record in caplog.records] == [
+        "ignoring the unknown field 'a_field_of_tomorrow' of a chat request"
+    ]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+_FIELDS = (
+    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n stream stream_options stop "
+    "seed presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids user "
+    "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix"
+).split()
+_LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])
+_MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "x"]), "content": _JSON | st.text()}), max_size=2
+)
+
+
+def test_no_json_body_gives_a_5xx(service: Service) -> None:
+    body = st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=8), _LIKELY | _JSON, max_size=6)
+
+    @settings(max_examples=300, deadline=None)
+    @given(body, _MESSAGES | _JSON, st.text(max_size=5) | _JSON, st.booleans(), st.booleans())
+    def check(body: dict[str, Any], messages: Any, prompt: Any, chat: bool, plain: bool) -> None:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        body = body | ({"messages": messages, "prompt": prompt} if plain else {})
+        answer = service.call("POST", path, body)
+        assert answer.status in (200, 400, 404), answer.body
+        if answer.status != 200:
+            check_error(answer.error)
+        assert not service.generate.open
+
+    check()
+
+
+def test_no_bytes_give_a_5xx(service: Service) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(st.binary(max_size=60))
+    def check(body: bytes) -> None:
+        assert service.call("POST", "/v1/completions", body).status == 400
+
+    check()

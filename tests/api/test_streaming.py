@@ -1,0 +1,311 @@
+"""Streams: framing, chunks, usage, and what happens when something goes wrong in the middle or the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.engine.request import FinishReason, Request
+from app.errors import Overloaded, StepFailed, Unavailable
+from app.text import Tokenizer
+from tests.api.fakes import WAIT, Connection, Script, Service, Step, check_error, delta, last, say
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+def texts(chunks: list[Any]) -> dict[int, str]:
+    """The text of each choice, put together."""
+    whole: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            part = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+            whole[choice["index"]] = whole.get(choice["index"], "") + part
+    return whole
+
+
+def test_a_chat_stream_chunk_by_chunk(service: Service) -> None:
+    answer = service.chat(stream=True)
+    assert answer.status == 200
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert "content-length" not in answer.headers
+    assert answer.is_complete
+    chunks = answer.chunks
+    assert {(chunk["id"], chunk["created"], chunk["object"], chunk["model"]) for chunk in chunks} == {
+        (chunks[0]["id"], chunks[0]["created"], "chat.completion.chunk", "demo")
+    }
+    assert chunks[0]["id"].startswith("chatcmpl-")
+    assert all("usage" not in chunk for chunk in chunks)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "3"},
+        {"content": " 4"},
+        {"content": " 5"},
+        {"content": "."},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["stop"]
+
+
+def test_a_completion_stream(service: Service) -> None:
+    chunks = service.complete(stream=True).chunks
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert texts(chunks) == {0: "3 4 5."}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+
+
+def test_asked_for_usage_comes_last_and_is_null_before(service: Service) -> None:
+    *chunks, final = service.chat(stream=True, stream_options={"include_usage": True}).chunks
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert final["choices"] == []
+    assert final["usage"] == service.chat().json["usage"]
+
+
+def test_running_usage_on_request(service: Service) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, final = service.complete(stream=True, stream_options=options).chunks
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5]
+    assert final["usage"] == chunks[-1]["usage"]
+
+
+def test_stream_options_without_wishes_change_nothing(service: Service) -> None:
+    for options in ({}, {"include_usage": None}, {"include_usage": False}):
+        assert all("usage" not in chunk for chunk in service.chat(stream=True, stream_options=options).chunks)
+
+
+@pytest.mark.parametrize("stop", [None, ["5 6"], ["7 8", "nope"]])
+def test_streams_say_what_whole_responses_say(tokenizer: Tokenizer, stop: Any) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 é 😀 5 6 7"))
+    whole = service.chat(stop=stop, n=2).json
+    chunks = service.chat(stop=stop, n=2, stream=True, stream_options={"include_usage": True}).chunks
+    assert texts(chunks) == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+def test_each_of_several_choices_has_its_role_and_its_end(service: Service) -> None:
+    chunks = service.chat(stream=True, n=3).chunks
+    for index in range(3):
+        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+    assert texts(chunks) == dict.fromkeys(range(3), "3 4 5.")
+
+
+def test_choices_are_generated_at_the_same_time(tokenizer: Tokenizer) -> None:
+    """The first prompt answers only after the second has begun to."""
+    begun = asyncio.Event()
+    say_3 = say(tokenizer, "3")
+
+    async def generate(request: Request) -> Any:
+        if request.request_id.endswith("-1"):
+            begun.set()
+        else:
+            await begun.wait()
+        for step in say_3(request):
+            yield delta(request, step)
+
+    service = Service(tokenizer, generate=generate)
+    assert texts(service.complete(prompt=["a", "b"], stream=True).chunks) == {0: "3", 1: "3"}
+
+
+def test_characters_are_never_cut_between_events(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "é😀漢"))
+    answer = service.chat(stream=True)
+    contents = [chunk["choices"][0]["delta"].get("content") for chunk in answer.chunks]
+    assert contents == ["", "é", "😀", "漢", None]
+    assert "é".encode() in answer.body, "text goes out as UTF-8, not as escapes"
+
+
+def test_a_stop_string_across_tokens_never_shows(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 5 6 7"))
+    answer = service.chat(stream=True, stop="4 5")
+    assert texts(answer.chunks) == {0: "3 "}
+    assert answer.chunks[-1]["choices"][0]["stop_reason"] == "4 5"
+    assert not service.generate.open
+
+
+# ---- errors
+
+
+def refused(error: Exception) -> Script:
+    return lambda request: [error]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_has_a_status_of_its_own(tokenizer: Tokenizer, stream: bool) -> None:
+    service = Service(tokenizer, refused(Overloaded("64 requests are waiting; try again", retry_after_s=1.5)))
+    answer = service.chat(stream=stream)
+    assert answer.status == 429
+    assert answer.error == {
+        "message": "64 requests are waiting; try again",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "overloaded",
+    }
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+
+
+def failing(tokenizer: Tokenizer, error: Exception | TokenDeltaMaker) -> Script:
+    """Says `3 4`, then fails."""
+
+    def script(request: Request) -> list[Step]:
+        ids = tokenizer.encode("3 4", add_special_tokens=False)
+        return [*((token_id,) for token_id in ids), error if isinstance(error, Exception) else error(request)]
+
+    return script
+
+
+TokenDeltaMaker = Callable[[Request], Any]
+
+
+def test_an_error_in_mid_stream_is_an_event_before_done(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, failing(tokenizer, Unavailable("the replica is gone")))
+    answer = service.chat(stream=True, stream_options={"include_usage": True})
+    assert answer.status == 200
+    assert answer.is_complete
+    *chunks, error = answer.chunks
+    assert texts(chunks) == {0: "3 4"}
+    assert error == {
+        "error": {"message": "the replica is gone", "type": "server_error", "param": None, "code": "unavailable"}
+    }
+
+
+def test_what_went_wrong_inside_stays_inside(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    for error in (RuntimeError("secret path /srv"), StepFailed("CUDA error: secret")):
+        service = Service(tokenizer, failing(tokenizer, error))
+        streamed = service.call("POST", "/v1/chat/completions", CHAT, {"x-request-id": "r-1"}).chunks[-1]["error"]
+        whole = service.call("POST", "/v1/chat/completions", CHAT | {"stream": False}, {"x-request-id": "r-2"})
+        assert whole.status == 500
+        for shown, request_id in ((streamed, "r-1"), (whole.error, "r-2")):
+            check_error(shown)
+            assert "secret" not in shown["message"]
+            assert request_id in shown["message"], "the log can be searched for it"
+        assert [record.levelno for record in caplog.records if "secret" in record.getMessage()] == [logging.ERROR] * 2
+        caplog.clear()
+
+
+def test_an_abort_from_below_is_an_error_and_no_finish_reason(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, failing(tokenizer, lambda request: last(request, (), FinishReason.ABORT)))
+    *chunks, error = service.chat(stream=True).chunks
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert error["error"]["code"] == "unavailable"
+    assert service.chat().status == 503
+
+
+def test_a_stream_that_just_ends_is_an_error(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4", reason=None))
+    assert service.chat(stream=True).chunks[-1]["error"]["type"] == "server_error"
+    assert service.chat().status == 500
+
+
+def test_a_cancellation_from_below_is_an_error_too(tokenizer: Tokenizer) -> None:
+    async def generate(request: Request) -> Any:
+        yield delta(request, (20,))
+        raise asyncio.CancelledError
+
+    service = Service(tokenizer, generate=generate)
+    for n in (1, 2):
+        assert service.chat(n=n).status == 503
+        assert service.chat(n=n, stream=True).chunks[-1]["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_failing_choice_ends_all(tokenizer: Tokenizer, stream: bool) -> None:
+    def script(request: Request) -> list[Step]:
+        return [Unavailable("gone")] if request.request_id.endswith("-1") else [(20,), WAIT]
+
+    service = Service(tokenizer, script)
+    answer = service.chat(n=3, stream=stream)
+    error = answer.chunks[-1]["error"] if answer.status == 200 else answer.error
+    assert error["message"] == "gone"
+    assert not service.generate.open
+
+
+# ---- clients that go away
+
+
+def begin_and_wait(request: Request) -> list[Step]:
+    return [(20,), (21,), WAIT]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("leave", [Connection.hang_up, Connection.cancel])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_generation(
+    tokenizer: Tokenizer, stream: bool, leave: Callable[[Connection], None], n: int
+) -> None:
+    service = Service(tokenizer, begin_and_wait)
+
+    async def main() -> None:
+        body = CHAT | {"stream": stream, "n": n}
+        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+            await connection.until(lambda: len(service.generate.open) == n)
+            if stream:
+                await connection.until(lambda: len(connection.messages) > 2)
+            leave(connection)
+            await connection.until(lambda: not service.generate.open)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_while_queued_ends_its_request(tokenizer: Tokenizer, stream: bool) -> None:
+    service = Service(tokenizer, lambda request: [WAIT])
+
+    async def main() -> None:
+        async with Connection(service.app, "POST", "/v1/chat/completions", CHAT | {"stream": stream}, {}) as connection:
+            await connection.until(lambda: bool(service.generate.open))
+            assert not connection.messages, "no header before the first token"
+            connection.hang_up()
+            await connection.until(lambda: not service.generate.open)
+            await connection.finished()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_is_gone_before_the_headers_leaves_nothing_open(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, begin_and_wait)
+
+    async def main() -> None:
+        async with Connection(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
+            connection.hang_up()
+            await connection.finished()
+            assert not service.generate.open
+
+    asyncio.run(main())
+
+
+def test_a_client_that_cannot_be_written_to_ends_its_generation(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, begin_and_wait)
+
+    class BrokenPipe(Connection):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            if len(self.messages) == 3:
+                raise OSError("broken pipe")
+
+    async def main() -> None:
+        async with BrokenPipe(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
+            await connection.finished()
+            assert not service.generate.open
+
+    asyncio.run(main())
+
+
+def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, begin_and_wait)
+
+    async def main() -> None:
+        async with Connection(
+            service.app, "POST", "/v1/completions", {"prompt": "a", "stream": True}, {}
+        ) as connection:
+            await connection.until(lambda: len(connection.messages) == 3)
+            bodies = [message["body"] for message in connection.messages[1:]]
+            assert [json.loads(body[6:])["choices"][0]["text"] for body in bodies] == ["0", "1"]
+
+    asyncio.run(main())
