@@ -65,7 +65,7 @@ def violations(path: Path) -> list[str]:
     room = room_of(module)
     allowed = ALLOWED[room] | {room} if room != "app" else ALLOWED[room]
     return [
-        f"{path.relative_to(PROJECT)}:{line} imports {name}; {room} may import {', '.join(sorted(allowed)) or 'nothing'}"
+        f"{path.relative_to(PROJECT)}:{line} imports {name}; {room} may import {', '.join(sorted(allowed))}"
         for line, name in imported_modules(path)
         if name.partition(".")[0] not in sys.stdlib_module_names
         and not any(is_within(name, permitted) for permitted in allowed)

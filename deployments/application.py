@@ -1,0 +1,75 @@
+"""The typed Serve builder that `serve.yaml` names: one replica deployment per model, one ingress in front."""
+
+# No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.assembly import resolve_model_path
+from app.config import ApplicationConfig, EngineConfig, ServedModelConfig
+from deployments.ingress import Ingress
+from deployments.replica import Replica
+from deployments.settings import check, deployment_name
+
+# How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
+DRAIN_POLL_S = 0.5
+HEALTH_CHECK_PERIOD_S = 5.0
+# A replica must answer within this; its loop is never blocked, the engine computes in its own thread.
+HEALTH_CHECK_TIMEOUT_S = 15.0
+# A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
+MAX_START_ATTEMPTS = 3
+
+
+def build(args: ApplicationConfig) -> Application:
+    """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
+    check(args)
+    replicas = {model.name: _replica_deployment(model).bind(_engine_config(model)) for model in args.models}
+    paths = {model.name: resolve_model_path(model.engine.model.path) for model in args.models}
+    return _ingress_deployment(args).bind(args, paths, replicas)
+
+
+def _replica_deployment(model: ServedModelConfig) -> serve.Deployment:
+    replicas, max_requests = model.replicas, model.engine.scheduler.max_requests
+    return serve.deployment(Replica).options(
+        name=deployment_name(model),
+        num_replicas=replicas.num_replicas,
+        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        max_ongoing_requests=max_requests,
+        # The router refuses when all are full; this bounds those that wait while no replica is there at all.
+        max_queued_requests=max_requests * replicas.num_replicas,
+        graceful_shutdown_timeout_s=replicas.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        request_router_config=RequestRouterConfig(
+            request_router_class="deployments.router.DispatchRouter",
+            request_router_kwargs={"dispatch": replicas.dispatch},
+        ),
+    )
+
+
+def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
+    max_requests = sum(model.engine.scheduler.max_requests * model.replicas.num_replicas for model in config.models)
+    return serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
+        num_replicas=config.ingress.num_replicas,
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
+        max_ongoing_requests=2 * max_requests,
+        graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+    )
+
+
+def _engine_config(model: ServedModelConfig) -> EngineConfig:
+    """The engine's branch with the path resolved and the device that the reservation grants."""
+    asked = model.engine.model
+    granted = "cuda" if model.replicas.num_gpus else "cpu"
+    device = granted if asked.device == "auto" else asked.device
+    resolved = asked.model_copy(update={"path": resolve_model_path(asked.path), "device": device})
+    return model.engine.model_copy(update={"model": resolved})

@@ -1,0 +1,49 @@
+"""The replica deployment: one engine behind Serve's handle. Thin: it adds no behaviour to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import cast
+
+from app.assembly import build_engine
+from app.config import EngineConfig
+from app.engine.facts import ModelFacts
+from app.engine.request import Request, TokenDelta
+from app.engine.stats import EngineStats
+from deployments.logs import log_where_serve_does
+from deployments.loopback import keep_calls_on_loopback
+
+
+class Replica:
+    """One Serve actor with one device and one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the weights and start the engine. Raises InvalidSetup when the model cannot be served as configured."""
+        log_where_serve_does()
+        keep_calls_on_loopback()
+        self._engine = build_engine(config)
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """Stream the tokens of `request`. Closing the stream aborts the request and frees its blocks."""
+        deltas = cast(AsyncGenerator[TokenDelta, None], self._engine.generate(request))
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+
+    def facts(self) -> ModelFacts:
+        """What the engine knows about its model."""
+        return self._engine.facts
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine."""
+        return self._engine.stats()
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        # Serve calls this once, after the replica has drained; it also runs when the constructor has failed.
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

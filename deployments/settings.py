@@ -1,0 +1,138 @@
+"""Reads and checks what `serve.yaml` asks for, in words, before anything starts. No Ray here: it answers at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from app.config import ApplicationConfig, ServedModelConfig
+from app.errors import InvalidSetup
+
+BUILDER = "deployments.application:build"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile:
+    """The parts of a Serve config file that the launcher acts on; Serve reads the rest."""
+
+    host: str
+    port: int
+    applications: dict[str, ApplicationConfig]  # ours, by the name of the Serve application
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSetup(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidSetup(f"{path}: is not YAML: {error}") from error
+    entries = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
+    ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == BUILDER}
+    if not ours:
+        raise InvalidSetup(f"{path}: no application has `import_path: {BUILDER}`")
+    http = document.get("http_options") or {}
+    return ServeFile(
+        host=str(http.get("host", "127.0.0.1")),
+        port=_port(http.get("port", 8000)),
+        applications={name: parse(entry.get("args")) for name, entry in ours.items()},
+    )
+
+
+def parse(args: object) -> ApplicationConfig:
+    """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
+    try:
+        config = ApplicationConfig.model_validate(args if args is not None else {})
+    except ValidationError as error:
+        raise InvalidSetup("\n".join(map(_mistake, _causes(error)))) from error
+    check(config)
+    return config
+
+
+def check(config: ApplicationConfig) -> None:
+    """Raise InvalidSetup, with the field, for what no single field's check can see."""
+    by_deployment: dict[str, str] = {}
+    for index, model in enumerate(config.models):
+        where = f"models[{index}]"
+        _check_device(where, model)
+        twin = by_deployment.setdefault(deployment_name(model), model.name)
+        if twin != model.name:
+            raise InvalidSetup(
+                f"{where}.name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
+                f"{deployment_name(model)!r}; change more than punctuation"
+            )
+
+
+def deployment_name(model: ServedModelConfig) -> str:
+    """The Serve deployment of a model; Serve forbids some of what model names may have."""
+    return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+
+
+def _check_device(where: str, model: ServedModelConfig) -> None:
+    device, num_gpus = model.engine.model.device, model.replicas.num_gpus
+    if device == "cuda" and num_gpus == 0:
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got 0 with engine.model.device 'cuda'; a replica sees only the GPUs "
+            f"reserved for it: set num_gpus to 1, or device to 'cpu'"
+        )
+    if device == "cpu" and num_gpus > 0:
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got {num_gpus:g} with engine.model.device 'cpu'; set num_gpus to 0, "
+            f"or device to 'auto'"
+        )
+    if num_gpus > 1:
+        raise InvalidSetup(f"{where}.replicas.num_gpus: got {num_gpus:g}; one replica uses one GPU: at most 1")
+
+
+def _port(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+        raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
+    return value
+
+
+def _causes(error: ValidationError) -> list[ErrorDetails]:
+    """The mistakes without their echoes: pydantic also calls a list too short when its only entry has a mistake."""
+    details = error.errors(include_url=False)
+    parents = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in parents]
+
+
+def _mistake(detail: ErrorDetails) -> str:
+    """One line: `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`."""
+    where = _path(detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{where}: no such setting{_suggestion(detail['loc'])}"
+    if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
+        text = detail["msg"].removeprefix("Value error, ")
+        return f"{where}: {text}" if where else text
+    text = detail["msg"].replace("Input should be", "must be").replace("Input should", "must")
+    return f"{where or 'args'}: got {_shown(detail['input'])}; {text[:1].lower()}{text[1:]}"
+
+
+def _path(location: Iterable[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    branch: Any = ApplicationConfig
+    for part in location[:-1]:
+        branch = get_args(branch)[0] if isinstance(part, int) else branch.model_fields[part].annotation
+    assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
+    close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"

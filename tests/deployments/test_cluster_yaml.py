@@ -1,0 +1,34 @@
+"""The cluster file of the project, against Ray's own schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((PROJECT / "cluster.yaml").read_text())
+    return loaded
+
+
+def test_it_is_valid_for_the_cluster_launcher(config: dict[str, Any]) -> None:
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    jsonschema.validate(config, schema)
+    validate_config(prepare_config(config))
+
+
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_every_node_starts_ray_in_serves_fast_modes(config: dict[str, Any], commands: str) -> None:
+    start = next(command for command in config[commands] if "ray start" in command)
+    assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1" in start
+    assert start.index("RAY_SERVE_") < start.index("ray start")

@@ -1,0 +1,140 @@
+"""`make serve` seen from outside: what it says when it cannot start, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deployments.launcher import session_members
+from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+
+PROJECT = Path(__file__).parents[2]
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def config(demo_path: Path) -> dict[str, Any]:
+    """serve.yaml with a port of its own and less of everything."""
+    loaded: dict[str, Any] = yaml.safe_load((PROJECT / "deployments" / "serve.yaml").read_text())
+    loaded["http_options"]["port"] = free_port()
+    [model] = loaded["applications"][0]["args"]["models"]
+    model["engine"]["model"]["path"] = str(demo_path)
+    model["replicas"]["num_replicas"] = 1
+    return loaded
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts the launcher on a config, in a process group of its own as a shell would."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(config: dict[str, Any]) -> subprocess.Popen[str]:
+        path = tmp_path / "serve.yaml"
+        path.write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.launcher", str(path)],
+            cwd=PROJECT,
+            env=PLAIN_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def output_until(process: subprocess.Popen[str], words: str) -> str:
+    """What the process has printed up to the line with these words."""
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if words in line:
+            return printed
+    raise AssertionError(f"never said {words!r}, but:\n{printed}")
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["models"][0]["engine"]["scheduler"]["max_running"] = 0
+    began = time.monotonic()
+    output, _ = launch(config).communicate(timeout=10)
+    assert "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1" in output
+    assert "Traceback" not in output
+    assert time.monotonic() - began < 2
+
+
+def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: dict[str, Any]) -> None:
+    port = config["http_options"]["port"]
+    with socket.create_server(("127.0.0.1", port)):
+        process = launch(config)
+        output, _ = process.communicate(timeout=10)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert f"sport = :{port}" in output
+    assert process.returncode == 1
+
+
+def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = "/nowhere/model"
+    output, _ = launch(config).communicate(timeout=10)
+    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder here" in output
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
+    launch: Launch, config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(tmp_path / "empty")
+    process = launch(config)
+    output, _ = process.communicate(timeout=90)
+    shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
+    assert "The service did not start.\n" in output
+    assert "no tokenizer could be loaded from" in output
+    assert "Traceback" not in output
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("to_the_whole_group", [True, False])
+def test_it_starts_answers_and_leaves_nothing_behind(
+    launch: Launch, config: dict[str, Any], to_the_whole_group: bool
+) -> None:
+    process = launch(config)
+    output = output_until(process, "Stop with Ctrl-C.")
+    address = f"http://127.0.0.1:{config['http_options']['port']}"
+    assert f"curl {address}/v1/chat/completions" in output
+    assert httpx.get(f"{address}/ready").status_code == 200
+    session = child_of(process)
+    assert len(session_members(session)) > 5
+
+    began = time.monotonic()
+    if to_the_whole_group:
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
+    process.communicate(timeout=15)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 0
+    assert session_members(session) == []
+    assert not Path(output.split("logs in ")[1].split("/session_latest")[0]).exists()

@@ -1,0 +1,258 @@
+"""The service as a whole on a real Ray cluster: HTTP through HAProxy, two replicas, dispatch, overload, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import ray
+from ray import serve
+
+from app.errors import InvalidSetup
+from deployments.application import build
+from deployments.foreground import reason
+from deployments.launcher import session_members
+from deployments.settings import parse
+from scripts.demo_tasks import Question, mixed_questions
+from tests.deployments.conftest import Service
+
+LONG = 2000  # tokens: nearly all of the context, and some seconds of work
+
+
+def ask(service: Service, model: str, prompt: str = "Count from 3 to 9.", **fields: Any) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8} | fields
+    return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
+
+
+@contextmanager
+def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
+    """A stream that has begun and is not read on."""
+    body = {"model": model, "prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # kept: httpx closes the connection with its iterator
+        next(lines)
+        yield response
+
+
+def num_finished(stats: list[Any]) -> list[int]:
+    return [each.total_finished for each in stats]
+
+
+def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None:
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert httpx.get(f"{service.url}/ready").status_code == 200
+    listed = httpx.get(f"{service.url}/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["turns", "least", "narrow"]
+
+
+def test_the_openai_package_streams_a_chat(service: Service) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        with client.chat.completions.create(
+            model="turns",
+            messages=[{"role": "user", "content": "Spell the word river."}],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as stream:
+            chunks = list(stream)
+        whole = client.chat.completions.create(
+            model="turns",
+            messages=[{"role": "user", "content": "Spell the word river."}],
+            max_tokens=12,
+            temperature=0,
+        )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:
+    questions = mixed_questions(64, seed=5)
+
+    async def answer(client: httpx.AsyncClient, question: Question) -> str:
+        body = {
+            "model": "least",
+            "messages": [{"role": "user", "content": question.prompt}],
+            "max_tokens": 200,
+            "temperature": 0,
+        }
+        response = await client.post(f"{service.url}/v1/chat/completions", json=body)
+        response.raise_for_status()
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    async def answers() -> list[str]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=64)) as client:
+            return await asyncio.gather(*(answer(client, question) for question in questions))
+
+    before = num_finished(service.stats("least"))
+    given = asyncio.run(answers())
+    wrong = [(q.prompt, q.answer, text) for q, text in zip(questions, given, strict=True) if text.strip() != q.answer]
+    assert not wrong
+    after = service.eventually("least", lambda stats: sum(num_finished(stats)) == sum(before) + 64)
+    shares = [new - old for new, old in zip(num_finished(after), before, strict=True)]
+    assert min(shares) >= 16, f"two equal replicas shared 64 requests as {shares}"
+
+
+def test_round_robin_alternates(service: Service) -> None:
+    served = []
+    before = num_finished(service.stats("turns"))
+    for _ in range(8):
+        assert ask(service, "turns").status_code == 200
+        total = sum(before) + 1
+        after = num_finished(service.eventually("turns", lambda stats, total=total: sum(num_finished(stats)) == total))
+        served.append([new - old for new, old in zip(after, before, strict=True)].index(1))
+        before = after
+    assert served in ([0, 1] * 4, [1, 0] * 4)
+
+
+def test_least_loaded_avoids_the_busy_replica(service: Service) -> None:
+    with long_stream(service, "least"):
+        before = service.stats("least")
+        busy = [each.num_running for each in before].index(1)
+        for _ in range(4):
+            assert ask(service, "least", max_tokens=2).status_code == 200
+        total = sum(num_finished(before)) + 4
+        after = service.eventually("least", lambda stats: sum(num_finished(stats)) == total)
+        assert after[busy].total_finished == before[busy].total_finished
+
+
+def test_the_same_seed_gives_the_same_tokens_on_either_replica(service: Service) -> None:
+    def sample(seed: int) -> str:
+        response = ask(service, "turns", seed=seed, temperature=1.5, max_tokens=24, ignore_eos=True)
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    # One after the other goes to one replica after the other.
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_a_client_that_goes_away_frees_its_blocks(service: Service) -> None:
+    [before] = service.stats("narrow")
+    with long_stream(service, "narrow"):
+        [during] = service.stats("narrow")
+        assert (during.num_running, during.total_finished) == (1, before.total_finished)
+        assert during.num_free_blocks < during.num_blocks
+    [after] = service.eventually("narrow", lambda stats: stats[0].total_aborted == before.total_aborted + 1)
+    assert (after.num_running, after.num_waiting, after.num_free_blocks) == (0, 0, after.num_blocks)
+
+
+def test_more_than_the_replicas_hold_gets_429_at_once(service: Service) -> None:
+    async def flood() -> list[httpx.Response]:
+        body = {"model": "narrow", "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(client.post(f"{service.url}/v1/completions", json=body) for _ in range(8)))
+
+    service.eventually("narrow", lambda stats: stats[0].num_running == 0)
+    responses = asyncio.run(flood())
+    refused = [response for response in responses if response.status_code == 429]
+    assert sorted(response.status_code for response in responses) == [200] * 2 + [429] * 6
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+    assert all("full" in response.json()["error"]["message"] for response in refused)
+    assert max(response.elapsed.total_seconds() for response in refused) < 1.5
+    assert ask(service, "narrow").status_code == 200
+
+
+def test_a_full_service_is_still_ready(service: Service) -> None:
+    has_been_seen = threading.Event()
+
+    def take_the_second_place() -> None:
+        with long_stream(service, "narrow"):
+            has_been_seen.wait(timeout=30)
+
+    service.eventually("narrow", lambda stats: stats[0].num_running == 0)
+    with ThreadPoolExecutor() as threads, long_stream(service, "narrow"):
+        second = threads.submit(take_the_second_place)
+        time.sleep(1.1)  # longer than a yes is remembered
+        is_full_before = ask(service, "narrow").status_code == 429
+        ready = httpx.get(f"{service.url}/ready").status_code
+        is_full_after = ask(service, "narrow").status_code == 429
+        has_been_seen.set()
+    second.result()
+    assert (is_full_before, ready, is_full_after) == (True, 200, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "nobody"}, 404, "model"),
+        ({"max_tokens": 10_000_000}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+    ],
+)
+def test_bad_requests_are_answered_as_openai_does(
+    service: Service, fields: dict[str, Any], status: int, param: str
+) -> None:
+    response = ask(service, **({"model": "turns"} | fields))
+    assert response.status_code == status
+    assert response.json()["error"]["param"] == param
+
+
+def test_the_ingress_has_no_torch_and_the_replicas_do(service: Service) -> None:
+    # Found by the title that Ray gives each process, among those of this session: other clusters have their own.
+    loads_torch = {}
+    for pid in session_members(os.getsid(0)):
+        title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
+        if title.startswith("ray::ServeReplica:carousel:"):
+            loads_torch[title.rpartition(":")[2]] = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    assert loads_torch == {"ingress": False, "replica-turns": True, "replica-least": True, "replica-narrow": True}
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(
+    cluster: str, demo_path: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(demo_path, tmp_path / "model")
+    (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
+    broken = {"engine": {"model": {"path": str(model)}}, "replicas": {"num_replicas": 1, "num_cpus": 0.1}}
+    application = build(parse({"models": [broken], "ingress": {"num_cpus": 0.1}}))
+    with pytest.raises(RuntimeError, match="replica-demo"):
+        serve.run(application, name="broken", route_prefix="/broken")
+    message = serve.status().applications["broken"].deployments["replica-demo"].message
+    assert "none-such" in reason(message)
+    assert "Traceback" not in reason(message)
+    serve.delete("broken")
+
+
+def test_the_builder_itself_refuses_parts_that_do_not_fit() -> None:
+    config = parse({"models": [{}]})
+    [model] = config.models
+    on_gpu = model.engine.model.model_copy(update={"device": "cuda"})
+    engine = model.engine.model_copy(update={"model": on_gpu})
+    with pytest.raises(InvalidSetup, match="set num_gpus to 1"):
+        build(config.model_copy(update={"models": (model.model_copy(update={"engine": engine}),)}))
+
+
+def test_nothing_of_the_cluster_is_shared_with_other_clusters(cluster: str) -> None:
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+
+
+def is_loopback(address: str) -> bool:
+    ip = ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def test_nothing_that_takes_calls_listens_beyond_this_machine(service: Service) -> None:
+    """Only HAProxy's two pages of statistics do; Serve has no setting for them."""
+    open_to_others = {
+        (process.name(), connection.laddr.port)
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
+    }
+    pages = {int(os.environ[f"RAY_SERVE_HAPROXY_{page}_PORT"]) for page in ("STATS", "METRICS")}
+    assert {port for _, port in open_to_others} <= pages, (open_to_others, pages)

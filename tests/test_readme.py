@@ -1,0 +1,38 @@
+"""The README's tables and trees say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.config_table import table
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def test_the_configuration_table_is_that_of_the_settings() -> None:
+    readme = (PROJECT / "README.md").read_text()
+    assert table() in readme, "run `python -m scripts.config_table` and put its output into README.md"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_every_file_of_a_tree_exists(page: str) -> None:
+    for tree in re.findall(r"```\n(app/\n.*?)```", (PROJECT / page).read_text(), flags=re.DOTALL):
+        folders: list[str] = []
+        for line in tree.splitlines():
+            match = re.match(r"([│ ]*)(?:[├└]── )?(\S+)", line)
+            assert match is not None, line
+            depth, name = (len(match[1]) + 4 * ("── " in line)) // 4, match[2]
+            folders[depth:] = [name.rstrip("/")]
+            assert (PROJECT / "/".join(folders)).exists(), f"{page}: {line}"
+
+
+def test_the_architecture_page_names_every_module() -> None:
+    page = (PROJECT / "docs" / "architecture.md").read_text()
+    modules = [path for package in ("app", "deployments") for path in (PROJECT / package).rglob("*.py")]
+    missing = [
+        str(path.relative_to(PROJECT)) for path in modules if path.name != "__init__.py" and path.name not in page
+    ]
+    assert not missing
