@@ -90,10 +90,14 @@ def test_a_slow_reader_gets_what_has_accumulated_as_one_delta() -> None:
 
 
 def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
+    runner = GatedRunner()
+
     async def main(engine: AsyncEngine) -> None:
         deltas = engine.generate(make_request(max_tokens=900))
+        runner.gate.release()
         await anext(deltas)
         await deltas.aclose()
+        runner.gate.release()  # the step that was under way; no other may follow
         for _ in range(500):
             stats = engine.stats()
             if stats.total_aborted == 1 and stats.num_free_blocks == stats.num_blocks:
@@ -101,8 +105,9 @@ def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
             await asyncio.sleep(0.01)
         raise AssertionError(f"blocks are still owned: {engine.stats()}")
 
-    with async_engine(num_blocks=256) as engine:
+    with async_engine(runner, num_blocks=256) as engine:
         asyncio.run(main(engine))
+    assert len(runner.batches) <= 2
 
 
 def test_what_cannot_be_served_raises_before_anything_is_queued() -> None:
