@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaCo
 
 from app.config import ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
+from app.model import attention
+from app.model.attention import AttentionRules
 from app.model.loader import load_model, run_full_step
 from tests.tiny_models import VOCAB_SIZE
 
@@ -84,3 +86,17 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
 def test_a_step_of_full_size_runs_before_memory_is_sized(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     for architecture in ("mistral", "gpt2"):
         run_full_step(load(tiny_model_path(architecture)), num_tokens=10_000, num_sampled=500)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_attention_would_serve_wrongly_is_refused(tiny_model_path, monkeypatch, dtype) -> None:  # type: ignore[no-untyped-def]
+    right = attention._causal
+
+    def wrong(query, keys, values, *, start, rules):  # type: ignore[no-untyped-def]
+        rules = AttentionRules(scaling=rules.scaling * 1.2, sliding_window=rules.sliding_window)
+        return right(query, keys, values, start=start, rules=rules)
+
+    load(tiny_model_path("qwen2"), dtype=dtype)
+    monkeypatch.setattr(attention, "_causal", wrong)
+    with pytest.raises(UnsupportedModel, match="the first layer's output differs by"):
+        load(tiny_model_path("qwen2"), dtype=dtype)
