@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
@@ -18,6 +19,10 @@ from app.engine.facts import ModelFacts
 from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
 from app.engine.strategy import Continuous
+
+if TYPE_CHECKING:
+    from app.model.attention import PagedAttention
+    from app.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ def build_sync_engine(config: EngineConfig) -> Engine:
     """The same engine without its thread, for those who step it themselves."""
     import torch
 
-    from app.model.kv_cache import KVCache, num_blocks_that_fit
+    from app.model.kv_cache import num_blocks_that_fit
     from app.model.loader import load_model, run_full_step
     from app.model.runner import TorchModelRunner
 
@@ -48,20 +53,39 @@ def build_sync_engine(config: EngineConfig) -> Engine:
         limits = config.scheduler
         run_full_step(model, num_tokens=limits.max_step_tokens, num_sampled=limits.max_running)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
-    cache = KVCache(
-        model.layers,
-        num_blocks=num_blocks,
-        block_size=config.cache.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    attention = _build_attention(config, model, num_blocks)
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
     )  # fmt: skip
     return assemble(
-        config.scheduler, config.cache, num_blocks=num_blocks, runner=TorchModelRunner(model, cache), facts=model.facts
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        runner=TorchModelRunner(model, attention),
+        facts=model.facts,
     )
+
+
+def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) -> PagedAttention:
+    """The fastest way of attending that this machine and this model allow."""
+    from app.model.attention import TorchAttention
+    from app.model.kv_cache import KVCache
+    from app.model.native_attention import NativeAttention
+
+    block_size = config.cache.block_size
+    if config.model.native_attention and NativeAttention.fits(
+        model.layers, block_size=block_size, dtype=model.dtype, device=model.device
+    ):
+        return NativeAttention(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            num_threads=config.model.num_threads,
+        )
+    cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
+    return TorchAttention(cache, model.device)
 
 
 def assemble(

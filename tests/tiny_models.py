@@ -23,7 +23,7 @@ from transformers import (
 VOCAB_SIZE = 211
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -40,7 +40,7 @@ def _configs() -> dict[str, PreTrainedConfig]:
     shape = dict(_SHAPE)
     without_kv_heads = {name: value for name, value in shape.items() if name != "num_key_value_heads"}
     gpt2 = {
-        "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+        "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
         "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
     return {

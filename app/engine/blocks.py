@@ -18,7 +18,7 @@ PrefixKey = tuple[int | str, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A fixed number of token slots. `prefix_id` is set once its content may be shared."""
+    """A fixed number of token slots. `prefix_id` and `prefix_key` are set while its content can be found and shared."""
 
     block_id: int
     num_owners: int = 0
@@ -96,13 +96,12 @@ class BlockPool:
         If another block holds the same prefix already, that one stays the findable one.
         """
         assert len(token_ids) == self.block_size, "only full blocks are published"
+        if not self._prefix_caching:
+            return next(self._next_prefix_id)
         key: PrefixKey = (parent, tuple(token_ids))
-        holder = self._cached.get(key)
-        if holder is None:
-            holder = block
+        holder = self._cached.setdefault(key, block)
+        if holder is block:
             block.prefix_id, block.prefix_key = next(self._next_prefix_id), key
-            if self._prefix_caching:
-                self._cached[key] = block
         assert holder.prefix_id is not None, "a cached block has a prefix id"
         return holder.prefix_id
 
@@ -114,18 +113,17 @@ class BlockPool:
             block.num_owners -= 1
             if block.num_owners:
                 continue
-            if self._is_cached(block):
-                self._evictable[block.block_id] = block
-            else:
-                self._forget(block)
+            if block.prefix_key is None:
                 self._blank.append(block)
+            else:
+                self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""
+        for block in self._cached.values():
+            block.prefix_id = block.prefix_key = None
         self._cached.clear()
-        for block in self._evictable.values():
-            self._forget(block)
-            self._blank.append(block)
+        self._blank.extend(self._evictable.values())
         self._evictable.clear()
 
     def _take(self) -> Block:
@@ -133,14 +131,8 @@ class BlockPool:
             block = self._blank.pop()
         else:
             _, block = self._evictable.popitem(last=False)
-            self._forget(block)
+            assert block.prefix_key is not None, "an evictable block is findable"
+            del self._cached[block.prefix_key]
+            block.prefix_id = block.prefix_key = None
         block.num_owners = 1
         return block
-
-    def _is_cached(self, block: Block) -> bool:
-        return block.prefix_key is not None and self._cached.get(block.prefix_key) is block
-
-    def _forget(self, block: Block) -> None:
-        if block.prefix_key is not None and self._is_cached(block):
-            del self._cached[block.prefix_key]
-        block.prefix_id = block.prefix_key = None

@@ -80,6 +80,10 @@ class Engine:
             raise StepError(self._scheduler.fail(batch)) from error
         return self._scheduler.update(batch, token_ids)
 
+    def clear_prefix_cache(self) -> None:
+        """Forget every shared prefix: prompts that come later are computed from their start."""
+        self._scheduler.clear_prefix_cache()
+
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 

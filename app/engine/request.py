@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -56,8 +57,7 @@ class Request:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
 
     A stop or end-of-text token is among `token_ids` (it was generated and counts as such); callers that
@@ -68,7 +68,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    num_cached_tokens: int = field(default=0)  # prompt tokens whose KV was found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
 
 
 # The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.

@@ -7,7 +7,7 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence, TokenHistory
 from app.engine.blocks import BlockPool
 from app.engine.policy import SchedulingPolicy
-from app.engine.request import FinishReason, Request, TokenDelta
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import EngineStats
 from app.engine.strategy import BatchingStrategy
@@ -42,11 +42,13 @@ class _Step:
 
     num_tokens_left: int
     has_preempted: bool = False
-    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, number of its tokens)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # one for each of `scheduled`
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.scheduled.append((sequence, num_tokens))
-        self.num_tokens_left -= num_tokens
+    def add(self, sequence: Sequence, item: ScheduledSequence) -> None:
+        self.scheduled.append(item)
+        self.sequences.append(sequence)
+        self.num_tokens_left -= len(item.token_ids)
 
 
 class Scheduler:
@@ -87,7 +89,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Its id must be new, and its tokens must fit into the pool when it runs alone."""
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = Sequence(request=request, arrival=self._num_arrived)
+        sequence = Sequence(
+            request=request, arrival=self._num_arrived, end_token_ids=self._end_token_ids(request.sampling)
+        )
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
@@ -117,21 +121,27 @@ class Scheduler:
         self._schedule_running(step)
         if not step.has_preempted:  # memory is short; whoever joined now would be the next victim
             self._admit_waiting(step)
-        return Batch(
-            scheduled=tuple(self._scheduled(sequence, num_tokens) for sequence, num_tokens in step.scheduled),
-            sequences=tuple(sequence for sequence, _ in step.scheduled),
-        )
+        return Batch(scheduled=tuple(step.scheduled), sequences=tuple(step.sequences))
 
     def _schedule_running(self, step: _Step) -> None:
+        block_size = self._pool.block_size
         running = list(self._running)
-        for index, sequence in enumerate(running):
-            if not sequence.is_running:
+        num_behind = len(running)
+        for sequence in running:
+            num_behind -= 1
+            if step.has_preempted and not sequence.is_running:
                 continue  # preempted for one before it
+            if sequence.is_decoding:  # the common case, made short: one token more, and seldom another block
+                if sequence.num_computed_tokens % block_size == 0 and not self._make_room(sequence, 1, step):
+                    continue
+                step.scheduled.append(_decoding(sequence) if sequence.draws_freely else self._scheduled(sequence, 1))
+                step.sequences.append(sequence)
+                step.num_tokens_left -= 1
+                continue
             # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
-            num_left = step.num_tokens_left - (len(running) - index - 1)
-            num_tokens = self._chunk(sequence, num_left)
+            num_tokens = self._chunk(sequence, step.num_tokens_left - num_behind)
             if self._make_room(sequence, num_tokens, step):
-                step.add(sequence, num_tokens)
+                step.add(sequence, self._scheduled(sequence, num_tokens))
 
     def _admit_waiting(self, step: _Step) -> None:
         num_admissible = self._strategy.num_admissible(num_running=len(self._running), num_waiting=len(self._waiting))
@@ -141,11 +151,11 @@ class Scheduler:
                 return  # whoever is next in order waits; nobody overtakes
             num_tokens = self._chunk(sequence, step.num_tokens_left)
             sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
-            step.add(sequence, num_tokens)
+            step.add(sequence, self._scheduled(sequence, num_tokens))
 
     def _try_join(self, sequence: Sequence) -> bool:
         """Let the first waiting sequence run if all of its known tokens find room, using cached prefixes."""
-        cached = self._pool.match(sequence.token_ids, salt=sequence.request.cache_salt)
+        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         if not self._pool.can_allocate(num_blocks + self._pool.num_free_among(cached)):
             return False
@@ -182,8 +192,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks back; it waits at its old place and recomputes later."""
-        self._running.remove(sequence)
-        self._pool.free(sequence.take_blocks())
+        self._leave_running(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self._totals.preemptions += 1
@@ -195,17 +204,16 @@ class Scheduler:
         samples = num_tokens == sequence.num_uncomputed_tokens
         history = None
         if samples and sampling.has_penalties:
-            num_prompt = sequence.num_prompt_tokens
             history = TokenHistory(
-                prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.token_ids[num_prompt:])
+                prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.generated_token_ids)
             )
         return ScheduledSequence(
-            request_id=sequence.request.request_id,
-            token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-            start=start,
-            block_ids=sequence.block_ids,
-            samples=samples,
-            sampling=sampling,
+            sequence.request.request_id,
+            sequence.token_ids(start, start + num_tokens),
+            start,
+            sequence.block_ids,
+            samples,
+            sampling,
             banned_token_ids=self._banned_token_ids(sequence) if samples else (),
             history=history,
         )
@@ -216,65 +224,81 @@ class Scheduler:
             return ()
         return (*self._eos_token_ids, *sampling.stop_token_ids)
 
+    def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Where generation ends. Requests without stop tokens of their own share one set."""
+        eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
+
     # ------------------------------------------------------------------ update
 
     def update(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
         """Book a step's results; `token_ids` holds one drawn token for each of `batch.sampled`, in order."""
         assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
-        self._totals.steps += 1
+        block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
         drawn = iter(token_ids)
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
-            if sequence.is_finished:
+            if sequence.status is finished:
                 continue  # aborted while the step ran
-            sequence.num_computed_tokens = item.end
-            self._publish_full_blocks(sequence)
+            sequence.num_computed_tokens = end = item.start + len(item.token_ids)
+            if end >= (len(sequence.prefix_ids) + 1) * block_size:
+                self._publish_full_blocks(sequence)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
+        self._totals.steps += 1
+        self._totals.generated_tokens += len(deltas)
         return deltas
 
     def _publish_full_blocks(self, sequence: Sequence) -> None:
         size = self._pool.block_size
         for index in range(len(sequence.prefix_ids), sequence.num_computed_tokens // size):
             parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
-            content = sequence.token_ids[index * size : (index + 1) * size]
+            content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
     def _append(self, sequence: Sequence, token_id: int) -> TokenDelta:
-        sequence.token_ids.append(token_id)
-        self._totals.generated_tokens += 1
-        reason = self._finish_reason(sequence, token_id)
-        if reason is not None:
-            self._totals.finished += 1
-            self._finish(sequence)
+        request, generated = sequence.request, sequence.generated_token_ids
+        generated.append(token_id)
+        if token_id in sequence.end_token_ids:
+            reason = FinishReason.STOP
+        elif len(generated) >= request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        else:  # by position: names take twice as long, and most tokens end here
+            return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)
+        self._totals.finished += 1
+        self._finish(sequence)
         return TokenDelta(
-            request_id=sequence.request.request_id,
+            request_id=request.request_id,
             token_ids=(token_id,),
             finish_reason=reason,
             stop_token_id=token_id if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
         )
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
-        if is_eos or token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if sequence.num_generated_tokens >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
     def _finish(self, sequence: Sequence) -> None:
         """Every sequence passes here exactly once."""
         del self._sequences[sequence.request.request_id]
         was_waiting = sequence.status is SequenceStatus.WAITING
         if sequence.is_running:
-            self._running.remove(sequence)
-            self._pool.free(sequence.take_blocks())
+            self._leave_running(sequence)
         sequence.status = SequenceStatus.FINISHED
         if was_waiting:
             self._waiting.remove_finished()
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        # The running ones are in policy order: a search by key, where list.remove would compare half of them.
+        index = bisect_left(self._running, self._policy.key(sequence), key=self._policy.key)
+        while self._running[index] is not sequence:  # others may have the same key
+            index += 1
+        del self._running[index]
+        self._pool.free(sequence.take_blocks())
+
+    # ------------------------------------------------------------------ prefixes
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every shared prefix. Running sequences keep their blocks."""
+        self._pool.clear_cache()
 
     # ------------------------------------------------------------------ facts
 
@@ -294,3 +318,16 @@ class Scheduler:
             total_aborted=totals.aborted,
             total_failed=totals.failed,
         )
+
+
+def _decoding(sequence: Sequence) -> ScheduledSequence:
+    """The share of a sequence that is decoding and draws freely; what `_scheduled` gives, only sooner."""
+    request = sequence.request
+    return ScheduledSequence(  # by position: names take twice as long
+        request.request_id,
+        (sequence.generated_token_ids[-1],),
+        sequence.num_computed_tokens,
+        sequence.block_ids,
+        True,
+        request.sampling,
+    )

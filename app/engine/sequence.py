@@ -24,11 +24,16 @@ class Sequence:
 
         prompt ................ generated .....
         |-- computed --|-- uncomputed --------|   num_tokens
+
+    The prompt stays in the request and is not copied, so a waiting sequence weighs little more than its request.
     """
 
     request: Request
     arrival: int  # order of arrival, unique
-    token_ids: list[int] = field(init=False)
+    end_token_ids: frozenset[int] = frozenset()  # generation ends at any of these
+    generated_token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = field(init=False)
+    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens at any step
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
@@ -38,23 +43,27 @@ class Sequence:
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+        sampling = self.request.sampling
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        return self.num_prompt_tokens + len(self.generated_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.generated_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_prompt_tokens + len(self.generated_token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token is uncomputed, the last that was generated."""
+        generated = self.generated_token_ids
+        return bool(generated) and self.num_computed_tokens == self.num_prompt_tokens + len(generated) - 1
 
     @property
     def is_running(self) -> bool:
@@ -63,6 +72,15 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """The known tokens at positions start to end, prompt and generated ones in a row."""
+        num_prompt = self.num_prompt_tokens
+        if end <= num_prompt:
+            return self.request.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return tuple(self.generated_token_ids[start - num_prompt : end - num_prompt])
+        return (*self.request.prompt_token_ids[start:], *self.generated_token_ids[: end - num_prompt])
 
     def extend_blocks(self, blocks: list[Block]) -> None:
         self.blocks.extend(blocks)

@@ -1,8 +1,8 @@
 """Attention over paged KV memory, registered with transformers so that its models run unmodified.
 
 A model calls `attend` in every layer; the per-step facts travel as the forward keyword argument `paged`, so nothing is
-set before a call and read inside it. This is the plain torch path: right on CPU and CUDA, the reference for faster
-ones.
+set before a call and read inside it. The attention below is the plain torch one: right on CPU and CUDA, the reference
+for faster ones (`native_attention.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from app.model.inputs import DecodeRows, ModelInputs, PrefillChunk
+from app.engine.batch import Batch
+from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
 from app.model.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "carousel_paged"
@@ -102,22 +103,46 @@ def _paged_attention(
 AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
-class PagedStep:
-    """One step of the engine: write the new tokens' KV, then attend over blocks."""
+class PagedAttention(Protocol):
+    """KV memory together with the code that attends over it: one of several ways, chosen when an engine is built."""
 
-    def __init__(self, cache: KVCache, inputs: ModelInputs) -> None:
+    block_size: int
+
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+        """What the layers of the next forward pass attend with."""
+        ...
+
+
+class TorchAttention:
+    """The plain torch way: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
+
+    def __init__(self, cache: KVCache, device: torch.device) -> None:
+        self.block_size = cache.block_size
         self._cache = cache
-        self._inputs = inputs
+        self._device = device
+
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+        rows = build_attention_rows(batch, block_size=self.block_size, device=self._device)
+        return _TorchStep(self._cache, inputs.slots, rows)
+
+
+class _TorchStep:
+    """One step: write the new tokens' KV, then attend over blocks."""
+
+    def __init__(self, cache: KVCache, slots: torch.Tensor, rows: AttentionRows) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._rows = rows
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        self._cache.write(layer, self._inputs.slots, key, value)
+        self._cache.write(layer, self._slots, key, value)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
-        if self._inputs.decode is not None:
-            rows = self._inputs.decode.token_indices
-            output[rows] = self._decode(layer, query[rows], self._inputs.decode, rules)
-        for chunk in self._inputs.prefill:
+        if self._rows.decode is not None:
+            rows = self._rows.decode.token_indices
+            output[rows] = self._decode(layer, query[rows], self._rows.decode, rules)
+        for chunk in self._rows.prefill:
             output[chunk.tokens] = self._prefill(layer, query[chunk.tokens], chunk, rules)
         return output
 

@@ -8,12 +8,23 @@ All scheduled tokens stand in one row without padding:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What one forward pass takes."""
+
+    token_ids: torch.Tensor  # [1, num_tokens]
+    positions: torch.Tensor  # [1, num_tokens]
+    slots: torch.Tensor  # [num_tokens], where each token's KV goes
+    sampled_indices: torch.Tensor  # [num_sampled], tokens whose logits are wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,45 +46,72 @@ class PrefillChunk:
     length: int  # tokens to attend to at the last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInputs:
-    """What one forward pass takes."""
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """A step's sequences as the plain torch attention takes them."""
 
-    token_ids: torch.Tensor  # [1, num_tokens]
-    positions: torch.Tensor  # [1, num_tokens]
-    slots: torch.Tensor  # [num_tokens], where each token's KV goes
-    sampled_indices: torch.Tensor  # [num_sampled], tokens whose logits are wanted
     decode: DecodeRows | None
     prefill: tuple[PrefillChunk, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A step's sequences as the native attention takes them, long ones in several pieces so that threads share them."""
+
+    segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
+    tables: torch.Tensor  # [num_block_ids] int32, the block ids of all sequences one after the other
+
+
 def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> ModelInputs:
     scheduled = batch.scheduled
-    ends: list[int] = []  # of each sequence's tokens in the packed row
-    for item in scheduled:
-        ends.append((ends[-1] if ends else 0) + len(item.token_ids))
-    decode = [(item, end - 1) for item, end in zip(scheduled, ends, strict=True) if len(item.token_ids) == 1]
-    prefill = [(item, end) for item, end in zip(scheduled, ends, strict=True) if len(item.token_ids) > 1]
+    slots = chain.from_iterable(_slots(item, block_size) for item in scheduled)
+    positions = chain.from_iterable(range(item.start, item.end) for item in scheduled)
+    ends = accumulate(len(item.token_ids) for item in scheduled)
+    sampled = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
 
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def tensor(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.long, device=device)
 
     return ModelInputs(
-        token_ids=tensor(list(chain.from_iterable(item.token_ids for item in scheduled)))[None],
-        positions=tensor(list(chain.from_iterable(range(item.start, item.end) for item in scheduled)))[None],
-        slots=tensor(list(chain.from_iterable(_slots(item, block_size) for item in scheduled))),
-        sampled_indices=tensor([end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]),
+        token_ids=tensor(chain.from_iterable(item.token_ids for item in scheduled))[None],
+        positions=tensor(positions)[None],
+        slots=tensor(slots),
+        sampled_indices=tensor(sampled),
+    )
+
+
+def build_attention_rows(batch: Batch, *, block_size: int, device: torch.device) -> AttentionRows:
+    ends = list(accumulate(len(item.token_ids) for item in batch.scheduled))
+    both = list(zip(batch.scheduled, ends, strict=True))
+    decode = [(item, end - 1) for item, end in both if len(item.token_ids) == 1]
+    return AttentionRows(
         decode=_decode_rows(decode, block_size, device) if decode else None,
         prefill=tuple(
             PrefillChunk(
                 tokens=slice(end - len(item.token_ids), end),
-                block_table=tensor(item.block_ids[: -(-item.end // block_size)]),
+                block_table=torch.tensor(item.block_ids[: -(-item.end // block_size)], device=device),
                 start=item.start,
                 length=item.end,
             )
-            for item, end in prefill
+            for item, end in both
+            if len(item.token_ids) > 1
         ),
     )
+
+
+def build_segments(batch: Batch, *, block_size: int, max_tokens: int) -> Segments:
+    """Segments of at most `max_tokens` tokens; on the host, where the native attention runs."""
+    segments: list[int] = []
+    tables: list[int] = []
+    first_token = 0
+    for item in batch.scheduled:
+        num_tokens = len(item.token_ids)
+        for offset in range(0, num_tokens, max_tokens):
+            size = min(max_tokens, num_tokens - offset)
+            segments += (first_token + offset, size, item.start + offset, len(tables))
+        tables += item.block_ids[: -(-item.end // block_size)]
+        first_token += num_tokens
+    return Segments(torch.tensor(segments, dtype=torch.int32).view(-1, 4), torch.tensor(tables, dtype=torch.int32))
 
 
 def _slots(item: ScheduledSequence, block_size: int) -> list[int]:

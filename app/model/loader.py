@@ -14,6 +14,7 @@ from app.engine.facts import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.attention import ATTENTION_NAME, ProbeStep, UnknownAttention
 from app.model.kv_cache import LayerShape
+from app.model.packed_linear import pack_linear_layers
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _PROBE_TOKENS = 24
@@ -42,6 +43,8 @@ def load_model(config: ModelConfig, location: str) -> LoadedModel:
     dtype = _dtype(config, device)
     _check_architecture(config, location)
     module = _from_pretrained(config, location, dtype).eval().to(device)
+    if device.type == "cpu" and config.packed_weights:
+        pack_linear_layers(module)
     probe = _probe(config, module)
     return LoadedModel(
         module=module,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,18 +9,27 @@ from hypothesis import strategies as st
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
-from app.model.attention import AttentionRules, PagedStep
+from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
+from app.model.native_attention import NativeAttention
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 4, 24, 4, 2, 8
+NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
+CPU = torch.device("cpu")
+LAYERS = {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=DIM, value_dim=DIM)}
 
 
-def new_cache() -> KVCache:
-    layer = LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=DIM, value_dim=DIM)
-    return KVCache(
-        {0: layer}, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu")
-    )
+def torch_attention() -> PagedAttention:
+    return TorchAttention(KVCache(LAYERS, num_blocks=NUM_BLOCKS, block_size=4, dtype=torch.float32, device=CPU), CPU)
+
+
+def native_attention() -> PagedAttention:
+    if not NativeAttention.fits(LAYERS, block_size=16, dtype=torch.float32, device=CPU):
+        pytest.skip("no C++ compiler here")
+    return NativeAttention(LAYERS, num_blocks=NUM_BLOCKS, block_size=16, dtype=torch.float32, num_threads=2)
+
+
+BACKENDS = [torch_attention, native_attention]
 
 
 def scheduled(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -29,10 +40,12 @@ def scheduled(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSeq
 
 
 def attend(
-    cache: KVCache, items: list[ScheduledSequence], qkv: list[torch.Tensor], rules: AttentionRules
+    attention: PagedAttention, items: list[ScheduledSequence], qkv: list[torch.Tensor], rules: AttentionRules
 ) -> torch.Tensor:
-    inputs = build_inputs(Batch(tuple(items), ()), block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    return PagedStep(cache, inputs).attend(0, *qkv, rules)
+    batch = Batch(tuple(items), ())
+    inputs = build_inputs(batch, block_size=attention.block_size, device=CPU)
+    query, key, value = qkv
+    return attention.begin_step(batch, inputs).attend(0, query, key, value, rules)
 
 
 def by_definition(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -60,21 +73,22 @@ ALL_RULES = [
 ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rules", ALL_RULES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_way_of_computing_sequences_gives_what_the_definition_says(
-    rules: AttentionRules, data: st.DataObject
+    rules: AttentionRules, backend: Callable[[], PagedAttention], data: st.DataObject
 ) -> None:
     """Three sequences on scattered blocks, computed in random chunks beside each other."""
-    lengths = data.draw(st.lists(st.integers(1, 26), min_size=3, max_size=3))
+    lengths = data.draw(st.lists(st.integers(1, 32), min_size=3, max_size=3))
     torch.manual_seed(sum(lengths))
     whole = [
         [torch.randn(n, heads, DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)] for n in lengths
     ]  # fmt: skip
     blocks = torch.randperm(NUM_BLOCKS).tolist()
     tables = [blocks[8 * n : 8 * n + 8] for n in range(3)]
-    cache, done = new_cache(), [0, 0, 0]
+    attention, done = backend(), [0, 0, 0]
     outputs: list[list[torch.Tensor]] = [[], [], []]
     while any(at < n for at, n in zip(done, lengths, strict=True)):
         chunks = [
@@ -86,25 +100,58 @@ def test_any_way_of_computing_sequences_gives_what_the_definition_says(
             continue
         items = [scheduled(done[n], chunks[n], tables[n]) for n in live]
         qkv = [torch.cat([whole[n][part][done[n] : done[n] + chunks[n]] for n in live]) for part in range(3)]
-        for n, output in zip(live, attend(cache, items, qkv, rules).split([chunks[n] for n in live]), strict=True):
+        for n, output in zip(live, attend(attention, items, qkv, rules).split([chunks[n] for n in live]), strict=True):
             outputs[n].append(output)
             done[n] += chunks[n]
     for n in range(3):
         assert torch.allclose(torch.cat(outputs[n]).double(), by_definition(*whole[n], rules), atol=1e-5)
 
 
-def test_what_is_not_a_number_in_one_sequence_never_reaches_another() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_a_number_in_one_sequence_never_reaches_another(backend: Callable[[], PagedAttention]) -> None:
     """Blocks are reused and tables padded: whatever lies in slots that are not its own must not matter."""
     torch.manual_seed(0)
     rules = AttentionRules(scaling=0.3)
-    poisoned = new_cache()
-    everywhere = [torch.full((NUM_BLOCKS * BLOCK_SIZE, heads, DIM), float("nan")) for heads in (NUM_KV_HEADS,) * 2]
-    poisoned.write(0, torch.arange(NUM_BLOCKS * BLOCK_SIZE), *everywhere)
-    clean = new_cache()
+    poisoned, clean = backend(), backend()
+    size = poisoned.block_size
+    poison = [torch.full((NUM_BLOCKS * size, heads, DIM), float("nan")) for heads in (NUM_HEADS, *(NUM_KV_HEADS,) * 2)]
+    attend(poisoned, [scheduled(0, NUM_BLOCKS * size, list(range(NUM_BLOCKS)))], poison, rules)
     for start, num_tokens in ((0, 6), (6, 1), (7, 3)):
         items = [scheduled(start, num_tokens, [5, 9, 2]), scheduled(start + 6, 1, [7, 3, 1, 11])]
         qkv = [torch.randn(num_tokens + 1, heads, DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-        results = [attend(cache, items[:1], [t[:-1] for t in qkv], rules) for cache in (clean, poisoned)]
+        results = [attend(attention, items[:1], [t[:-1] for t in qkv], rules) for attention in (clean, poisoned)]
         assert torch.equal(results[0], results[1])
         beside = attend(poisoned, items, qkv, rules)
         assert torch.allclose(beside[:-1], results[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [1, 3, 14, 32])
+def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dtype, num_heads: int) -> None:
+    """Bit for bit: whole, in chunks, and beside another sequence; also more query heads than a tile holds."""
+    layers = {0: LayerShape(num_kv_heads=1, key_dim=24, value_dim=48)}
+    if not NativeAttention.fits(layers, block_size=16, dtype=dtype, device=CPU):
+        pytest.skip("no C++ compiler here")
+    torch.manual_seed(0)
+    rules = AttentionRules(scaling=0.2, sliding_window=37)
+    qkv = [torch.randn(70, heads, dim).to(dtype) for heads, dim in ((num_heads, 24), (1, 24), (1, 48))]
+
+    def run(chunks: list[int], *, beside: bool) -> torch.Tensor:
+        attention = NativeAttention(layers, num_blocks=12, block_size=16, dtype=dtype, num_threads=2)
+        outputs, at = [], 0
+        for size in chunks:
+            items, tensors = [scheduled(at, size, [3, 8, 1, 0, 9])], [t[at : at + size] for t in qkv]
+            if beside:
+                items, tensors = [scheduled(at, size, [2, 7, 4, 5, 6]), *items], [torch.cat([t, t]) for t in tensors]
+            outputs.append(attend(attention, items, tensors, rules)[-size:])
+            at += size
+        return torch.cat(outputs)
+
+    whole = run([70], beside=False)
+    assert torch.equal(whole, run([1] * 70, beside=False))
+    assert torch.equal(whole, run([33, 5, 32], beside=True))
+    keys, values = qkv[1][:, 0].double(), qkv[2][:, 0].double()
+    scores = qkv[0][69].double() @ keys[33:70].T * rules.scaling
+    assert torch.allclose(
+        whole[69].double(), scores.softmax(-1) @ values[33:70], atol=1e-5 if dtype is torch.float32 else 2e-2
+    )

@@ -15,6 +15,7 @@ from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
+from app.model.native_attention import NativeAttention
 from tests.fakes import make_request, run_to_end
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
@@ -53,15 +54,26 @@ def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, lis
     return token_ids
 
 
-def build(path: Path, *, num_blocks: int = 200, prefix_caching: bool = True, **scheduler: int) -> Engine:
+def build(
+    path: Path, *, attention: str = "torch", num_slots: int = 800, prefix_caching: bool = True, **scheduler: int
+) -> Engine:
+    """`native` with everything that makes a CPU fast, `torch` with nothing of it and small blocks."""
     settings = {"max_running": 33, "max_step_tokens": 400, "prefill_chunk_tokens": 400} | scheduler
-    return build_sync_engine(
+    is_native = attention == "native"
+    block_size = 16 if is_native else 4
+    engine = build_sync_engine(
         EngineConfig(
-            model=ModelConfig(path=str(path), dtype="float32", device="cpu", num_threads=2),
-            cache=CacheConfig(block_size=4, num_blocks=num_blocks, prefix_caching=prefix_caching),
+            model=ModelConfig(
+                path=str(path), dtype="float32", device="cpu", num_threads=2, native_attention=is_native,
+                packed_weights=is_native,
+            ),
+            cache=CacheConfig(block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(**settings),
         )
-    )
+    )  # fmt: skip
+    if is_native and type(engine._runner._attention) is not NativeAttention:  # type: ignore[attr-defined]
+        pytest.skip("no C++ compiler here")
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +89,31 @@ def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Referen
     return find
 
 
+@pytest.mark.parametrize("attention", ["torch", "native"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 class TestArchitecture:
-    def test_alone(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_alone(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), prefix_caching=False)
+        engine = build(tiny_model_path(architecture), attention=attention, prefix_caching=False)
         for request in expected.requests[:6]:
             outcome = run_to_end(engine, request)
             assert outcome.token_ids[request.request_id] == expected.token_ids[request.request_id]
 
-    def test_among_32_others(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_among_32_others(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), num_blocks=800)
+        engine = build(tiny_model_path(architecture), attention=attention, num_slots=3200)
         assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
         assert engine.stats().total_preemptions == 0
 
-    def test_with_chunks_preemption_and_prefix_hits(self, architecture, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_with_chunks_preemption_and_prefix_hits(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), num_blocks=60, max_step_tokens=40, prefill_chunk_tokens=7)
+        engine = build(
+            tiny_model_path(architecture),
+            attention=attention,
+            num_slots=240,
+            max_step_tokens=40,
+            prefill_chunk_tokens=7,
+        )
         assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
         assert engine.stats().total_preemptions > 0
         assert engine.stats().total_cached_tokens > 0
@@ -107,27 +126,31 @@ def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no
         assert len(tokens) > 20, architecture
 
 
-def test_the_bundled_model(demo_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["torch", "native"])
+def test_the_bundled_model(demo_path: Path, attention: str) -> None:
     requests = random_requests(33, 763, seed=2)
     expected = generate_plainly(demo_path, requests)
-    for settings in ({"num_blocks": 800}, {"num_blocks": 60, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
-        assert run_to_end(build(demo_path, **settings), *requests).token_ids == expected
+    for settings in ({"num_slots": 3200}, {"num_slots": 240, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
+        assert run_to_end(build(demo_path, attention=attention, **settings), *requests).token_ids == expected
 
 
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.4, "repetition_penalty": 1.2}
 
 
-def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(demo_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["torch", "native"])
+def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(
+    demo_path: Path, attention: str
+) -> None:
     requests = tuple(
         make_request(r.prompt_token_ids, max_tokens=20, ignore_eos=True, seed=n, **SAMPLED)
         for n, r in enumerate(random_requests(24, 763, seed=3))
     )
     alone: dict[str, list[int]] = {}
-    engine = build(demo_path, prefix_caching=False)
+    engine = build(demo_path, attention=attention, prefix_caching=False)
     for request in requests:
         alone |= run_to_end(engine, request).token_ids
-    together = build(demo_path, num_blocks=800)
+    together = build(demo_path, attention=attention, num_slots=3200)
     assert run_to_end(together, *requests).token_ids == alone
-    cramped = build(demo_path, num_blocks=60, max_step_tokens=40, prefill_chunk_tokens=7)
+    cramped = build(demo_path, attention=attention, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
     assert run_to_end(cramped, *reversed(requests)).token_ids == alone
     assert cramped.stats().total_preemptions > 0

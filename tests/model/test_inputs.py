@@ -2,7 +2,7 @@ import torch
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
-from app.model.inputs import build_inputs
+from app.model.inputs import build_attention_rows, build_inputs, build_segments
 
 
 def scheduled(token_ids: tuple[int, ...], start: int, block_ids: list[int], samples: bool = True) -> ScheduledSequence:
@@ -26,18 +26,26 @@ def test_tokens_of_all_sequences_stand_in_one_row() -> None:
     assert inputs.positions.tolist() == [[2, 3, 4, 8, 0, 1]]
     assert inputs.slots.tolist() == [18, 19, 28, 20, 8, 9]
     assert inputs.sampled_indices.tolist() == [3, 5]
-    assert inputs.decode is not None
-    assert inputs.decode.token_indices.tolist() == [3]
-    assert inputs.decode.block_tables.tolist() == [[1, 3, 5]]  # the fourth block is not reached yet
-    assert inputs.decode.lengths.tolist() == [9]
-    first, second = inputs.prefill
+    rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
+    assert rows.decode is not None
+    assert rows.decode.token_indices.tolist() == [3]
+    assert rows.decode.block_tables.tolist() == [[1, 3, 5]]  # the fourth block is not reached yet
+    assert rows.decode.lengths.tolist() == [9]
+    first, second = rows.prefill
     assert (first.tokens, first.block_table.tolist(), first.start, first.length) == (slice(0, 3), [4, 7], 2, 5)
     assert (second.tokens, second.block_table.tolist(), second.start, second.length) == (slice(4, 6), [2], 0, 2)
 
 
 def test_shorter_block_tables_are_padded() -> None:
     batch = Batch((scheduled((1,), 0, [6]), scheduled((2,), 5, [8, 9])), ())
-    inputs = build_inputs(batch, block_size=4, device=torch.device("cpu"))
-    assert inputs.decode is not None
-    assert inputs.decode.block_tables.tolist() == [[6, 0], [8, 9]]
-    assert inputs.prefill == ()
+    rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
+    assert rows.decode is not None
+    assert rows.decode.block_tables.tolist() == [[6, 0], [8, 9]]
+    assert rows.prefill == ()
+
+
+def test_long_sequences_are_cut_into_segments() -> None:
+    batch = Batch((scheduled(tuple(range(5)), 2, [4, 7, 9]), scheduled((1,), 5, [8, 6])), ())
+    segments = build_segments(batch, block_size=4, max_tokens=2)
+    assert segments.segments.tolist() == [[0, 2, 2, 0], [2, 2, 4, 0], [4, 1, 6, 0], [5, 1, 5, 2]]
+    assert segments.tables.tolist() == [4, 7, 8, 6]  # the third block is not reached yet

@@ -1,0 +1,120 @@
+"""Linear layers on a CPU with weights packed once for oneDNN, and layers that read the same input joined into one.
+
+The operators are private ones of torch (2.11 to 2.13 have them). `pack_linear_layers` tries them out first and leaves a
+model as it is where they are missing or compute something else.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_HINT = 32  # the size to pack for; on the CPUs measured, other hints gave the same layout
+# Attributes of transformers' attention and MLP modules that are applied to one and the same input, in calling order.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` with its weight in oneDNN's layout. Inference only; the original weight is kept unless `free`d."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: [out_features, in_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TOKENS_HINT)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features] → [..., out_features]."""
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return output
+
+
+class JoinedLinear(nn.Module):
+    """Several linear layers that read the same input, computed as one when the first of them is asked.
+
+    Its `parts` stand in the model where the layers stood. They are called one after the other with the same tensor, so
+    the first call computes all outputs and each part takes its own once.
+    """
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        super().__init__()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        self._linear = PackedLinear(weight, bias)
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor | None] = []
+
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """The output of one of the layers for `x`."""
+        if x is not self._input or self._outputs[index] is None:
+            self._input, self._outputs = x, list(self._linear(x).split(self._sizes, dim=-1))
+        output = self._outputs[index]
+        assert output is not None, "just computed"
+        self._outputs[index] = None
+        if not any(left is not None for left in self._outputs):
+            self._input = None  # everything taken: hold no memory until the next step
+        return output
+
+
+class JoinedPart(nn.Module):
+    """One layer of a JoinedLinear, at its place in the model."""
+
+    def __init__(self, joined: JoinedLinear, index: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self._take, self._index = joined.take, index  # not a submodule: the parts share it
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._take(self._index, x)
+
+
+@torch.inference_mode()
+def pack_linear_layers(model: nn.Module) -> int:
+    """Replace a CPU model's linear layers by packed ones, in place; returns how many were replaced."""
+    if not _operators_work():
+        logger.warning("this torch has no packed linear operators: linear layers run unpacked, slower")
+        return 0
+    num_replaced = 0
+    for module in list(model.modules()):
+        for names in _SIBLINGS:
+            linears = [getattr(module, name, None) for name in names]
+            if _can_join(linears):
+                joined = JoinedLinear(linears)  # type: ignore[arg-type]  # checked by _can_join
+                for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                    setattr(module, name, JoinedPart(joined, index, linear))  # type: ignore[arg-type]
+                num_replaced += len(names)
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+                num_replaced += 1
+    return num_replaced
+
+
+def _can_join(linears: list[nn.Module | None]) -> bool:
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return False
+    first = linears[0]
+    return all(
+        linear.in_features == first.in_features and (linear.bias is None) == (first.bias is None)  # type: ignore[union-attr]
+        for linear in linears
+    )
+
+
+def _operators_work() -> bool:
+    """Try them on a small layer, in both types."""
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            linear = nn.Linear(32, 48, dtype=dtype)
+            x = torch.randn(5, 32, dtype=dtype)
+            packed = PackedLinear(linear.weight, linear.bias)(x)
+            if not torch.allclose(packed.float(), linear(x).float(), atol=0.05):
+                return False
+    except (AttributeError, RuntimeError):
+        return False
+    return True

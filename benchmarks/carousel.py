@@ -1,0 +1,49 @@
+"""Our engine as a contender, stepped in the calling thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from app.engine.engine import Engine
+from benchmarks.clock import Clock, MonotonicClock
+from benchmarks.run import Run, Timeline
+from benchmarks.workload import Workload
+
+
+class Carousel:
+    """Adds requests when they arrive (open loop: whether or not the engine keeps up) and steps while there is work."""
+
+    def __init__(self, engine: Engine, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
+        self._engine = engine
+        self._start_clock = start_clock
+
+    def serve(self, workload: Workload) -> Run:
+        engine = self._engine
+        before = engine.stats()
+        timelines = {timed.request.request_id: Timeline(timed.arrival_s) for timed in workload.requests}
+        arriving = deque(workload.requests)
+        clock = self._start_clock()
+        while arriving or engine.has_work:
+            now_s = clock.now()
+            while arriving and arriving[0].arrival_s <= now_s:
+                engine.add(arriving.popleft().request)
+            if not engine.has_work:
+                clock.wait_until(arriving[0].arrival_s)
+                continue
+            deltas = engine.step()
+            at_s = clock.now()
+            for delta in deltas:
+                timelines[delta.request_id].deliver(delta.token_ids, at_s=at_s)
+        seconds = clock.now()
+        after = engine.stats()
+        return Run(
+            seconds=seconds,
+            timelines=timelines,
+            num_steps=after.total_steps - before.total_steps,
+            num_preemptions=after.total_preemptions - before.total_preemptions,
+            num_cached_prompt_tokens=after.total_cached_tokens - before.total_cached_tokens,
+        )
+
+    def forget(self) -> None:
+        self._engine.clear_prefix_cache()

@@ -1,0 +1,113 @@
+"""The workloads of the figures in docs, from a seed: `python -m benchmarks.make_workload sharegpt --out FILE`.
+
+    sharegpt        64 requests of ragged lengths: log-normal, 16 to 512 prompt tokens, 8 to 256 to generate
+    uniform         32 requests of 128 prompt tokens, 64 to generate
+    shared_prefix   64 requests that share 384 prompt tokens, 32 of their own each, 64 to generate
+
+Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.progress import tell
+
+SEED = 1234
+VOCAB_SIZE = 49152
+_FIRST_TOKEN = 300  # the ids below are special tokens and single bytes in many vocabularies
+_VARIANT = 0  # of the tokens: other numbers give other tokens in prompts of the same lengths
+
+Line = dict[str, Any]
+
+
+def make_workload(name: str, *, vocab_size: int = VOCAB_SIZE, seed: int = SEED) -> list[Line]:
+    """The lines of a workload.
+
+    Raises:
+        BenchmarkError: the vocabulary is too small.
+    """
+    if vocab_size <= _FIRST_TOKEN:
+        raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} on; it must be larger")
+    lengths = random.Random(f"{name}-{seed}")
+    tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
+    return [
+        {"id": f"{name}-{number}", "prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        for number, (prompt, max_tokens) in enumerate(WORKLOADS[name](lengths, tokens))
+    ]
+
+
+class Tokens:
+    """Uniformly random token ids."""
+
+    def __init__(self, source: random.Random, vocab_size: int) -> None:
+        self._source = source
+        self._known = range(_FIRST_TOKEN, vocab_size)
+
+    def draw(self, number: int) -> list[int]:
+        return self._source.choices(self._known, k=number)
+
+
+def _sharegpt(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
+    requests = []
+    for _ in range(64):
+        num_prompt = _between(16, lengths.lognormvariate(4.75, 0.9), 512)
+        num_output = _between(8, lengths.lognormvariate(4.25, 0.85), 256)
+        requests.append((tokens.draw(num_prompt), num_output))
+    return requests
+
+
+def _uniform(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
+    return [(tokens.draw(128), 64) for _ in range(32)]
+
+
+def _shared_prefix(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
+    prefix = tokens.draw(384)
+    return [(prefix + tokens.draw(32), 64) for _ in range(64)]
+
+
+WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[tuple[list[int], int]]]] = {
+    "sharegpt": _sharegpt,
+    "uniform": _uniform,
+    "shared_prefix": _shared_prefix,
+}
+
+
+def _between(low: int, value: float, high: int) -> int:
+    return max(low, min(high, int(value)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.make_workload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=tuple(WORKLOADS))
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
+    parser.add_argument("--seed", type=int, default=SEED)
+    given = parser.parse_args(arguments)
+    try:
+        lines = make_workload(given.name, vocab_size=given.vocab, seed=given.seed)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    out = Path(given.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    num_prompt = sum(len(line["prompt_token_ids"]) for line in lines)
+    num_output = sum(line["max_tokens"] for line in lines)
+    tell(f"{out}: {len(lines)} requests, {num_prompt:,} prompt tokens, {num_output:,} to generate")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Benchmarks run where only torch, transformers and pydantic are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from tests.test_imports import imported_modules, is_within
+
+PACKAGE = Path(benchmarks.__file__).parent
+ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_a_page_imports_nothing_else(path: Path) -> None:
+    foreign = [
+        f"line {line}: {name}"
+        for line, name in imported_modules(path)
+        if name.partition(".")[0] not in sys.stdlib_module_names
+        and not any(is_within(name, permitted) for permitted in ALLOWED)
+    ]
+    assert not foreign

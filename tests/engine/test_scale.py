@@ -1,0 +1,167 @@
+"""Many running, many waiting: what a step does is counted, not timed, so these tests say the same on any machine."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from math import ceil, log2
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from app.config import SchedulerConfig
+from app.engine.batch import Batch
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine, ModelRunner
+from app.engine.facts import ModelFacts
+from app.engine.policy import SchedulingPolicy
+from app.engine.request import Request
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
+from app.engine.strategy import Continuous
+from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+NUM_RUNNING = 128
+NUM_WAITING = 3_000
+NUM_STEPS = 24
+ENGINE_ROOM = str(Path(inspect.getfile(Scheduler)).parent)
+
+
+@dataclass
+class Work:
+    """What the scheduler did in some steps."""
+
+    num_instructions: int = 0  # bytecode of the engine's room
+    num_keys: int = 0  # keys asked of the policy
+    num_comparisons: int = 0  # of these keys
+    num_joined: int = 0
+
+
+class CountedNumber(float):
+    """A part of a policy's key that counts how often it is compared."""
+
+    num_comparisons = 0
+
+    def __lt__(self, other: float) -> bool:
+        CountedNumber.num_comparisons += 1
+        return float(self) < float(other)
+
+
+class CountingPolicy:
+    def __init__(self) -> None:
+        self.num_keys = 0
+
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        self.num_keys += 1
+        return (CountedNumber(sequence.arrival),)
+
+
+class SevensRunner:
+    def run(self, batch: Batch) -> list[int]:
+        return [7] * len(batch.sampled)
+
+
+def build_engine(policy: SchedulingPolicy, *, max_running: int, runner: ModelRunner | None = None) -> Engine:
+    config = SchedulerConfig(max_running=max_running, max_step_tokens=16 * max_running, prefill_chunk_tokens=16)
+    scheduler = Scheduler(
+        config=config,
+        pool=BlockPool(num_blocks=16 * max_running, block_size=4),
+        strategy=Continuous(max_running=max_running),
+        policy=policy,
+        eos_token_ids=(),
+    )
+    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=())
+    return Engine(scheduler=scheduler, runner=runner or SevensRunner(), facts=facts)
+
+
+def numbered_requests() -> Iterator[Request]:
+    """The same each time; they end at different steps."""
+    for number in count():
+        prompt = tuple(2 + (number >> shift) % 32 for shift in (0, 5, 10)) * (1 + number % 5)
+        yield make_request(prompt, request_id=f"request-{number}", max_tokens=5 + number % 23)
+
+
+@contextmanager
+def counted_instructions(work: Work) -> Iterator[None]:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(ENGINE_ROOM):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        work.num_instructions += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def work_of_steps(*, num_waiting: int) -> Work:
+    """Run the same requests through the same steps, with `num_waiting` more behind them in the queue."""
+    policy, requests, work = CountingPolicy(), numbered_requests(), Work()
+    engine = build_engine(policy, max_running=NUM_RUNNING)
+    for _ in range(NUM_RUNNING + num_waiting):
+        engine.add(next(requests))
+    for _ in range(NUM_STEPS):
+        num_keys, num_comparisons = policy.num_keys, CountedNumber.num_comparisons
+        with counted_instructions(work):
+            deltas = engine.step()
+        work.num_keys += policy.num_keys - num_keys
+        work.num_comparisons += CountedNumber.num_comparisons - num_comparisons
+        for delta in deltas:
+            if delta.finish_reason is not None:  # whoever leaves is replaced, so the queue stays as long as it is
+                work.num_joined += 1
+                engine.add(next(requests))
+        assert engine.stats().num_waiting == num_waiting + NUM_RUNNING - engine.stats().num_running
+    return work
+
+
+def test_a_step_does_the_same_however_many_wait() -> None:
+    alone, crowded = work_of_steps(num_waiting=0), work_of_steps(num_waiting=NUM_WAITING)
+    assert alone.num_joined == crowded.num_joined > NUM_RUNNING // 2
+    assert alone.num_instructions == crowded.num_instructions > 0
+    assert alone.num_keys == crowded.num_keys
+    # Taking the first out of the queue walks down a heap: the depth of the heap is all that may be added.
+    allowed = (NUM_RUNNING + crowded.num_joined) * 2 * ceil(log2(NUM_WAITING))
+    assert crowded.num_comparisons - alone.num_comparisons <= allowed
+
+
+def test_a_running_sequence_costs_a_step_a_few_instructions() -> None:
+    """A bound far above what is needed and far below what a walk over all running sequences for each would take."""
+    work = work_of_steps(num_waiting=0)
+    assert work.num_instructions < NUM_STEPS * NUM_RUNNING * 1_000
+
+
+def test_a_waiting_request_weighs_little_beside_its_ids() -> None:
+    requests = [make_request((5,) * 900, max_tokens=4) for _ in range(200)]
+    engine = build_fake_engine(num_blocks=1_000)
+    engine.add(make_request())  # whatever is made once
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for request in requests:
+        engine.add(request)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (after - before) / len(requests) < 2_000  # a copy of the ids would take 7,200
+
+
+class EqualRank:
+    def key(self, sequence: Sequence) -> tuple[float, ...]:
+        return (0.0,)
+
+
+def test_sequences_of_equal_rank_leave_in_any_order() -> None:
+    engine = build_engine(EqualRank(), max_running=6, runner=CountingRunner(block_size=4))
+    requests = [make_request((5, 6, 7 + n), max_tokens=tokens) for n, tokens in enumerate((4, 2, 5, 1, 3, 2, 6))]
+    outcome = run_to_end(engine, *requests)
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        assert outcome.token_ids[request.request_id] == expected
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
