@@ -102,6 +102,13 @@ struct Segment {  // some neighbouring tokens of one sequence in the packed row
 
 namespace {
 
+// Blocks lie scattered, so no hardware prefetcher foresees the next one.
+template <typename T>
+inline void prefetch(const T* from, int64_t count) {
+    const char* bytes = reinterpret_cast<const char*>(from);
+    for (int64_t at = 0; at < count * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at);
+}
+
 template <typename T, int ROWS>
 void score(const float* query, const T* keys, int64_t key_dim, int64_t block_size, float* scores, int64_t stride) {
     Vector sums[ROWS] = {};
@@ -169,8 +176,11 @@ void tile(const Layer& layer, const T* keys, const T* values, const int32_t* tab
     const int64_t key_block = layer.key_dim * size, value_block = layer.value_dim * size;
     for (int64_t at = begin; at < padded; at += LANES) {
         const T* block = keys + (table[at / size] * layer.num_kv_heads + kv_head) * key_block;
+        if (at + LANES < padded && (at + LANES) % size == 0)
+            prefetch(keys + (table[(at + LANES) / size] * layer.num_kv_heads + kv_head) * key_block, key_block);
         score<T, ROWS>(query, block + at % size, layer.key_dim, size, scores + at, padded);
     }
+    prefetch(values + (table[begin / size] * layer.num_kv_heads + kv_head) * value_block, value_block);
     for (int row = 0; row < ROWS; ++row) {
         const int64_t end = position + row / group + 1;
         const int64_t first = layer.sliding_window ? std::max<int64_t>(0, end - layer.sliding_window) : 0;
@@ -179,6 +189,8 @@ void tile(const Layer& layer, const T* keys, const T* values, const int32_t* tab
     std::fill(sums, sums + ROWS * layer.value_dim, 0.0f);
     for (int64_t at = begin; at < length; at += LANES) {
         const T* block = values + (table[at / size] * layer.num_kv_heads + kv_head) * value_block;
+        if (at + LANES < length && (at + LANES) % size == 0)
+            prefetch(values + (table[(at + LANES) / size] * layer.num_kv_heads + kv_head) * value_block, value_block);
         const T* first = block + (at % size) * layer.value_dim;
         const int count = int(std::min<int64_t>(LANES, length - at));
         int64_t dim = 0;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import shutil
@@ -50,8 +51,8 @@ class NativeAttention:
         self.values: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, num_kv_heads, block_size, value_dim]
         for index, layer in layers.items():
             blocks = (num_blocks, layer.num_kv_heads)
-            self.keys[index] = torch.zeros(*blocks, layer.key_dim, block_size, dtype=dtype)
-            self.values[index] = torch.zeros(*blocks, block_size, layer.value_dim, dtype=dtype)
+            self.keys[index] = _in_large_pages(*blocks, layer.key_dim, block_size, dtype=dtype)
+            self.values[index] = _in_large_pages(*blocks, block_size, layer.value_dim, dtype=dtype)
 
     @staticmethod
     def fits(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -90,6 +91,21 @@ class _NativeStep:
             attention.num_threads,
         )  # fmt: skip
         return output
+
+
+def _in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory in large pages where the system has them: blocks lie scattered, and each small page costs a lookup.
+
+    Not zeroed, so that only what is used is taken: the kernel never lets a slot count that its sequence has not written.
+    """
+    tensor = torch.empty(*shape, dtype=dtype)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # advice: it may well be refused
+    return tensor
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
