@@ -96,7 +96,7 @@ class _NativeStep:
 def _in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory in large pages where the system has them: blocks lie scattered, and each small page costs a lookup.
 
-    Not zeroed, so that only what is used is taken: the kernel never lets a slot count that its sequence has not written.
+    Not zeroed, so that only what is used is taken: a slot counts only after its sequence has written it.
     """
     tensor = torch.empty(*shape, dtype=dtype)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -145,7 +145,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("the native attention cannot be built (%s): attention runs on plain torch, slower", error)
         return None
     for name in _FUNCTIONS.values():

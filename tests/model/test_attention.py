@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.assembly import build_sync_engine
+from app.config import EngineConfig, ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
+from app.model import native_attention as native
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
@@ -23,13 +27,13 @@ def torch_attention() -> PagedAttention:
     return TorchAttention(KVCache(LAYERS, num_blocks=NUM_BLOCKS, block_size=4, dtype=torch.float32, device=CPU), CPU)
 
 
-def native_attention() -> PagedAttention:
+def with_native_attention() -> PagedAttention:
     if not NativeAttention.fits(LAYERS, block_size=16, dtype=torch.float32, device=CPU):
         pytest.skip("no C++ compiler here")
     return NativeAttention(LAYERS, num_blocks=NUM_BLOCKS, block_size=16, dtype=torch.float32, num_threads=2)
 
 
-BACKENDS = [torch_attention, native_attention]
+BACKENDS = [torch_attention, with_native_attention]
 
 
 def scheduled(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -155,3 +159,33 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dt
     assert torch.allclose(
         whole[69].double(), scores.softmax(-1) @ values[33:70], atol=1e-5 if dtype is torch.float32 else 2e-2
     )
+
+
+def test_without_a_compiler_the_plain_attention_serves(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.model.native_attention.shutil.which", lambda name: None)
+    monkeypatch.setattr("app.model.native_attention._library", native._library.__wrapped__)
+    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
+    assert type(engine._runner._attention) is TorchAttention  # type: ignore[attr-defined]
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_a_compiler_that_fails_is_told_and_the_plain_attention_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.model.native_attention.shutil.which", lambda name: "/bin/false")
+    assert native._library.__wrapped__() is None
+    assert "cannot be built" in caplog.text
+
+
+def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = native.shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    built = native._built(compiler)
+    stamp = built.stat().st_mtime_ns
+    assert native._built(compiler) == built
+    assert built.stat().st_mtime_ns == stamp
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
