@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from deployments.settings import ServeFile, read_serve_file
 PROJECT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0
+_OUR_PORTS = range(20_000, 30_000)
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -83,7 +85,7 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(run_folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_folder}/server-state",
     }
-    free = _free_ports()
+    free = free_ports()
     defaults = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -142,16 +144,20 @@ def _is_folder(path: str) -> bool:
     return resolve_model_path(path) != path or Path(path).is_dir()
 
 
-def _free_ports() -> Iterator[int]:
-    """Ports that nobody has now, each once; held open until the generator goes."""
-    held: list[socket.socket] = []
-    try:
-        while True:
-            held.append(socket.create_server(("127.0.0.1", 0)))
-            yield held[-1].getsockname()[1]
-    finally:
-        for server in held:
-            server.close()
+def free_ports() -> Iterator[int]:
+    """Ports that nobody listens on now, each once.
+
+    From a range where neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) takes ports by itself, so
+    that none is gone before its owner has started.
+    """
+    for port in random.sample(_OUR_PORTS, len(_OUR_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        yield port
 
 
 def _end_session(session: int) -> None:

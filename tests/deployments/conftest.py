@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import socket
 import tempfile
 import time
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from deployments.launcher import environment
+from deployments.launcher import environment, free_ports
 from deployments.settings import ServeFile, parse
 
 HERE = Path(__file__).parent
@@ -27,8 +26,7 @@ PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not na
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return next(free_ports())
 
 
 HTTP_PORT = free_port()
