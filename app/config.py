@@ -6,9 +6,11 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -128,3 +130,18 @@ class ApplicationConfig(Settings):
         if twice:
             raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
         return self
+
+
+def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting below a branch of the tree, by its dotted path; `[]` marks a list of branches."""
+    for name, field in branch.model_fields.items():
+        inner = _branch_of(field)
+        if inner is None:
+            yield f"{path}{name}", field
+        else:
+            yield from leaves(inner, f"{path}{name}{'[]' if get_origin(field.annotation) is tuple else ''}.")
+
+
+def _branch_of(field: FieldInfo) -> type[BaseModel] | None:
+    candidates: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

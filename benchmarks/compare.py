@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.entry import FIGURES, Entry, EntryFailed, Figures
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import add_run_options, positive
 from benchmarks.progress import tell
 from benchmarks.table import table
@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         common = _common(given)
         standings = [Standing(Entry.parse(text, common)) for text in given.entries]
     except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     run_interleaved(standings, rounds=given.rounds)
     print(in_words(standings))
     print(json.dumps(summary(standings, given)), flush=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from app.model.loader import eos_token_ids
 from benchmarks.clock import MonotonicClock
 from benchmarks.errors import BenchmarkError
-from benchmarks.hf_model import eos_token_ids
 from benchmarks.run import Run, Timeline
 from benchmarks.workload import TimedRequest, Workload
 
@@ -30,7 +30,7 @@ class TransformersContinuous:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._eos_token_ids = eos_token_ids(model)
+        self._eos_token_ids = list(eos_token_ids(model))
 
     def serve(self, workload: Workload) -> Run:
         on_gpu = self._model.device.type == "cuda"

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.assembly import resolve_model_path
-from benchmarks.engine_setup import resolve_device
+from app.config import ModelConfig
+from benchmarks.engine_setup import dtype_name, resolve_device
 from benchmarks.errors import BenchmarkError
 from benchmarks.options import DTYPES, Options
 from benchmarks.workload import Workload
@@ -36,16 +37,7 @@ def load_hf_model(options: Options) -> Any:
 
 def peer_dtype(options: Options) -> str:
     """The engine's own choice where nobody chose, so that the two stay comparable."""
-    return options.dtype or ("bf16" if resolve_device(options.device) == "cuda" else "fp32")
-
-
-def eos_token_ids(model: Any) -> list[int]:
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)
+    return options.dtype or dtype_name(ModelConfig(), resolve_device(options.device))
 
 
 def check_greedy(workload: Workload) -> None:

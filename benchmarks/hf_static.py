@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from app.model.loader import eos_token_ids
 from benchmarks.clock import Clock, MonotonicClock
 from benchmarks.errors import BenchmarkError
-from benchmarks.hf_model import eos_token_ids
 from benchmarks.run import Run, Timeline
 from benchmarks.workload import TimedRequest, Workload
 
@@ -21,7 +21,7 @@ class StaticBatches:
         self._model = model
         self._batch_size = batch_size
         self._start_clock = start_clock
-        self._eos_token_ids = eos_token_ids(model)
+        self._eos_token_ids = list(eos_token_ids(model))
         model.generation_config.eos_token_id = None  # given with each batch instead
 
     def serve(self, workload: Workload) -> Run:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
 from benchmarks.progress import tell
 
 SEED = 1234
@@ -98,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = make_workload(given.name, vocab_size=given.vocab, seed=given.seed)
     except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     out = Path(given.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import CarouselError
 from benchmarks.contender import Contender, measured_runs
 from benchmarks.engine_setup import resolve_device
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
 from benchmarks.hf_continuous import TransformersContinuous
 from benchmarks.hf_model import check_greedy, load_hf_model, peer_dtype
 from benchmarks.hf_static import StaticBatches
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in given.names:
             print(measure(name, options).to_json(), flush=True)
     except (BenchmarkError, CarouselError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

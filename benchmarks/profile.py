@@ -22,7 +22,7 @@ from benchmarks import machine
 from benchmarks.carousel import Carousel
 from benchmarks.contender import measured_runs
 from benchmarks.engine_setup import LoadedEngine, configured, dtype_name, load_engine, resolve_device
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
 from benchmarks.floor import Floor, MachineRates, floor_of, measure_rates
 from benchmarks.linear_shapes import linear_layers
 from benchmarks.options import DTYPES, Options, add_repeat_option, add_run_options, add_settings_option
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = Options.of(given)
         profile, loaded = measure(options)
     except (BenchmarkError, CarouselError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     print(in_words(profile))
     print(json.dumps(summary(profile, loaded)), flush=True)
     return 0

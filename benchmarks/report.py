@@ -15,13 +15,29 @@ from benchmarks.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Percentiles are over the requests (and gaps) of all repeats; counters are those of the middle repeat.
+class Setup:
+    """What was run, and on what."""
+
+    engine: str
+    model: str
+    workload: str
+    dtype: str
+    threads: int
+    device: str
+    settings: list[str]
+    kv_blocks: int | None = None
+    kv_block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Setup):
+    """What was run, and its figures.
+
+    Percentiles are over the requests (and gaps) of all repeats; counters are those of the middle repeat.
 
     Seconds of a request count from its arrival, so waiting is part of them.
     """
 
-    engine: str
     seconds: float  # median of the repeats
     all_seconds: list[float]
     output_tokens_per_s: float
@@ -38,17 +54,9 @@ class Report:
     num_steps: int | None
     preemptions: int | None
     cached_prompt_tokens: int | None
-    kv_blocks: int | None
-    kv_block_size: int | None
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
-    model: str
-    workload: str
-    dtype: str
-    threads: int
-    device: str
-    settings: list[str]
     cpu: str | None
     gpu: str | None
     commit: str | None
@@ -56,21 +64,6 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What was run, and on what."""
-
-    engine: str
-    model: str
-    workload: str
-    dtype: str
-    threads: int
-    device: str
-    settings: list[str]
-    kv_blocks: int | None = None
-    kv_block_size: int | None = None
 
 
 def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None) -> Report:
@@ -83,7 +76,7 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
     gaps = [gap for timeline in timelines for gap in timeline.gaps_s] if streams else []
     latencies = [timeline.latency_s for timeline in timelines]
     return Report(
-        engine=setup.engine,
+        **asdict(setup),
         seconds=round(seconds, 4),
         all_seconds=[round(run.seconds, 4) for run in runs],
         output_tokens_per_s=round(middle.num_output_tokens / seconds, 2),
@@ -100,17 +93,9 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
         num_steps=middle.num_steps,
         preemptions=middle.num_preemptions,
         cached_prompt_tokens=middle.num_cached_prompt_tokens,
-        kv_blocks=setup.kv_blocks,
-        kv_block_size=setup.kv_block_size,
         num_requests=len(workload.requests),
         num_prompt_tokens=workload.num_prompt_tokens,
         num_output_tokens=middle.num_output_tokens,
-        model=setup.model,
-        workload=setup.workload,
-        dtype=setup.dtype,
-        threads=setup.threads,
-        device=setup.device,
-        settings=setup.settings,
         cpu=machine.cpu_name(),
         gpu=machine.gpu_name(setup.device),
         commit=machine.commit(),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from app.config import EngineConfig
+from app.config import EngineConfig, leaves
 from benchmarks.errors import BenchmarkError
 from benchmarks.suggestions import did_you_mean
 
@@ -55,7 +54,7 @@ def _parse(text: str) -> Assignment:
     path = path.strip()
     if not equals:
         raise BenchmarkError(f"--set {text}: write it as path=value, for example scheduler.max_step_tokens=512")
-    known = dict(_leaves(EngineConfig))
+    known = dict(leaves(EngineConfig))
     if path not in known:
         below = [name for name in known if name.startswith(f"{path}.")]
         if below:
@@ -64,23 +63,9 @@ def _parse(text: str) -> Assignment:
     return Assignment(path, None if value.strip().lower() in ("none", "null") else value.strip())
 
 
-def _leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in branch.model_fields.items():
-        inner = _branch_of(field)
-        if inner is None:
-            yield f"{path}{name}", field
-        else:
-            yield from _leaves(inner, f"{path}{name}.")
-
-
-def _branch_of(field: FieldInfo) -> type[BaseModel] | None:
-    candidates: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
 def _refusal(error: ValidationError) -> str:
     first = error.errors()[0]
-    known = dict(_leaves(EngineConfig))
+    known = dict(leaves(EngineConfig))
     parts = [str(part) for part in first["loc"]]
     # Behind a setting's own path pydantic may add which member of a union it tried.
     path = next((".".join(parts[:end]) for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known), None)

@@ -14,7 +14,7 @@ from app.errors import CarouselError
 from benchmarks.carousel import Carousel
 from benchmarks.contender import measured_runs
 from benchmarks.engine_setup import load_engine
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import Options, add_outputs_option, add_repeat_option, add_run_options, add_settings_option
 from benchmarks.report import Report, report, write_outputs
 from benchmarks.start_time import FirstTokenWatch
@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(measure(Options.of(given)).to_json(), flush=True)
     except (BenchmarkError, CarouselError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

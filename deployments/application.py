@@ -24,8 +24,9 @@ MAX_START_ATTEMPTS = 3
 def build(args: ApplicationConfig) -> Application:
     """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
     check(args)
-    replicas = {model.name: _replica_deployment(model).bind(_engine_config(model)) for model in args.models}
-    paths = {model.name: resolve_model_path(model.engine.model.path) for model in args.models}
+    engines = {model.name: _engine_config(model) for model in args.models}
+    replicas = {model.name: _replica_deployment(model).bind(engines[model.name]) for model in args.models}
+    paths = {name: engine.model.path for name, engine in engines.items()}
     return _ingress_deployment(args).bind(args, paths, replicas)
 
 

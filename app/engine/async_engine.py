@@ -92,7 +92,7 @@ class AsyncEngine:
         stream = _Stream(request.request_id, asyncio.get_running_loop())
         self._streams[request.request_id] = stream
         try:
-            self._command(lambda: self._engine.add(request))
+            self._command(lambda: self._engine.add_checked(request))
         except EngineStopped:
             del self._streams[request.request_id]
             raise

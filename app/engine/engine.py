@@ -59,6 +59,14 @@ class Engine:
             InvalidRequest: it can never be served, or a request of this id is being served.
         """
         self.check(request)
+        self.add_checked(request)
+
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
+
+        Raises:
+            InvalidRequest: a request of this id is being served.
+        """
         if self._scheduler.has_request(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         self._scheduler.add(request)

@@ -134,9 +134,7 @@ class Scheduler:
             if sequence.is_decoding:  # the common case, made short: one token more, and seldom another block
                 if sequence.num_computed_tokens % block_size == 0 and not self._make_room(sequence, 1, step):
                     continue
-                step.scheduled.append(_decoding(sequence) if sequence.draws_freely else self._scheduled(sequence, 1))
-                step.sequences.append(sequence)
-                step.num_tokens_left -= 1
+                step.add(sequence, _decoding(sequence) if sequence.draws_freely else self._scheduled(sequence, 1))
                 continue
             # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
             num_tokens = self._chunk(sequence, step.num_tokens_left - num_behind)
@@ -241,7 +239,7 @@ class Scheduler:
             token_id = next(drawn) if item.samples else None
             if sequence.status is finished:
                 continue  # aborted while the step ran
-            sequence.num_computed_tokens = end = item.start + len(item.token_ids)
+            sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
                 self._publish_full_blocks(sequence)
             if token_id is not None:

@@ -51,7 +51,7 @@ def load_model(config: ModelConfig, location: str) -> LoadedModel:
         facts=ModelFacts(
             max_model_len=_max_model_len(config, module.config.get_text_config()),
             vocab_size=min(probe.vocab_size, module.get_input_embeddings().weight.shape[0]),
-            eos_token_ids=_eos_token_ids(module),
+            eos_token_ids=eos_token_ids(module),
         ),
         layers=probe.layers,
         dtype=dtype,
@@ -178,7 +178,8 @@ def _max_model_len(config: ModelConfig, found: Any) -> int:
     return longest
 
 
-def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end generation: the generation config's, else the model config's."""
     generation = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
