@@ -21,7 +21,6 @@ from app.engine.scheduler import Scheduler
 from app.engine.strategy import Continuous
 
 if TYPE_CHECKING:
-    from app.model.attention import PagedAttention
     from app.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -45,47 +44,47 @@ def build_sync_engine(config: EngineConfig) -> Engine:
 
     from app.model.kv_cache import num_blocks_that_fit
     from app.model.loader import load_model, run_full_step
-    from app.model.runner import TorchModelRunner
 
     torch.set_num_threads(config.model.num_threads)
-    model = load_model(config.model, resolve_model_path(config.model.path))
+    model = load_model(config.model, resolve_model_path(config.model.path), block_size=config.cache.block_size)
     if model.device.type == "cuda" and config.cache.num_blocks is None:
         limits = config.scheduler
         run_full_step(model, num_tokens=limits.max_step_tokens, num_sampled=limits.max_running)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
-    attention = _build_attention(config, model, num_blocks)
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
     )  # fmt: skip
-    return assemble(
-        config.scheduler,
-        config.cache,
-        num_blocks=num_blocks,
-        runner=TorchModelRunner(model, attention),
-        facts=model.facts,
-    )
+    runner = _build_runner(config, model, num_blocks)
+    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=model.facts)
 
 
-def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) -> PagedAttention:
-    """The fastest way of attending that this machine and this model allow."""
+def _build_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> ModelRunner:
+    """The fastest way of computing a step that this machine and this model allow."""
+    import torch
+
     from app.model.attention import TorchAttention
+    from app.model.forward import TransformersForward
     from app.model.kv_cache import KVCache
-    from app.model.native_attention import NativeAttention
+    from app.model.native.attention import NativeAttention
+    from app.model.native.decoder import NativeDecoder
+    from app.model.native.library import Team
+    from app.model.native.memory import NativePages
+    from app.model.native.sampling import NativeDraw
+    from app.model.runner import TorchModelRunner
 
     block_size = config.cache.block_size
-    if config.model.native_attention and NativeAttention.fits(
-        model.layers, block_size=block_size, dtype=model.dtype, device=model.device
-    ):
-        return NativeAttention(
-            model.layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=model.dtype,
-            num_threads=config.model.num_threads,
-        )
+    wants_native = config.model.native_attention or model.native is not None
+    if wants_native and NativePages.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
+        pages = NativePages(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
+        team = Team(config.model.num_threads)
+        if model.native is None:
+            forward = TransformersForward(model.module, NativeAttention(pages, team))
+            return TorchModelRunner(forward, model.device, draw=NativeDraw(team))
+        torch.set_num_threads(1)  # nearly nothing is left to torch, whose threads would wait in the way of ours
+        return TorchModelRunner(NativeDecoder(model.native, pages, team), model.device, draw=NativeDraw(team))
     cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
-    return TorchAttention(cache, model.device)
+    return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
 
 
 def assemble(

@@ -29,6 +29,7 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
+    native_decoder: bool = Field(True, description="Llama-like models wholly in C++ on a CPU; else transformers' code")
     native_attention: bool = Field(True, description="attention in C++ on a CPU, built on first use; else plain torch")
     packed_weights: bool = Field(True, description="weights packed for oneDNN on a CPU, layers with one input joined")
     max_model_len: int | None = Field(

@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, *, scheduler: Scheduler, runner: ModelRunner, facts: ModelFacts) -> None:
         self.facts = facts
         self._scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
 
     @property
     def has_work(self) -> bool:
@@ -83,7 +83,7 @@ class Engine:
         """
         batch = self._scheduler.schedule()
         try:
-            token_ids = self._runner.run(batch)
+            token_ids = self.runner.run(batch)
         except Exception as error:
             raise StepError(self._scheduler.fail(batch)) from error
         return self._scheduler.update(batch, token_ids)
