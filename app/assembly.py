@@ -19,6 +19,7 @@ from app.engine.facts import ModelFacts
 from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
 from app.engine.strategy import Continuous
+from app.errors import InvalidSetup
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedModel
@@ -74,6 +75,12 @@ def _build_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> 
     from app.model.runner import TorchModelRunner
 
     block_size = config.cache.block_size
+    if config.model.batch_invariant and model.native is None:
+        raise InvalidSetup(
+            f"model.batch_invariant is set, but {config.model.path} on {model.device} runs on transformers' code, whose "
+            f"matrix products depend on the size of a step. It needs the native decoder (model.native_decoder on a CPU, "
+            f"a Llama-like model, cache.block_size a multiple of 16); the log says what was in its way"
+        )
     wants_native = config.model.native_attention or model.native is not None
     if wants_native and NativePages.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
         pages = NativePages(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import cast
@@ -23,6 +24,8 @@ class Replica:
         log_where_serve_does()
         keep_calls_on_loopback()
         self._engine = build_engine(config)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream the tokens of `request`. Closing the stream aborts the request and frees its blocks."""
