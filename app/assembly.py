@@ -45,7 +45,6 @@ def build_sync_engine(config: EngineConfig) -> Engine:
 
     from app.model.kv_cache import num_blocks_that_fit
     from app.model.loader import load_model, run_full_step
-    from app.model.runner import TorchModelRunner
 
     torch.set_num_threads(config.model.num_threads)
     model = load_model(config.model, resolve_model_path(config.model.path))
@@ -62,7 +61,7 @@ def build_sync_engine(config: EngineConfig) -> Engine:
         config.scheduler,
         config.cache,
         num_blocks=num_blocks,
-        runner=TorchModelRunner(model, attention),
+        runner=_build_runner(config, model, attention),
         facts=model.facts,
     )
 
@@ -72,6 +71,7 @@ def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) 
     from app.model.attention import TorchAttention
     from app.model.kv_cache import KVCache
     from app.model.native_attention import NativeAttention
+    from app.model.triton_attention import TritonAttention
 
     block_size = config.cache.block_size
     if config.model.native_attention and NativeAttention.fits(
@@ -84,8 +84,32 @@ def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) 
             dtype=model.dtype,
             num_threads=config.model.num_threads,
         )
+    if TritonAttention.fits(model.device):
+        return TritonAttention(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=config.scheduler.max_running,
+            max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
+            dtype=model.dtype,
+            device=model.device,
+        )
+    if model.device.type == "cuda":
+        logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
     cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
     return TorchAttention(cache, model.device)
+
+
+def _build_runner(config: EngineConfig, model: LoadedModel, attention: PagedAttention) -> ModelRunner:
+    from app.model.runner import TorchModelRunner
+    from app.model.triton_attention import TritonAttention
+
+    if not (config.model.cuda_graphs and model.device.type == "cuda" and isinstance(attention, TritonAttention)):
+        return TorchModelRunner(model, attention)
+    from app.model.cuda_graph import CudaCapture
+    from app.model.graph_runner import GraphModelRunner
+
+    return GraphModelRunner(model, attention, max_rows=config.scheduler.max_running, capture=CudaCapture(model.device))
 
 
 def assemble(

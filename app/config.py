@@ -31,6 +31,7 @@ class ModelConfig(Settings):
     num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
     native_attention: bool = Field(True, description="attention in C++ on a CPU, built on first use; else plain torch")
     packed_weights: bool = Field(True, description="weights packed for oneDNN on a CPU, layers with one input joined")
+    cuda_graphs: bool = Field(True, description="decode steps replayed from CUDA graphs on a GPU")
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )

@@ -37,6 +37,8 @@ _FUNCTIONS = (
     ("app.model.runner", "TorchModelRunner", "run", RUNNER),
     ("app.model.runner", None, "build_inputs", INPUTS),
     ("app.model.runner", None, "sample", SAMPLING),
+    ("app.model.graph_runner", "GraphModelRunner", "run", RUNNER),
+    ("app.model.graph_runner", None, "sample", SAMPLING),
 )
 # There are several attentions, one of which is chosen: these methods of every class in the model room.
 _ATTENTION_METHODS = {"attend": ATTENTION, "begin_step": INPUTS}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from app.assembly import build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
+from tests.fakes import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
@@ -204,6 +209,28 @@ def test_a_step_of_facts_that_lie_on_the_device_is_the_same_step_and_its_spare_r
     assert torch.equal(result[:1], expected)
     for mine, theirs in zip(static.cache.layer(0), eager.cache.layer(0), strict=True):
         assert torch.equal(mine[:NUM_BLOCKS], theirs[:NUM_BLOCKS])
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "qwen3"])
+def test_an_engine_takes_it_where_it_fits_and_generates_the_same_tokens(
+    architecture: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(
+            path=str(tiny_model_path(architecture)), dtype="float32", native_attention=False, packed_weights=False
+        ),
+        cache=CacheConfig(block_size=4, num_blocks=20),
+        scheduler=SchedulerConfig(max_running=3, max_step_tokens=16, prefill_chunk_tokens=9),
+    )
+    prompts = (tuple(range(3, 25)), (5, 6, 7))
+    requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
+    tokens = []
+    for fits in (True, False):
+        monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device, fits=fits: fits))
+        engine = build_sync_engine(config)
+        assert isinstance(engine._runner._attention, TritonAttention) is fits  # type: ignore[attr-defined]
+        tokens.append(run_to_end(engine, *requests).token_ids)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu
