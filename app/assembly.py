@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.blocks import BlockPool
-from app.engine.engine import Engine, ModelRunner
+from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
+from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
 from app.engine.strategy import Continuous
@@ -104,31 +105,34 @@ def _build_runner(config: EngineConfig, model: LoadedModel, attention: PagedAtte
     from app.model.runner import TorchModelRunner
     from app.model.triton_attention import TritonAttention
 
-    if not (config.model.cuda_graphs and model.device.type == "cuda" and isinstance(attention, TritonAttention)):
+    if model.device.type != "cuda" or not isinstance(attention, TritonAttention):
         return TorchModelRunner(model, attention)
     from app.model.cuda_graph import CudaCapture
     from app.model.graph_runner import GraphModelRunner
 
-    return GraphModelRunner(model, attention, max_rows=config.scheduler.max_running, capture=CudaCapture(model.device))
+    capture = CudaCapture(model.device) if config.model.cuda_graphs else None
+    return GraphModelRunner(model, attention, max_rows=config.scheduler.max_running, capture=capture)
 
 
 def assemble(
     scheduler: SchedulerConfig, cache: CacheConfig, *, num_blocks: int, runner: ModelRunner, facts: ModelFacts
 ) -> Engine:
-    """An engine around any model runner. Requests are limited to what fits into the pool alone."""
+    """An engine around any model runner. Requests are limited to what fits into the pool alone.
+
+    Where the runner can launch steps, the engine prepares each while the one before it is computed.
+    """
     pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
     facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
-    return Engine(
-        scheduler=Scheduler(
-            config=scheduler,
-            pool=pool,
-            strategy=Continuous(max_running=scheduler.max_running),
-            policy=FirstComeFirstServed(),
-            eos_token_ids=facts.eos_token_ids,
-        ),
-        runner=runner,
-        facts=facts,
+    deciding = Scheduler(
+        config=scheduler,
+        pool=pool,
+        strategy=Continuous(max_running=scheduler.max_running),
+        policy=FirstComeFirstServed(),
+        eos_token_ids=facts.eos_token_ids,
     )
+    if isinstance(runner, LaunchingRunner):
+        return OverlappedEngine(scheduler=deciding, runner=runner, facts=facts)
+    return Engine(scheduler=deciding, runner=runner, facts=facts)
 
 
 def resolve_model_path(path: str) -> str:

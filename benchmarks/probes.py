@@ -34,10 +34,14 @@ _FUNCTIONS = (
     ("app.engine.engine", "Engine", "step", DELIVERY),
     ("app.engine.scheduler", "Scheduler", "schedule", SCHEDULE),
     ("app.engine.scheduler", "Scheduler", "update", UPDATE),
+    ("app.engine.overlapped_engine", "OverlappedEngine", "step", DELIVERY),
+    ("app.engine.scheduler", "Scheduler", "advance", UPDATE),
+    ("app.engine.scheduler", "Scheduler", "settle", UPDATE),
     ("app.model.runner", "TorchModelRunner", "run", RUNNER),
     ("app.model.runner", None, "build_inputs", INPUTS),
     ("app.model.runner", None, "sample", SAMPLING),
-    ("app.model.graph_runner", "GraphModelRunner", "run", RUNNER),
+    ("app.model.graph_runner", "GraphModelRunner", "launch", RUNNER),
+    ("app.model.graph_runner", None, "build_inputs", INPUTS),
     ("app.model.graph_runner", None, "sample", SAMPLING),
 )
 # There are several attentions, one of which is chosen: these methods of every class in the model room.

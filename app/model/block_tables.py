@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.model.inputs import to_device
 
 
 @dataclass(slots=True)
@@ -67,9 +68,3 @@ class BlockTables:
         absent = [key for key in self._rows if key not in present]
         assert absent, f"more than {self.scratch_row} sequences in one step"
         self._free += [self._rows.pop(key).index for key in absent]
-
-
-def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Integers as an int64 tensor. On CUDA without waiting: from pinned memory, in the order of the stream."""
-    is_cuda = device.type == "cuda"
-    return torch.tensor(values, dtype=torch.long, pin_memory=is_cuda).to(device, non_blocking=is_cuda)

@@ -1,9 +1,12 @@
-"""Decode steps from graphs captured once, so that a step costs one launch instead of hundreds.
+"""Steps on a GPU: launched without waiting, decode steps from graphs captured once.
 
-A step in which every sequence has one token looks the same each time but for its content. Its facts are copied into
-tensors that stay where they are, padded to the next of a few captured sizes, and the captured work is replayed. Spare
-rows belong to no sequence: they write to a scratch slot, and what they draw is thrown away. Every other step runs
-eagerly.
+A step is hundreds of launches from Python; a graph makes them one. A step in which every sequence has one token looks
+the same each time but for its content. Its facts are copied into tensors that stay where they are, padded to the next
+of a few captured sizes, and the captured work is replayed. Spare rows belong to no sequence: they write to a scratch
+slot, and what they draw is thrown away. Every other step runs eagerly.
+
+All work goes to one stream, in order: a step may be launched while the one before it runs, and reads the tokens which
+that one draws from where they lie on the device.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
+from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
-from app.model.runner import TorchModelRunner
 from app.model.sampler import sample
 from app.model.triton_attention import TritonAttention
 
@@ -30,27 +33,55 @@ _LARGEST = 512  # beyond it a step takes so long that its launches do not matter
 
 
 class GraphModelRunner:
-    """Runs batches on one model: decode steps by replay, the others through a TorchModelRunner."""
+    """Launches batches on one model: decode steps by replay, the others eagerly."""
 
-    def __init__(self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture) -> None:
+    def __init__(
+        self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
+    ) -> None:
         """Capture every size up to `max_rows` sequences; seconds on a GPU. What cannot be captured runs eagerly."""
         self._model = model
         self._attention = attention
-        self._eager = TorchModelRunner(model, attention)
+        self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
         self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of whatever was replayed last
         self._graphs: dict[int, _Graph] = {}
         self._sizes = graph_sizes(max_rows)
-        self._capture_all(capture)
+        if capture is not None:
+            self._capture_all(capture)
+
+    def run(self, batch: Batch) -> list[int]:
+        return self.launch(batch).result()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[int]:
+    def launch(self, batch: Batch) -> DrawnTokens:
+        """Queue a step. A token id -1 - n in it is what the step launched before draws as its n-th token."""
         graph = self._graph_for(batch)
-        if graph is None:
-            return self._eager.run(batch)
+        logits = self._eager_logits(batch) if graph is None else self._replayed_logits(graph, batch)
+        self._drawn = sample(logits, batch.sampled)
+        return DrawnTokens(self._drawn)
+
+    def _eager_logits(self, batch: Batch) -> torch.Tensor:
+        inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
+        logits: torch.Tensor = self._model.module(
+            input_ids=self._known(inputs.token_ids, batch.scheduled),
+            position_ids=inputs.positions,
+            use_cache=False,
+            logits_to_keep=inputs.sampled_indices,
+            paged=self._attention.begin_step(batch, inputs),
+        ).logits[0]
+        return logits
+
+    def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
         graph.fill(batch.scheduled, self._attention)
-        logits = graph.replay()[: len(batch.scheduled)]
-        token_ids: list[int] = sample(logits, batch.sampled).tolist()
-        return token_ids
+        known = self._known(graph.token_ids, batch.scheduled)
+        if known is not graph.token_ids:
+            graph.token_ids.copy_(known)
+        return graph.replay()[: len(batch.scheduled)]
+
+    def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """The token ids with those that the step before draws."""
+        if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
+            return token_ids
+        return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
 
     def _graph_for(self, batch: Batch) -> _Graph | None:
         num_rows = len(batch.scheduled)
@@ -95,12 +126,33 @@ class GraphModelRunner:
         return self._logits[: logits.shape[0]].copy_(logits)
 
 
+class DrawnTokens:
+    """The tokens of a step that may still run, on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        """token_ids: [num_sampled]."""
+        self._host, self._copied = token_ids, None
+        if token_ids.is_cuda:
+            self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._host.copy_(token_ids, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def result(self) -> list[int]:
+        """Wait for this step, not for those launched after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids: list[int] = self._host.tolist()
+        return token_ids
+
+
 class _Graph:
     """Captured work of one size and the tensor it reads."""
 
     def __init__(self, facts: torch.Tensor, replay: Callable[[], torch.Tensor]) -> None:
         """facts: [6, size] int64, rows as in `columns_of`."""
         self._facts = facts
+        self.token_ids = facts[0]
         self.replay = replay  # returns [size, vocab_size]
 
     def fill(self, items: Sequence[ScheduledSequence], attention: TritonAttention) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.model.inputs import to_device
 
 # splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -30,7 +31,7 @@ def sample(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Te
     drawn = [row for row, item in enumerate(items) if not item.sampling.is_greedy]
     if not drawn:
         return greedy
-    rows = torch.tensor(drawn, device=logits.device)
+    rows = to_device(drawn, logits.device)
     greedy[rows] = _draw(logits[rows], [items[row] for row in drawn])
     return greedy
 
@@ -81,14 +82,12 @@ def _entries(
     """(row, token, value) triples as an index pair and a float tensor."""
     rows, tokens, values = zip(*entries, strict=True)
     device = like.device
-    return (torch.tensor(rows, device=device), torch.tensor(tokens, device=device)), torch.tensor(
-        values, dtype=like.dtype, device=device
-    )
+    return (to_device(rows, device), to_device(tokens, device)), to_device(values, device, like.dtype)
 
 
 def _draw(logits: torch.Tensor, items: list[ScheduledSequence]) -> torch.Tensor:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+        return to_device(values, logits.device, dtype)[:, None]
 
     params = [item.sampling for item in items]
     logits = logits / column([p.temperature for p in params], torch.float32)

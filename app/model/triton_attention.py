@@ -17,8 +17,8 @@ import torch
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.model.attention import AttentionRules, AttentionStep
-from app.model.block_tables import BlockTables, to_device
-from app.model.inputs import ModelInputs
+from app.model.block_tables import BlockTables
+from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import KVCache, LayerShape
 
 _LOG2_E = math.log2(math.e)

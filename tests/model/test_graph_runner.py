@@ -12,8 +12,9 @@ import torch
 
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence
 from app.engine.engine import Engine
+from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Request, SamplingParams
 from app.model.graph_runner import GraphModelRunner, columns_of, graph_sizes
 from app.model.loader import LoadedModel, load_model
@@ -87,6 +88,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[
     engine = engine_with(load(path), capture)
     outcome = run_to_end(engine, *requests)
     assert outcome.token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert isinstance(engine, OverlappedEngine)
     assert engine.stats().total_preemptions > 0
     assert {1, 2, 4} <= set(capture.replayed)
     assert 3 not in capture.replayed
@@ -103,6 +105,24 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
         engine = engine_with(load(path), fails)
     assert "(operation not permitted when stream is capturing)" in caplog.text
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
+    """In an order of its own, eagerly and by replay, beside a sequence whose token is known."""
+    model = load(tiny_model_path("llama"))
+
+    def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:
+        return ScheduledSequence("r", token_ids, start, block_ids, True, SamplingParams(max_tokens=1, temperature=0.0))
+
+    def batch(*items: ScheduledSequence) -> Batch:
+        return Batch(items, ())
+
+    for beside in (share(1, [2], 9), share(1, [2], 9, 10)):
+        runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunAgain())
+        first = runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
+        known = runner.run(batch(share(2, [1], first[1]), beside, share(2, [0], first[0])))
+        runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
+        assert runner.launch(batch(share(2, [1], -2), beside, share(2, [0], -1))).result() == known
 
 
 def test_spare_columns_belong_to_no_sequence(tiny_model_path: Callable[[str], Path]) -> None:
