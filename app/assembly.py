@@ -20,6 +20,7 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
 from app.engine.strategy import Continuous
+from app.errors import InvalidSetup
 
 if TYPE_CHECKING:
     from app.model.attention import PagedAttention
@@ -75,6 +76,8 @@ def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) 
     from app.model.triton_attention import TritonAttention
 
     block_size = config.cache.block_size
+    if config.model.batch_invariant and not TritonAttention.fits(model.device):
+        raise InvalidSetup("model.batch_invariant needs a CUDA device and triton; set it to false")
     if config.model.native_attention and NativeAttention.fits(
         model.layers, block_size=block_size, dtype=model.dtype, device=model.device
     ):
@@ -94,6 +97,7 @@ def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) 
             max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
             dtype=model.dtype,
             device=model.device,
+            batch_invariant=config.model.batch_invariant,
         )
     if model.device.type == "cuda":
         logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")

@@ -14,10 +14,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
+from app.model.attention import AttentionStep
+from app.model.batch_invariant import BatchInvariantMode
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.sampler import sample
@@ -41,6 +45,9 @@ class GraphModelRunner:
         """Capture every size up to `max_rows` sequences; seconds on a GPU. What cannot be captured runs eagerly."""
         self._model = model
         self._attention = attention
+        self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
+            BatchInvariantMode if attention.batch_invariant else nullcontext
+        )
         self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
         self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of whatever was replayed last
         self._graphs: dict[int, _Graph] = {}
@@ -61,13 +68,30 @@ class GraphModelRunner:
 
     def _eager_logits(self, batch: Batch) -> torch.Tensor:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
-        logits: torch.Tensor = self._model.module(
-            input_ids=self._known(inputs.token_ids, batch.scheduled),
-            position_ids=inputs.positions,
-            use_cache=False,
+        return self._forward(
+            self._known(inputs.token_ids, batch.scheduled),
+            inputs.positions,
             logits_to_keep=inputs.sampled_indices,
             paged=self._attention.begin_step(batch, inputs),
-        ).logits[0]
+        )
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        logits_to_keep: torch.Tensor | int,
+        paged: AttentionStep,
+    ) -> torch.Tensor:
+        """token_ids, positions: [1, num_tokens] → [num_kept, vocab_size]."""
+        with self._arithmetic():
+            logits: torch.Tensor = self._model.module(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                paged=paged,
+            ).logits[0]
         return logits
 
     def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
@@ -108,18 +132,17 @@ class GraphModelRunner:
         facts = torch.tensor(
             columns_of([], [], size=size, attention=self._attention), dtype=torch.long, device=self._model.device
         )
-        return _Graph(facts, capture(lambda: self._forward(facts)))
+        return _Graph(facts, capture(lambda: self._static_logits(facts)))
 
-    def _forward(self, facts: torch.Tensor) -> torch.Tensor:
+    def _static_logits(self, facts: torch.Tensor) -> torch.Tensor:
         """The captured work: from facts that lie on the device to logits that stay there."""
         token_ids, slots, segments = facts[0], facts[1], facts[2:]
-        logits: torch.Tensor = self._model.module(
-            input_ids=token_ids[None],
-            position_ids=segments[2][None],
-            use_cache=False,
+        logits = self._forward(
+            token_ids[None],
+            segments[2][None],
             logits_to_keep=0,  # all of them
             paged=self._attention.begin_decode(slots, segments),
-        ).logits[0]
+        )
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         # One result for all sizes: each of its own would keep a vocabulary of numbers for every row of every size.

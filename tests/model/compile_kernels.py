@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
-from app.model import triton_attention, triton_kernels
+from app.model import batch_invariant, invariant_kernels, triton_attention, triton_kernels
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
@@ -111,6 +111,18 @@ def compile_for(
     step.attend(0, *qkv, rules)
 
 
+def compile_invariant_kernels() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        kernels = type("Kernels", (), {
+            kernel: CompileOnly(getattr(invariant_kernels, kernel), name) for kernel in ("matmul_kernel", "mean_kernel")
+        })  # fmt: skip
+        batch_invariant._kernels = lambda kernels=kernels: kernels
+        x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
+        with batch_invariant.BatchInvariantMode():
+            torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
+
+
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
     return ScheduledSequence("r", (0,) * num_tokens, start, block_ids, True, SamplingParams(max_tokens=1))
 
@@ -135,5 +147,6 @@ CASES = {
 }  # fmt: skip
 
 if __name__ == "__main__":
+    compile_invariant_kernels()
     for case in sys.argv[1:] or CASES:
         compile_for(case, **CASES[case])  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Request, SamplingParams
 from app.model.graph_runner import GraphModelRunner, columns_of, graph_sizes
 from app.model.loader import LoadedModel, load_model
+from app.model.sampler import sample
 from tests.fakes import make_request, run_to_end
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -51,10 +52,10 @@ def load(path: Path) -> LoadedModel:
     return load_model(ModelConfig(path=str(path), dtype="float32", device=DEVICE, packed_weights=False), str(path))
 
 
-def attention_for(model: LoadedModel) -> TritonAttention:
+def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
     return TritonAttention(
         model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=6, max_blocks=NUM_BLOCKS, dtype=model.dtype,
-        device=model.device,
+        device=model.device, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
@@ -125,6 +126,43 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
         assert runner.launch(batch(share(2, [1], -2), beside, share(2, [0], -1))).result() == known
 
 
+@pytest.mark.usefixtures("equal_rows")
+def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence alone and whole; beside others, its prompt in pieces, some of one token."""
+    model = load(tiny_model_path("llama"))
+    seen: list[torch.Tensor] = []
+
+    def spy(logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+        seen.extend(row.clone() for row, item in zip(logits, items, strict=True) if item.request_id == "watched")
+        return sample(logits, items)
+
+    monkeypatch.setattr("app.model.graph_runner.sample", spy)
+    params, tokens, block_ids, others = (
+        SamplingParams(max_tokens=1, temperature=0.0),
+        (5, 6, 7, 8, 9, 10),
+        [3, 1],
+        [4, 0],
+    )
+
+    def run(sizes: tuple[int, ...], *, beside: int) -> list[torch.Tensor]:
+        runner = GraphModelRunner(model, attention_for(model, batch_invariant=True), max_rows=6, capture=RunAgain())
+        seen.clear()
+        at = 0
+        for size in sizes:
+            is_last = at + size >= 5
+            watched = ScheduledSequence("watched", tokens[at : at + size], at, block_ids, is_last, params)
+            other = ScheduledSequence("other", (12,) * beside, at, others, is_last, params)
+            runner.run(Batch((other, watched) if beside else (watched,), ()))
+            at += size
+        return list(seen)
+
+    alone, among = run((5, 1), beside=0), run((1, 3, 1, 1), beside=1)
+    assert len(alone) == len(among) == 2
+    assert all(torch.equal(one, other) for one, other in zip(alone, among, strict=True))
+
+
 def test_spare_columns_belong_to_no_sequence(tiny_model_path: Callable[[str], Path]) -> None:
     attention = attention_for(load(tiny_model_path("llama")))
     items = [
@@ -181,3 +219,12 @@ def test_after_a_failed_capture_the_device_is_usable() -> None:
         CudaCapture(torch.device("cuda"))(reads_from_the_device)
     assert torch.cuda.current_stream() == before
     assert (numbers + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="bits of real kernels: needs a CUDA device")
+def test_batch_invariant_steps_are_captured(tiny_model_path: Callable[[str], Path]) -> None:
+    model = load(tiny_model_path("llama"))
+    attention = attention_for(model, batch_invariant=True)
+    runner = GraphModelRunner(model, attention, max_rows=6, capture=CudaCapture(torch.device("cuda")))
+    assert runner._graphs

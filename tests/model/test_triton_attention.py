@@ -156,19 +156,6 @@ def run_in_pieces(shape: Shape, qkv: list[torch.Tensor], sizes: list[int], *, in
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, products whose rows do not depend on their place: numpy's BLAS rounds some differently."""
-    if DEVICE.type == "cuda":
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(_self: object, a, b, c, *_options: object) -> TensorHandle:  # type: ignore[no-untyped-def]
-        return TensorHandle((a.data[:, :, None] * b.data[None]).sum(1) + c.data, c.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
 @pytest.mark.usefixtures("equal_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariant_rows_do_not_depend_on_the_pieces_they_were_computed_in(dtype: torch.dtype) -> None:
