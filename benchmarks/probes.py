@@ -34,9 +34,15 @@ _FUNCTIONS = (
     ("app.engine.engine", "Engine", "step", DELIVERY),
     ("app.engine.scheduler", "Scheduler", "schedule", SCHEDULE),
     ("app.engine.scheduler", "Scheduler", "update", UPDATE),
+    ("app.engine.overlapped_engine", "OverlappedEngine", "step", DELIVERY),
+    ("app.engine.scheduler", "Scheduler", "advance", UPDATE),
+    ("app.engine.scheduler", "Scheduler", "settle", UPDATE),
     ("app.model.runner", "TorchModelRunner", "run", RUNNER),
     ("app.model.runner", None, "build_inputs", INPUTS),
     ("app.model.runner", None, "sample", SAMPLING),
+    ("app.model.cuda.graph_runner", "GraphModelRunner", "launch", RUNNER),
+    ("app.model.cuda.graph_runner", None, "build_inputs", INPUTS),
+    ("app.model.cuda.graph_runner", None, "sample", SAMPLING),
 )
 # What a forward pass that counts by itself calls its parts.
 _OWN_PARTS = {"linear": LINEAR, "head": HEAD, "attention": ATTENTION, "rest": FORWARD}

@@ -20,7 +20,7 @@ ALLOWED = {
     "app.engine": {"app.config", "app.errors"},
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
-        "torch", "transformers",
+        "torch", "transformers", "triton",
     },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.api": {

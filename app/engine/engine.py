@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from app.engine.batch import Batch
 from app.engine.facts import ModelFacts
@@ -17,6 +17,24 @@ class ModelRunner(Protocol):
 
     def run(self, batch: Batch) -> list[int]:
         """Compute the batch and draw one token id for each of `batch.sampled`, in that order."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that the device may still be computing."""
+
+    def result(self) -> list[int]:
+        """Wait for the step; one token id for each of the batch's `sampled`, in that order. Called once."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(ModelRunner, Protocol):
+    """A model runner whose device computes while the host goes on. Steps run in the order they were launched in."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start computing the batch. A negative token id -1 - n in it is what the step launched before draws as its
+        n-th token."""
         ...
 
 

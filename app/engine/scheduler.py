@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence, TokenHistory
@@ -55,7 +56,8 @@ class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of those that run.
 
     `schedule` and `update` are apart so that a model may run between them: every batch that is scheduled must be
-    either updated or failed before the next is scheduled.
+    either updated or failed before the next is scheduled. Whoever schedules a step while the one before it still runs
+    calls `advance` and `settle` in place of `update`; at most one batch may be between the two.
     """
 
     def __init__(
@@ -115,17 +117,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self) -> Batch:
-        """The next step's work: first the running sequences, then as many waiting ones as may join."""
+    def schedule(self, *, is_ahead: bool = False) -> Batch:
+        """The next step's work: first the running sequences, then as many waiting ones as may join.
+
+        With `is_ahead` the step before has advanced and is not settled: the batch may be empty, and a token that is
+        not known yet stands in it as `advance` says.
+        """
         step = _Step(num_tokens_left=self._config.max_step_tokens)
-        self._schedule_running(step)
+        self._schedule_running(step, self._unfinished() if is_ahead else list(self._running))
         if not step.has_preempted:  # memory is short; whoever joined now would be the next victim
             self._admit_waiting(step)
         return Batch(scheduled=tuple(step.scheduled), sequences=tuple(step.sequences))
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _unfinished(self) -> list[Sequence]:
+        """The running sequences without those that have drawn their last token and only wait to hear which."""
+        return [s for s in self._running if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+
+    def _schedule_running(self, step: _Step, running: list[Sequence]) -> None:
         block_size = self._pool.block_size
-        running = list(self._running)
         num_behind = len(running)
         for sequence in running:
             num_behind -= 1
@@ -153,6 +162,8 @@ class Scheduler:
 
     def _try_join(self, sequence: Sequence) -> bool:
         """Let the first waiting sequence run if all of its known tokens find room, using cached prefixes."""
+        if sequence.has_unknown_token:
+            return False  # preempted while its last step ran
         cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         if not self._pool.can_allocate(num_blocks + self._pool.num_free_among(cached)):
@@ -241,26 +252,64 @@ class Scheduler:
                 continue  # aborted while the step ran
             sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self._publish_full_blocks(sequence)
+                self._publish_full_blocks(sequence, end)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
         self._totals.steps += 1
         self._totals.generated_tokens += len(deltas)
         return deltas
 
-    def _publish_full_blocks(self, sequence: Sequence) -> None:
+    def advance(self, batch: Batch) -> None:
+        """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
+
+        The token drawn for `batch.sampled[n]` is stood for by -1 - n until `settle` puts the real one in its place.
+        """
+        unknown = count(-1, -1)
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            sequence.num_computed_tokens = item.end
+            if item.samples:
+                sequence.generated_token_ids.append(next(unknown))
+
+    def settle(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
+        """Book the tokens of a batch that has advanced; as `update` otherwise.
+
+        A sequence that ends here may have been scheduled once more: what that step draws for it is thrown away.
+        """
+        assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        drawn = iter(token_ids)
+        deltas: list[TokenDelta] = []
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            token_id = next(drawn) if item.samples else None
+            if sequence.is_finished:
+                continue
+            if item.block_ids is sequence.block_ids:  # else it was preempted since, and the blocks are others'
+                self._publish_full_blocks(sequence, item.end)
+            if token_id is not None:
+                at = item.end - sequence.num_prompt_tokens
+                sequence.generated_token_ids[at] = token_id
+                deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
+        self._totals.steps += 1
+        self._totals.generated_tokens += len(deltas)
+        return deltas
+
+    def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         size = self._pool.block_size
-        for index in range(len(sequence.prefix_ids), sequence.num_computed_tokens // size):
+        for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
             parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
     def _append(self, sequence: Sequence, token_id: int) -> TokenDelta:
-        request, generated = sequence.request, sequence.generated_token_ids
+        generated = sequence.generated_token_ids
         generated.append(token_id)
+        return self._drawn(sequence, token_id, len(generated))
+
+    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int) -> TokenDelta:
+        """What the caller hears of a new token; ends the sequence if it was the last."""
+        request = sequence.request
         if token_id in sequence.end_token_ids:
             reason = FinishReason.STOP
-        elif len(generated) >= request.sampling.max_tokens:
+        elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # by position: names take twice as long, and most tokens end here
             return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)

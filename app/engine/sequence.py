@@ -66,6 +66,12 @@ class Sequence:
         return bool(generated) and self.num_computed_tokens == self.num_prompt_tokens + len(generated) - 1
 
     @property
+    def has_unknown_token(self) -> bool:
+        """Whether its last token is being drawn by a step that still runs (`Scheduler.advance`)."""
+        generated = self.generated_token_ids
+        return bool(generated) and generated[-1] < 0
+
+    @property
     def is_running(self) -> bool:
         return self.status is SequenceStatus.RUNNING
 

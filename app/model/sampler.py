@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.model.inputs import to_device
 
 # splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -31,7 +32,7 @@ class Draw(Protocol):
 
 def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
     """The plain torch way, on any device."""
-    return _draw(logits[torch.tensor(rows, device=logits.device)], items)
+    return _draw(logits[to_device(rows, logits.device)], items)
 
 
 def sample(
@@ -53,7 +54,7 @@ def sample(
         return draw(logits, drawn, items)
     token_ids = logits.argmax(dim=-1)
     if drawn:
-        token_ids[torch.tensor(drawn, device=logits.device)] = draw(logits, drawn, [items[row] for row in drawn])
+        token_ids[to_device(drawn, logits.device)] = draw(logits, drawn, [items[row] for row in drawn])
     return token_ids
 
 
@@ -108,14 +109,12 @@ def _entries(
     """(row, token, value) triples as an index pair and a float tensor."""
     rows, tokens, values = zip(*entries, strict=True)
     device = like.device
-    return (torch.tensor(rows, device=device), torch.tensor(tokens, device=device)), torch.tensor(
-        values, dtype=like.dtype, device=device
-    )
+    return (to_device(rows, device), to_device(tokens, device)), to_device(values, device, like.dtype)
 
 
 def _draw(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+        return to_device(values, logits.device, dtype)[:, None]
 
     params = [item.sampling for item in items]
     logits = logits / column([p.temperature for p in params], torch.float32)

@@ -29,6 +29,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, go and fail at random on a pool that is too small for them."""
 
     requests = Bundle("requests")
+    runner_class: type[FailingOnDemand] = FailingOnDemand
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -44,7 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.max_step_tokens = max_running + spare_tokens
         self.max_running = max_running
         self.num_slots = num_blocks * block_size
-        self.runner = FailingOnDemand(block_size)
+        self.runner = self.runner_class(block_size)
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
             max_running=max_running, max_step_tokens=self.max_step_tokens, prefill_chunk_tokens=chunk,
@@ -53,13 +54,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()
 
-    @rule(target=requests, data=st.data(), salt=st.sampled_from(["", "other"]))
-    def add(self, data: st.DataObject, salt: str) -> str:
+    @rule(
+        target=requests,
+        data=st.data(),
+        salt=st.sampled_from(["", "other"]),
+        stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    )
+    def add(self, data: st.DataObject, salt: str, stop_token_ids: tuple[int, ...], presence_penalty: float) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
-        request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt)
+        request = make_request(
+            prompt, max_tokens=max_tokens, cache_salt=salt, stop_token_ids=stop_token_ids,
+            presence_penalty=presence_penalty,
+        )  # fmt: skip
         self.engine.add(request)
         self.sent[request.request_id] = request
         return request.request_id
@@ -127,7 +137,9 @@ class EngineMachine(RuleBasedStateMachine):
         for request_id, request in self.sent.items():
             if request_id in self.ended_otherwise:
                 continue
-            expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+            expected = expected_tokens(
+                request.prompt_token_ids, request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
+            )
             assert self.outcome.token_ids[request_id] == expected
 
 
