@@ -11,6 +11,9 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+#ifdef __linux__
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -20,7 +23,12 @@ namespace carousel {
 class Team {
   public:
     explicit Team(int size) : size_(size) {
-        for (int member = 1; member < size; ++member) threads_.emplace_back([this] { serve(); });
+        const std::vector<int> cpus = allowed_cpus();
+        for (int member = 1; member < size; ++member)
+            threads_.emplace_back([this, cpus, member] {
+                if (int(cpus.size()) == size_) pin_to(cpus[member]);
+                serve();
+            });
     }
 
     ~Team() {
@@ -89,6 +97,28 @@ class Team {
             (*work_)();
             barrier();
         }
+    }
+
+    // A team with a thread for every CPU of this process gets one each: the kernel else puts two on one now and then,
+    // and all the others wait. A smaller team is one of several on this machine, which know nothing of each other.
+    static std::vector<int> allowed_cpus() {
+        std::vector<int> cpus;
+#ifdef __linux__
+        cpu_set_t set;
+        if (sched_getaffinity(0, sizeof(set), &set) == 0)
+            for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+                if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+#endif
+        return cpus;
+    }
+
+    static void pin_to([[maybe_unused]] int cpu) {
+#ifdef __linux__
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(cpu, &set);
+        sched_setaffinity(0, sizeof(set), &set);
+#endif
     }
 
     static void pause(int tries) {
