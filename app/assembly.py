@@ -7,6 +7,8 @@ not load torch.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +18,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
-from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
-from app.engine.strategy import Continuous
 
 if TYPE_CHECKING:
     from app.model.attention import PagedAttention
@@ -36,7 +36,10 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
-    return AsyncEngine(build_sync_engine(config), max_requests=config.scheduler.max_requests)
+    limits = config.scheduler
+    return AsyncEngine(
+        build_sync_engine(config), max_requests=limits.max_requests, max_waiting_tokens=limits.max_waiting_tokens
+    )
 
 
 def build_sync_engine(config: EngineConfig) -> Engine:
@@ -64,6 +67,8 @@ def build_sync_engine(config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         runner=TorchModelRunner(model, attention),
         facts=model.facts,
+        # On a GPU the KV memory was sized by what such a step leaves of it.
+        largest_step=config.scheduler if model.device.type == "cuda" else None,
     )
 
 
@@ -89,21 +94,24 @@ def _build_attention(config: EngineConfig, model: LoadedModel, num_blocks: int) 
 
 
 def assemble(
-    scheduler: SchedulerConfig, cache: CacheConfig, *, num_blocks: int, runner: ModelRunner, facts: ModelFacts
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    *,
+    num_blocks: int,
+    runner: ModelRunner,
+    facts: ModelFacts,
+    clock: Callable[[], float] = time.monotonic,
+    largest_step: SchedulerConfig | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone."""
     pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
     facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     return Engine(
-        scheduler=Scheduler(
-            config=scheduler,
-            pool=pool,
-            strategy=Continuous(max_running=scheduler.max_running),
-            policy=FirstComeFirstServed(),
-            eos_token_ids=facts.eos_token_ids,
-        ),
+        scheduler=Scheduler(config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids),
         runner=runner,
         facts=facts,
+        clock=clock,
+        largest_step=largest_step,
     )
 
 

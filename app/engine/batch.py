@@ -48,6 +48,7 @@ class Batch:
 
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
+    began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
 
     @cached_property
     def num_tokens(self) -> int:

@@ -162,9 +162,9 @@ def test_a_failed_step_fails_its_requests_and_the_engine_lives_on() -> None:
 
 def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
     async def main(engine: AsyncEngine) -> None:
-        for _ in range(8):
+        for n in range(8):
             with pytest.raises(StepFailed):
-                await collect(engine, make_request())
+                await collect(engine, make_request((5, 6, 7 + n)))
         with pytest.raises(EngineStopped):
             await collect(engine, make_request())
         with pytest.raises(EngineStopped):

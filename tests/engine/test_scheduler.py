@@ -198,7 +198,7 @@ def test_a_chunk_in_flight_of_an_aborted_request_is_dropped() -> None:
     request = make_request(prompt(4))
     engine.add(request)
     scheduler = engine._scheduler
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(now=1.0)
     scheduler.abort(request.request_id)
-    assert scheduler.update(batch, [3]) == []
+    assert scheduler.update(batch, [3], now=2.0) == []
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
