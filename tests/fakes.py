@@ -153,9 +153,7 @@ class Outcome:
                 self.errors[delta.request_id] = delta.error
 
 
-def run_to_end(
-    engine: Engine, *requests: Request, max_steps: int = 10_000, clock: FakeClock | None = None
-) -> Outcome:
+def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, clock: FakeClock | None = None) -> Outcome:
     """Add the requests and step until nothing is left, letting time pass where the engine waits for it."""
     outcome = Outcome()
     for request in requests:

@@ -83,7 +83,7 @@ class AsyncEngine:
             InvalidSetup: this engine cannot be changed so while it runs; nothing has changed.
             EngineStopped: the engine has shut down or died.
         """
-        await asyncio.wrap_future(self._call(lambda: self._engine.reconfigure(config)))
+        await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
         self._max_requests = config.max_requests
         self._max_waiting_tokens = config.max_waiting_tokens
         logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
@@ -206,6 +206,10 @@ class AsyncEngine:
                 self._stats = self._engine.stats()
                 self._num_entering_tokens -= num_entering_tokens
         return True
+
+    def _reconfigure(self, config: SchedulerConfig) -> None:
+        self._engine.reconfigure(config)
+        self._stats = self._engine.stats()  # before anybody hears that it holds
 
     def _enter(self, request: Request, arrived_at: float) -> None:
         self._engine.add_checked(request, arrived_at=arrived_at)

@@ -397,9 +397,7 @@ class Scheduler:
             return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(
-            request, num_generated=len(generated), num_predicted=sequence.num_predicted_tokens
-        )
+        self._lengths.learn(request, num_generated=len(generated), num_predicted=sequence.num_predicted_tokens)
         return TokenDelta(
             request_id=request.request_id,
             token_ids=(token_id,),

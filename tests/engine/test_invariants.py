@@ -202,7 +202,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "some request never ends"
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
         for request_id, error in self.outcome.errors.items():
-            assert isinstance(error, StepFailed if self.sent[request_id].deadline_s is None else DeadlineMissed | StepFailed)
+            assert isinstance(
+                error, StepFailed if self.sent[request_id].deadline_s is None else DeadlineMissed | StepFailed
+            )
         for request_id, request in self.sent.items():
             if request_id in self.ended_otherwise or request_id in self.outcome.errors:
                 continue
