@@ -7,6 +7,7 @@ by the room that measured it and never written back.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -91,7 +92,7 @@ class BucketedConfig(Settings):
     @field_validator("bucket_boundaries")
     @classmethod
     def _rising(cls, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        if boundaries[0] < 1 or any(low >= high for low, high in zip(boundaries, boundaries[1:], strict=False)):
+        if boundaries[0] < 1 or any(low >= high for low, high in pairwise(boundaries)):
             raise ValueError(f"bucket_boundaries={list(boundaries)} must be positive and rise from one to the next")
         return boundaries
 

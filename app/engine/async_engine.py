@@ -17,7 +17,7 @@ from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
 from app.engine.pace import RetryTimes
-from app.engine.request import Request, TokenDelta
+from app.engine.request import Queued, Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
 
@@ -38,7 +38,8 @@ class AsyncEngine:
         self._engine = engine
         self._max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
-        self._num_entering_tokens = 0  # of prompts that the engine's thread has not taken yet; guarded by _wake
+        self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
+        self._num_entering_tokens = 0  # of their prompts
         self._retry_times = RetryTimes()  # guarded by _wake
         self._calls: set[Future[None]] = set()  # commands whose callers wait for them; guarded by _wake
         self._streams: dict[str, _Stream] = {}  # entered by callers, left by whoever ends the stream
@@ -67,9 +68,12 @@ class AsyncEngine:
             EngineStopped: the engine has shut down or died.
         """
         stream = self._open(request)
+        queued: Queued | None = stream.queued
         try:
             while True:
                 delta = await stream.next()
+                if queued is not None:
+                    delta, queued = delta._replace(queued=queued), None
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -112,10 +116,13 @@ class AsyncEngine:
         if request.request_id in self._streams:
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
-        stream = _Stream(request.request_id, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
         with self._wake:
             self._check_room(num_tokens, arrived_at)
+            position = self._stats.num_waiting + self._num_entering
+            stream = _Stream(request.request_id, loop, Queued(position, self._stats.estimated_wait_s))
             self._command(lambda: self._enter(request, arrived_at))
+            self._num_entering += 1
             self._num_entering_tokens += num_tokens
             self._streams[request.request_id] = stream
         return stream
@@ -198,12 +205,13 @@ class AsyncEngine:
             if self._is_stopping:
                 return False
             commands, self._commands = self._commands, []
-            num_entering_tokens = self._num_entering_tokens
+            num_entering, num_entering_tokens = self._num_entering, self._num_entering_tokens
         if commands:
             for command in commands:
                 command()
             with self._wake:  # callers who come now see those tokens where they are: among the waiting ones
                 self._stats = self._engine.stats()
+                self._num_entering -= num_entering
                 self._num_entering_tokens -= num_entering_tokens
         return True
 
@@ -253,8 +261,9 @@ class AsyncEngine:
 class _Stream:
     """What one reader has not read yet. Touched only in the reader's event loop."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, queued: Queued) -> None:
         self.request_id = request_id
+        self.queued = queued
         self.loop = loop
         self._deltas: list[TokenDelta] = []
         self._error: CarouselError | None = None

@@ -88,19 +88,17 @@ class Engine:
                     f"{name} has token id {wrong}; this model's ids are 0 to {self.facts.vocab_size - 1:,}", param=name
                 )
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, *, arrived_at: float | None = None) -> None:
+        """Queue a request that arrived now, or earlier at `arrived_at` by the engine's clock.
 
         Raises:
             InvalidRequest: it can never be served, or a request of this id is being served.
         """
         self.check(request)
-        self.add_checked(request)
+        self.add_checked(request, arrived_at=arrived_at)
 
     def add_checked(self, request: Request, *, arrived_at: float | None = None) -> None:
-        """Queue a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
-
-        It arrived now, or earlier at `arrived_at` by the engine's clock.
+        """As `add`, of a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
 
         Raises:
             InvalidRequest: a request of this id is being served.

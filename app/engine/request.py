@@ -67,6 +67,13 @@ class Request:
     deadline_s: float | None = None  # its last token is wanted within so many seconds of its arrival, or none at all
 
 
+class Queued(NamedTuple):
+    """What a request found when it arrived."""
+
+    position: int  # requests that waited before it; under a policy that reorders, some of them may come after it
+    estimated_wait_s: float
+
+
 class TokenDelta(NamedTuple):
     """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
 
@@ -80,6 +87,7 @@ class TokenDelta(NamedTuple):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
+    queued: Queued | None = None  # on the first delta of a stream
 
 
 # The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.

@@ -206,7 +206,7 @@ class Scheduler:
 
     def _make_way(self, waiting: Sequence) -> None:
         """Preempt those in whose place the first waiting sequence may run, if that gets it a slot and its blocks."""
-        cached, num_blocks = self._blocks_to_join(waiting)
+        _, num_blocks = self._blocks_to_join(waiting)
         num_slots = self._config.max_running - len(self._running)
         num_free = self._pool.num_free
         victims: list[Sequence] = []

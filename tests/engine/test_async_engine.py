@@ -308,7 +308,7 @@ def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
         for _ in range(2):
             await collect(engine, make_request())
         while engine.stats().total_finished < 2:
-            await asyncio.sleep(0.001)
+            await asyncio.to_thread(threading.Event().wait, 0.001)
         rate = engine.stats().ended_per_s
         task = asyncio.create_task(collect(engine, make_request()))
         await asyncio.sleep(0)

@@ -163,7 +163,7 @@ def test_nobody_is_overtaken_by_one_who_came_later_than_the_bound(policy: Any, s
 
 
 def test_a_better_class_takes_the_slot_of_a_running_lower_one_which_goes_on_later_with_the_same_tokens() -> None:
-    engine, runner, clock = one_by_one("priority")
+    engine, runner, _ = one_by_one("priority")
     low = make_request((5, 6, 7), request_id="low", max_tokens=9, priority=1)
     engine.add(low)
     outcome = Outcome()
@@ -213,7 +213,7 @@ def test_preemption_by_class_can_be_switched_off() -> None:
 
 
 def test_whole_batches_are_not_broken_up_for_a_better_class() -> None:
-    engine, runner, clock = one_by_one("priority", strategy={"name": "static", "batch_size": 1})
+    engine, _, clock = one_by_one("priority", strategy={"name": "static", "batch_size": 1})
     engine.add(make_request(request_id="low", priority=1))
     engine.step()
     run_to_end(engine, make_request(request_id="high", priority=0), clock=clock)

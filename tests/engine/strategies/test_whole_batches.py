@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ class Bench:
         return [item.request_id for batch in self.runner.batches[before:] for item in batch.scheduled]
 
     def finish(self) -> Outcome:
-        rest = run_to_end(self.engine, clock=self.clock)
-        return rest
+        return run_to_end(self.engine, clock=self.clock)
 
 
 def requests(*names: str, num_tokens: int = 3, **fields: Any) -> list[Request]:
@@ -191,7 +191,7 @@ def test_the_adaptive_size_grows_while_batches_are_fast_and_shrinks_while_they_a
         sizes.append(bench.engine.stats().batch_size)
     assert sizes[0] == 5  # the average is not yet above 1.2 times the target
     assert sizes[-1] == 1
-    assert all(after in (before, before - 1) for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after in (before, before - 1) for before, after in pairwise(sizes))
 
 
 def test_idle_time_between_batches_is_no_latency() -> None:
