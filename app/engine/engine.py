@@ -141,6 +141,8 @@ class Engine:
             if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
                 self._quarantine.note_failure(batch.sequences[0].request)
             raise StepError(self._scheduler.fail(batch)) from error
+        if not found.culprits:
+            logger.warning("a step of %d requests failed as a whole, not in parts: %r", len(batch.scheduled), error)
         for sequence, failure in found.culprits:
             logger.error("request %s made its step fail", sequence.request.request_id, exc_info=failure)
             self._quarantine.note_failure(sequence.request)

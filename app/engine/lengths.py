@@ -20,21 +20,23 @@ class LengthPredictor:
     """A running quantile of output lengths for each tenant and class of prompt lengths, in bounded memory.
 
     Prompts are of one class when their lengths have the same power of two below them. A tenant of whom too little is
-    known is taken for an average one, and where nothing is known the caller's `max_tokens` is believed.
+    known is taken for an average one.
     """
 
     def __init__(self) -> None:
         self._windows: OrderedDict[_Kind, _Window] = OrderedDict()  # the longest unused first
         self.mean_error_tokens = 0.0  # of predicted output lengths, without sign; a moving average
 
-    def predict(self, request: Request, *, quantile: float) -> int:
-        """Expected output tokens, at least 1 and at most `max_tokens`."""
-        max_tokens = request.sampling.max_tokens
+    def predict(self, request: Request, *, quantile: float) -> int | None:
+        """Expected output tokens, at least 1 and at most `max_tokens`; None while nothing is known of such requests."""
+        sampling = request.sampling
+        if sampling.ignore_eos and not sampling.stop_token_ids:
+            return sampling.max_tokens  # nothing else ends it
         for kind in _kinds(request):
             window = self._windows.get(kind)
             if window is not None and len(window) >= MIN_OUTPUTS:
-                return max(1, min(max_tokens, window.quantile(quantile)))
-        return max_tokens
+                return max(1, sampling.min_tokens, min(sampling.max_tokens, window.quantile(quantile)))
+        return None
 
     def learn(self, request: Request, *, num_generated: int, num_predicted: int) -> None:
         """A request has ended by itself, at this length."""

@@ -119,26 +119,30 @@ class Scheduler:
         Its id must be new, and its tokens must fit into the pool when it runs alone.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
+        sampling = request.sampling
+        num_predicted_tokens = self._lengths.predict(request, quantile=self._policy.length_quantile)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
             arrived_at=now,
-            end_token_ids=self._end_token_ids(request.sampling),
-            num_predicted_tokens=self._lengths.predict(request, quantile=self._policy.length_quantile),
+            end_token_ids=self._end_token_ids(sampling),
+            num_predicted_tokens=sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
         )
         sequence.rank = self._policy.rank(sequence)
         if sequence.deadline_at is not None:
-            self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at))
+            # Nobody is refused on a guess: without experience, only what is certain to be computed counts.
+            num_tokens = max(1, sampling.min_tokens) if num_predicted_tokens is None else num_predicted_tokens
+            self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at, num_tokens))
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
 
-    def _give_up_at(self, sequence: Sequence, deadline_at: float) -> float:
-        """When a sequence that has not started is refused for its deadline."""
+    def _give_up_at(self, sequence: Sequence, deadline_at: float, num_output_tokens: int) -> float:
+        """When a sequence that has not started is refused for its deadline, with so many tokens to generate."""
         if not self._sequences:
             return deadline_at  # an idle engine tries: how else would it learn that it has become faster?
         num_chunks = -(-sequence.num_prompt_tokens // self._config.prefill_chunk_tokens)
-        service_s = self._pace.step_s * (num_chunks + sequence.num_predicted_tokens - 1)
+        service_s = self._pace.step_s * (num_chunks + num_output_tokens - 1)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # not even if it started now
         give_up_at = self._policy.give_up_at(sequence, service_s)
@@ -206,6 +210,8 @@ class Scheduler:
 
     def _make_way(self, waiting: Sequence) -> None:
         """Preempt those in whose place the first waiting sequence may run, if that gets it a slot and its blocks."""
+        if not self._running or self._running[-1].rank <= waiting.rank:
+            return
         _, num_blocks = self._blocks_to_join(waiting)
         num_slots = self._config.max_running - len(self._running)
         num_free = self._pool.num_free

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
@@ -228,7 +229,11 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
             ]
         }
     ).models
-    replicas = _replica_deployment(model)
+    # Here it is the ingress of an application, which cannot have a router of its own under HAProxy. The version is what
+    # Serve derives from a config file: as long as it is the same, replicas stay.
+    replicas = _replica_deployment(model).options(
+        request_router_config=RequestRouterConfig(), version="1", _internal=True
+    )
 
     def deploy(scheduler: dict[str, Any]) -> Any:
         application = replicas.options(user_config={"scheduler": scheduler}).bind(model.engine)

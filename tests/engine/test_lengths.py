@@ -10,18 +10,27 @@ def teach(predictor: LengthPredictor, lengths: list[int], *, num_prompt: int = 8
     request = make_request((5,) * num_prompt, tenant=tenant, max_tokens=1000)
     for length in lengths:
         predicted = predictor.predict(request, quantile=0.5)
-        predictor.learn(request, num_generated=length, num_predicted=predicted)
+        predictor.learn(request, num_generated=length, num_predicted=1000 if predicted is None else predicted)
 
 
-def predict(predictor: LengthPredictor, *, num_prompt: int = 8, tenant: str = "a", max_tokens: int = 1000) -> int:
+def predict(
+    predictor: LengthPredictor, *, num_prompt: int = 8, tenant: str = "a", max_tokens: int = 1000
+) -> int | None:
     return predictor.predict(make_request((5,) * num_prompt, tenant=tenant, max_tokens=max_tokens), quantile=0.5)
 
 
-def test_while_nothing_is_known_the_caller_is_believed() -> None:
+def test_few_outputs_say_nothing() -> None:
     predictor = LengthPredictor()
-    assert predict(predictor, max_tokens=77) == 77
+    assert predict(predictor, max_tokens=77) is None
     teach(predictor, [5, 5, 5])
-    assert predict(predictor, max_tokens=77) == 77
+    assert predict(predictor, max_tokens=77) is None
+
+
+def test_what_only_its_length_ends_is_as_long_as_that_and_nothing_is_shorter_than_it_must_be() -> None:
+    predictor = LengthPredictor()
+    teach(predictor, [5] * 10)
+    assert predictor.predict(make_request((5,) * 8, tenant="a", max_tokens=99, ignore_eos=True), quantile=0.5) == 99
+    assert predictor.predict(make_request((5,) * 8, tenant="a", max_tokens=99, min_tokens=20), quantile=0.5) == 20
 
 
 def test_the_quantile_of_this_tenant_and_class_counts_up_to_max_tokens() -> None:

@@ -71,8 +71,8 @@ def test_a_deadline_that_could_not_be_met_even_alone_is_refused_at_once(policy: 
     engine.add(make_request(request_id="runs", max_tokens=100))
     for _ in range(20):
         engine.step()
-    engine.add(make_request(request_id="impossible", max_tokens=50, deadline_s=0.2))
-    engine.add(make_request(request_id="possible", max_tokens=15, deadline_s=0.2))
+    engine.add(make_request(request_id="impossible", max_tokens=50, ignore_eos=True, deadline_s=0.2))
+    engine.add(make_request(request_id="possible", max_tokens=15, ignore_eos=True, deadline_s=0.2))
     outcome = Outcome()
     outcome.book(engine.step())
     assert isinstance(outcome.errors["impossible"], DeadlineMissed)
@@ -80,6 +80,18 @@ def test_a_deadline_that_could_not_be_met_even_alone_is_refused_at_once(policy: 
     run_to_end(engine, clock=clock)
     assert "impossible" not in computed(runner)
     assert "possible" in computed(runner)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_is_refused_on_a_guess_of_the_output_length(policy: str) -> None:
+    """A chat without max_tokens may use the whole context; that it could says nothing of what it will."""
+    engine, _, clock = timed_engine(policy)
+    engine.add(make_request(request_id="runs", max_tokens=100))
+    for _ in range(20):
+        engine.step()
+    short = make_request(request_id="short", max_tokens=900, deadline_s=0.2, stop_token_ids=tuple(range(2, 50)))
+    outcome = run_to_end(engine, short, clock=clock)
+    assert not outcome.errors
 
 
 def test_an_idle_engine_tries_whatever_it_believes_of_its_own_pace() -> None:
@@ -97,7 +109,8 @@ def test_what_can_no_longer_make_it_is_refused_before_it_expires() -> None:
     engine.add(make_request(request_id="first", max_tokens=40, deadline_s=0.45))
     for _ in range(10):
         engine.step()
-    engine.add(make_request(request_id="second", max_tokens=20, deadline_s=0.4))  # starts too late for its 20 steps
+    # Starts too late for its 20 steps.
+    engine.add(make_request(request_id="second", max_tokens=20, ignore_eos=True, deadline_s=0.4))
     outcome = Outcome()
     while "second" not in outcome.errors:
         outcome.book(engine.step())
