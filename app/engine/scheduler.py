@@ -197,7 +197,12 @@ class Scheduler:
         self._schedule_running(step, plan)
         if plan.num_admissible and not step.has_preempted:  # else memory is short: whoever joined would go next
             self._admit_waiting(step, plan)
-        return Batch(tuple(step.scheduled), tuple(step.sequences), began_at=now)
+        return Batch(
+            tuple(step.scheduled),
+            tuple(step.sequences),
+            began_at=now,
+            num_scheduled_tokens=budget - step.num_tokens_left,
+        )
 
     def _situation(self, now: float) -> Situation:
         return Situation(
@@ -364,7 +369,7 @@ class Scheduler:
 
     def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:
         self._totals.steps += 1
-        self._pace.note_step(now - batch.began_at, num_tokens=batch.num_tokens, num_ended=num_ended)
+        self._pace.note_step(now - batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
         self._policy.computed(batch)
         if not self._running:
             self._strategy.emptied(now)
