@@ -31,8 +31,13 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
+    native_decoder: bool = Field(True, description="Llama-like models wholly in C++ on a CPU; else transformers' code")
     native_attention: bool = Field(True, description="attention in C++ on a CPU, built on first use; else plain torch")
     packed_weights: bool = Field(True, description="weights packed for oneDNN on a CPU, layers with one input joined")
+    cuda_graphs: bool = Field(True, description="decode steps replayed from CUDA graphs on a GPU")
+    batch_invariant: bool = Field(
+        False, description="a request's logits equal in every bit whatever shares its steps; refused where it cannot be"
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )

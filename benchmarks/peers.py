@@ -25,6 +25,7 @@ from benchmarks.start_time import FirstTokenWatch
 from benchmarks.workload import read_workload
 
 PEERS: dict[str, Callable[[Any], Contender]] = {
+    "hf-generate": lambda model: StaticBatches(model, batch_size=1),  # plainly, one request at a time
     "hf-static-8": lambda model: StaticBatches(model, batch_size=8),
     "hf-static-32": lambda model: StaticBatches(model, batch_size=32),
     "hf-continuous": TransformersContinuous,

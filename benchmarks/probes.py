@@ -34,10 +34,18 @@ _FUNCTIONS = (
     ("app.engine.engine", "Engine", "step", DELIVERY),
     ("app.engine.scheduler", "Scheduler", "schedule", SCHEDULE),
     ("app.engine.scheduler", "Scheduler", "update", UPDATE),
+    ("app.engine.overlapped_engine", "OverlappedEngine", "step", DELIVERY),
+    ("app.engine.scheduler", "Scheduler", "advance", UPDATE),
+    ("app.engine.scheduler", "Scheduler", "settle", UPDATE),
     ("app.model.runner", "TorchModelRunner", "run", RUNNER),
     ("app.model.runner", None, "build_inputs", INPUTS),
     ("app.model.runner", None, "sample", SAMPLING),
+    ("app.model.cuda.graph_runner", "GraphModelRunner", "launch", RUNNER),
+    ("app.model.cuda.graph_runner", None, "build_inputs", INPUTS),
+    ("app.model.cuda.graph_runner", None, "sample", SAMPLING),
 )
+# What a forward pass that counts by itself calls its parts.
+_OWN_PARTS = {"linear": LINEAR, "head": HEAD, "attention": ATTENTION, "rest": FORWARD}
 # There are several attentions, one of which is chosen: these methods of every class in the model room.
 _ATTENTION_METHODS = {"attend": ATTENTION, "begin_step": INPUTS}
 
@@ -62,8 +70,8 @@ class RootModule:
 
 
 @contextmanager
-def probes(stopwatch: Stopwatch, root: torch.nn.Module | None, *, vocab_size: int) -> Iterator[list[str]]:
-    """Put the stopwatch in; yields what was not found."""
+def probes(stopwatch: Stopwatch, forward: Any, root: torch.nn.Module | None, *, vocab_size: int) -> Iterator[list[str]]:
+    """Put the stopwatch in; yields what was not found. forward: the runner's, which may count its own time."""
     missing: list[str] = []
     with ExitStack() as stack:
         for module_name, class_name, name, part in _FUNCTIONS:
@@ -75,7 +83,9 @@ def probes(stopwatch: Stopwatch, root: torch.nn.Module | None, *, vocab_size: in
             stack.enter_context(_wrapped(stopwatch, owner, name, part))
         for owner, name in _attention_methods():
             stack.enter_context(_wrapped(stopwatch, owner, name, _ATTENTION_METHODS[name]))
-        if root is None:
+        if hasattr(forward, "seconds"):
+            stack.enter_context(_clocked(stopwatch, forward))
+        elif root is None:
             missing.append("a torch module that the runner calls")
         else:
             stack.enter_context(_hooked(stopwatch, root, vocab_size))
@@ -90,6 +100,27 @@ def _wrapped(stopwatch: Stopwatch, owner: Any, name: str, part: str) -> Iterator
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextmanager
+def _clocked(stopwatch: Stopwatch, forward: Any) -> Iterator[None]:
+    """Time of a forward pass that counts by itself, taken over part by part."""
+    predict = forward.predict
+
+    def timed(*given: Any) -> Any:
+        before = forward.seconds()
+        stopwatch.enter()
+        result = predict(*given)
+        for name, after in forward.seconds().items():
+            stopwatch.note(_OWN_PARTS[name], after - before[name])
+        stopwatch.leave(FORWARD)
+        return result
+
+    forward.predict = timed
+    try:
+        yield
+    finally:
+        del forward.predict
 
 
 @contextmanager

@@ -75,7 +75,8 @@ def measure(options: Options) -> tuple[Profile, LoadedEngine]:
     runs = measured_runs(contender, loaded.workload, repeat=options.repeat)
     stopwatch = Stopwatch(torch.cuda.synchronize if loaded.setup.device == "cuda" else None)
     contender.forget()
-    with probes(stopwatch, root.module, vocab_size=loaded.engine.facts.vocab_size) as missing:
+    forward = getattr(loaded.engine.runner, "forward", None)
+    with probes(stopwatch, forward, root.module, vocab_size=loaded.engine.facts.vocab_size) as missing:
         timed = contender.serve(loaded.workload)
     for name in missing:
         tell(f"note: there is no {name}; its time counts for the part around it")

@@ -39,6 +39,12 @@ class Stopwatch:
         if self._open:
             self._open[-1].inner_s += whole_s
 
+    def note(self, part: str, seconds: float) -> None:
+        """Count what something inside the open part measured by itself."""
+        self.seconds[part] += seconds
+        if self._open:
+            self._open[-1].inner_s += seconds
+
     def timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
         """The same function, counted as `part`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import cast
@@ -25,6 +26,8 @@ class Replica:
         keep_calls_on_loopback()
         self._deployed = config.scheduler
         self._engine = build_engine(config)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.

@@ -57,11 +57,13 @@ def next_token(token_ids: list[int]) -> int:
     return 2 + total % (VOCAB_SIZE - 2)
 
 
-def expected_tokens(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> list[int]:
     """What the fake model generates for a prompt, computed the plain way."""
     token_ids = list(prompt)
     for _ in range(max_tokens):
         token_ids.append(next_token(token_ids))
+        if token_ids[-1] in stop_token_ids:
+            break
     return token_ids[len(prompt) :]
 
 

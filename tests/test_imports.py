@@ -20,14 +20,14 @@ ALLOWED = {
     "app.engine": {"app.config", "app.errors"},
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
-        "torch", "transformers",
+        "torch", "transformers", "triton",
     },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.api": {
         "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "starlette", "pydantic", "pydantic_core",
     },
-    "app.assembly": {"app.config", "app.engine", "app.model", "torch"},
+    "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
     "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 

@@ -22,7 +22,8 @@ class TokenHistory:
 class ScheduledSequence:
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, … are computed.
 
-    When `samples` is true, they reach the end of the sequence and the step draws the token after them.
+    When `samples` is true, they reach the end of the sequence and the step draws the token after them. A negative token
+    id -1 - n is the token that the step before draws for `sampled[n]`; only runners that launch steps see any.
     Read-only, like all of a batch; not declared frozen because a thousand are made in every step, and a frozen
     dataclass takes seven times as long to make.
     """
@@ -59,6 +60,11 @@ class Batch:
     def sampled(self) -> tuple[ScheduledSequence, ...]:
         """Those for which a token is drawn; a model runner returns one token id for each, in this order."""
         return tuple([item for item in self.scheduled if item.samples])
+
+    @cached_property
+    def needs_history(self) -> bool:
+        """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
+        return any(item.history is not None for item in self.sampled)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch
@@ -29,6 +29,24 @@ class ModelRunner(Protocol):
         ...
 
 
+class PendingStep(Protocol):
+    """A step that the device may still be computing."""
+
+    def result(self) -> list[int]:
+        """Wait for the step; one token id for each of the batch's `sampled`, in that order. Called once."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(ModelRunner, Protocol):
+    """A model runner whose device computes while the host goes on. Steps run in the order they were launched in."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start computing the batch. A negative token id -1 - n in it is what the step launched before draws as its
+        n-th token."""
+        ...
+
+
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
@@ -44,7 +62,7 @@ class Engine:
         """`clock` gives monotonic seconds. `largest_step` is what memory was sized for, where a step takes any."""
         self.facts = facts
         self._scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._largest_step = largest_step
         self._quarantine = Quarantine()
@@ -130,13 +148,13 @@ class Engine:
 
     def _run(self, batch: Batch) -> list[int]:
         try:
-            return self._runner.run(batch)
+            return self.runner.run(batch)
         except Exception as error:
             return self._run_in_parts(batch, error)
 
     def _run_in_parts(self, batch: Batch, error: Exception) -> list[int]:
         try:
-            found = run_in_parts(self._runner.run, batch, error)
+            found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
             if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
                 self._quarantine.note_failure(batch.sequences[0].request)

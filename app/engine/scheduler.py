@@ -8,8 +8,9 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from operator import attrgetter
 
 from app.config import SchedulerConfig
@@ -70,7 +71,9 @@ class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of those that run.
 
     `schedule` and `update` are apart so that a model may run between them: every batch that is scheduled must be
-    either updated or failed before the next is scheduled. Each is told the time, in seconds of one monotonic clock.
+    either updated or failed before the next is scheduled. Whoever schedules a step while the one before it still runs
+    calls `advance` and `settle` in place of `update`; at most one batch may be between the two. Each is told the time,
+    in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._lengths = LengthPredictor()
         self._pace = Pace()
+        self._last_step_at = 0.0  # when the last step's results were booked
         self._num_arrived = 0
         self._totals = _Totals()
 
@@ -183,10 +187,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self, now: float) -> Batch:
+    def schedule(self, now: float, *, is_ahead: bool = False) -> Batch:
         """The next step's work: first the running sequences, then as many waiting ones as may join.
 
-        Empty while the strategy waits for somebody to arrive or for a timer; see `due_at`.
+        Empty while the strategy waits for somebody to arrive or for a timer; see `due_at`. With `is_ahead` the step
+        before has advanced and is not settled: the batch may be empty then too, and a token that is not known yet
+        stands in it as `advance` says.
         """
         self._end_late(now)
         if self._policy.preempts and self._strategy.joins_any_step and len(self._waiting):
@@ -194,7 +200,7 @@ class Scheduler:
         plan = self._strategy.plan(self._situation(now))
         budget = self._config.max_step_tokens
         step = _Step(budget, budget if plan.max_prefill_tokens is None else plan.max_prefill_tokens)
-        self._schedule_running(step, plan)
+        self._schedule_running(step, self._taking_part(plan, is_ahead=is_ahead))
         if plan.num_admissible and not step.has_preempted:  # else memory is short: whoever joined would go next
             self._admit_waiting(step, plan)
         return Batch(
@@ -232,9 +238,15 @@ class Scheduler:
             for victim in victims:
                 self._preempt(victim)
 
-    def _schedule_running(self, step: _Step, plan: StepPlan) -> None:
-        block_size = self._pool.block_size
+    def _taking_part(self, plan: StepPlan, *, is_ahead: bool) -> list[Sequence]:
+        """The running sequences that the strategy wants in the step, less those that only wait for their last token."""
         running = list(self._running) if plan.includes is None else list(filter(plan.includes, self._running))
+        if is_ahead:
+            running = [s for s in running if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+        return running
+
+    def _schedule_running(self, step: _Step, running: list[Sequence]) -> None:
+        block_size = self._pool.block_size
         num_behind = len(running)
         for sequence in running:
             num_behind -= 1
@@ -269,6 +281,8 @@ class Scheduler:
 
     def _try_join(self, sequence: Sequence, bucket: int) -> bool:
         """Let the first waiting sequence run if all of its known tokens find room, using cached prefixes."""
+        if sequence.has_unknown_token:
+            return False  # preempted while its last step ran
         cached, num_blocks = self._blocks_to_join(sequence)
         if not self._pool.can_allocate(num_blocks):
             return False
@@ -359,17 +373,25 @@ class Scheduler:
         An empty batch is none: only those are told of that ended without a step.
         """
         assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        return self._told(batch, token_ids, now, self._book)
+
+    def _told(
+        self, batch: Batch, token_ids: list[int], now: float, book: Callable[[Batch, list[int]], list[TokenDelta]]
+    ) -> list[TokenDelta]:
+        """What callers hear after a step: who ended otherwise, then what the step drew, as `book` books it."""
         self._end_late(now)  # an answer that comes too late is none
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            deltas += self._book(batch, token_ids)
+            deltas += book(batch, token_ids)
             self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
         return deltas
 
     def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:
         self._totals.steps += 1
-        self._pace.note_step(now - batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self._last_step_at = now
+        self._pace.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
         self._policy.computed(batch)
         if not self._running:
             self._strategy.emptied(now)
@@ -384,31 +406,79 @@ class Scheduler:
                 continue  # aborted, expired or found guilty while the step ran
             sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
-                self._publish_full_blocks(sequence)
+                self._publish_full_blocks(sequence, end)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
         self._totals.generated_tokens += len(deltas)
         return deltas
 
-    def _publish_full_blocks(self, sequence: Sequence) -> None:
+    def advance(self, batch: Batch) -> None:
+        """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
+
+        The token drawn for `batch.sampled[n]` is stood for by -1 - n until `settle` puts the real one in its place.
+        """
+        unknown = count(-1, -1)
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            sequence.num_computed_tokens = item.end
+            if item.samples:
+                sequence.generated_token_ids.append(next(unknown))
+
+    def retreat(self, batch: Batch) -> None:
+        """Take back that a batch has advanced, because its step failed: all of it is computed again."""
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if item.samples:
+                sequence.generated_token_ids.pop()
+            if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
+                sequence.num_computed_tokens = item.start
+
+    def settle(self, batch: Batch, token_ids: list[int], *, now: float) -> list[TokenDelta]:
+        """Book the tokens of a batch that has advanced; as `update` otherwise.
+
+        A sequence that ends here may have been scheduled once more: what that step draws for it is thrown away.
+        """
+        assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        return self._told(batch, token_ids, now, self._book_advanced)
+
+    def _book_advanced(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
+        drawn = iter(token_ids)
+        deltas: list[TokenDelta] = []
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            token_id = next(drawn) if item.samples else None
+            if sequence.is_finished:
+                continue
+            if item.block_ids is sequence.block_ids:  # else it was preempted since, and the blocks are others'
+                self._publish_full_blocks(sequence, item.end)
+            if token_id is not None:
+                at = item.end - sequence.num_prompt_tokens
+                sequence.generated_token_ids[at] = token_id
+                deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
+        self._totals.generated_tokens += len(deltas)
+        return deltas
+
+    def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         size = self._pool.block_size
-        for index in range(len(sequence.prefix_ids), sequence.num_computed_tokens // size):
+        for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
             parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
     def _append(self, sequence: Sequence, token_id: int) -> TokenDelta:
-        request, generated = sequence.request, sequence.generated_token_ids
+        generated = sequence.generated_token_ids
         generated.append(token_id)
+        return self._drawn(sequence, token_id, len(generated))
+
+    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int) -> TokenDelta:
+        """What the caller hears of a new token; ends the sequence if it was the last."""
+        request = sequence.request
         if token_id in sequence.end_token_ids:
             reason = FinishReason.STOP
-        elif len(generated) >= request.sampling.max_tokens:
+        elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # by position: names take twice as long, and most tokens end here
             return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(request, num_generated=len(generated), num_predicted=sequence.num_predicted_tokens)
+        self._lengths.learn(request, num_generated=num_generated, num_predicted=sequence.num_predicted_tokens)
         return TokenDelta(
             request_id=request.request_id,
             token_ids=(token_id,),

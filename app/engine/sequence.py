@@ -85,6 +85,12 @@ class Sequence:
         return self.status is not SequenceStatus.WAITING or self.num_preemptions > 0
 
     @property
+    def has_unknown_token(self) -> bool:
+        """Whether its last token is being drawn by a step that still runs (`Scheduler.advance`)."""
+        generated = self.generated_token_ids
+        return bool(generated) and generated[-1] < 0
+
+    @property
     def is_running(self) -> bool:
         return self.status is SequenceStatus.RUNNING
 

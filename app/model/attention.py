@@ -2,7 +2,7 @@
 
 A model calls `attend` in every layer; the per-step facts travel as the forward keyword argument `paged`, so nothing is
 set before a call and read inside it. The attention below is the plain torch one: right on CPU and CUDA, the reference
-for faster ones (`native_attention.py`).
+for faster ones (`native/attention.py`).
 """
 
 from __future__ import annotations
@@ -166,10 +166,11 @@ class _TorchStep:
 
 
 class ProbeStep:
-    """A forward pass without KV memory over one sequence from its start: notes what each layer would store."""
+    """A forward pass without KV memory over one sequence from its start; notes what layers store and how they score."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.rules: dict[int, AttentionRules] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -177,6 +178,7 @@ class ProbeStep:
         if layer in self.layers:
             raise UnknownAttention(f"attention layer {layer} runs more than once in a forward pass")
         self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
+        self.rules[layer] = rules
         return _causal(query, key, value, start=0, rules=rules)
 
 

@@ -8,7 +8,7 @@ All scheduled tokens stand in one row without padding:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -70,7 +70,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
     sampled = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
 
     def tensor(values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.long, device=device)
+        return to_device(list(values), device)
 
     return ModelInputs(
         token_ids=tensor(chain.from_iterable(item.token_ids for item in scheduled))[None],
@@ -78,6 +78,14 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
         slots=tensor(slots),
         sampled_indices=tensor(sampled),
     )
+
+
+def to_device(
+    values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """Numbers as a tensor. On CUDA from pinned memory, so that nothing waits for what the device still computes."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 def build_attention_rows(batch: Batch, *, block_size: int, device: torch.device) -> AttentionRows:

@@ -45,6 +45,10 @@ class KVCache:
             self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
             self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's own keys and values [num_blocks, block_size, num_kv_heads, dim], contiguous, for a kernel."""
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim]."""
         self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)

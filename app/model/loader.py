@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from app.config import ModelConfig
 from app.engine.facts import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.attention import ATTENTION_NAME, ProbeStep, UnknownAttention
+from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
+from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
+from app.model.native.decoder import NativeDecoder
+from app.model.native.library import Team, is_fast
+from app.model.native.memory import NativePages
+from app.model.native.weights import NativeWeights, read_weights, why_not_native
 from app.model.packed_linear import pack_linear_layers
+
+logger = logging.getLogger(__name__)
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _PROBE_TOKENS = 24
@@ -24,7 +32,8 @@ _PROBE_TOKENS = 24
 class LoadedModel:
     """A model that can be served, and what was found out about it."""
 
-    module: PreTrainedModel
+    module: PreTrainedModel  # without its weights where `native` has them
+    native: NativeWeights | None
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
@@ -32,8 +41,10 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(config: ModelConfig, location: str) -> LoadedModel:
+def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
+
+    block_size: of the KV memory to come; native code takes only some.
 
     Raises:
         InvalidSetup: there is no such model, or no such device.
@@ -43,14 +54,20 @@ def load_model(config: ModelConfig, location: str) -> LoadedModel:
     dtype = _dtype(config, device)
     _check_architecture(config, location)
     module = _from_pretrained(config, location, dtype).eval().to(device)
-    if device.type == "cpu" and config.packed_weights:
-        pack_linear_layers(module)
     probe = _probe(config, module)
+    native = (
+        _native_weights(config, module, probe, block_size) if device.type == "cpu" and config.native_decoder else None
+    )
+    if native is not None:
+        _release_weights(module)
+    elif device.type == "cpu" and config.packed_weights and pack_linear_layers(module):
+        _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     return LoadedModel(
         module=module,
+        native=native,
         facts=ModelFacts(
             max_model_len=_max_model_len(config, module.config.get_text_config()),
-            vocab_size=min(probe.vocab_size, module.get_input_embeddings().weight.shape[0]),
+            vocab_size=probe.vocab_size,
             eos_token_ids=eos_token_ids(module),
         ),
         layers=probe.layers,
@@ -123,44 +140,119 @@ def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> 
 
 
 @dataclass(frozen=True, slots=True)
+class _Output:
+    """What a few tokens from the start of a sequence come to."""
+
+    first_layer: torch.Tensor  # [1, num_tokens, hidden_size]
+    logits: torch.Tensor  # [1, num_tokens, vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
 class _Probe:
+    """A model tried out on a few tokens, with its own attention and with ours."""
+
+    token_ids: torch.Tensor  # [1, num_tokens]
+    positions: torch.Tensor  # [1, num_tokens]
+    own: _Output
     layers: dict[int, LayerShape]
+    rules: dict[int, AttentionRules]
     vocab_size: int
+
+    def run(self, module: PreTrainedModel, step: ProbeStep | None) -> _Output:
+        return _run(module, self.token_ids, self.positions, step)
+
+
+def _run(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: ProbeStep | None) -> _Output:
+    output = module(
+        input_ids=token_ids, position_ids=positions, use_cache=False, output_hidden_states=True, paged=step
+    )  # fmt: skip
+    return _Output(output.hidden_states[1], output.logits)
 
 
 def _probe(config: ModelConfig, module: PreTrainedModel) -> _Probe:
     """Run our attention and the model's own on the same few tokens: refuse a model on which they differ."""
     name = module.config.model_type
+    positions = torch.arange(_PROBE_TOKENS, device=module.device)[None]
+    num_embeddings = module.get_input_embeddings().weight.shape[0]
+    token_ids = positions % num_embeddings
     step = ProbeStep()
-    count = torch.arange(_PROBE_TOKENS, device=module.device)[None]
-    arguments = {
-        "input_ids": count % module.get_input_embeddings().weight.shape[0],
-        "position_ids": count,
-        "use_cache": False,
-        "output_hidden_states": True,
-    }
     try:
-        ours = module(**arguments, paged=step)
+        ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
         raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
     if not step.layers:
         raise UnsupportedModel(f"{config.path} ({name}) ignores the attention it is given, so its KV cannot be paged")
     module.set_attn_implementation("eager")
-    own = module(**arguments)
+    own = _run(module, token_ids, positions, None)
     module.set_attn_implementation(ATTENTION_NAME)
+    _compare(config, "with paged attention", ours, own)
+    return _Probe(
+        token_ids, positions, own, step.layers, step.rules, vocab_size=min(own.logits.shape[-1], num_embeddings)
+    )
+
+
+def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None:
+    difference = _difference(ours, own)
+    if difference is not None:
+        raise UnsupportedModel(f"{config.path} computes something else {how} than by itself: {difference}")
+
+
+def _difference(ours: _Output, own: _Output) -> str | None:
+    """In words, if it is more than rounding."""
     # Rounding grows from layer to layer, a wrong attention is wrong at once: hence a tight and a wide limit.
-    is_exact = module.dtype == torch.float32
+    is_exact = own.logits.dtype == torch.float32
     for what, mine, theirs, limit in (
-        ("the first layer's output", ours.hidden_states[1], own.hidden_states[1], 1e-4 if is_exact else 0.03),
+        ("the first layer's output", ours.first_layer, own.first_layer, 1e-4 if is_exact else 0.03),
         ("the output", ours.logits, own.logits, 1e-3 if is_exact else 0.5),
     ):
         difference = _relative_difference(mine, theirs)
         if not difference <= limit:
-            raise UnsupportedModel(
-                f"{config.path} ({name}) computes something else with paged attention than with its own: "
-                f"{what} differs by {difference:.2%}, {limit:.2%} is allowed"
-            )
-    return _Probe(layers=step.layers, vocab_size=ours.logits.shape[-1])
+            return f"{what} differs by {difference:.2%}, {limit:.2%} is allowed"
+    return None
+
+
+def _native_weights(
+    config: ModelConfig, module: PreTrainedModel, probe: _Probe, block_size: int
+) -> NativeWeights | None:
+    """The model as the C++ decoder computes it, where that is fast here and gives what the model itself gives."""
+    fits = NativePages.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=module.device)
+    reason = why_not_native(module, probe.rules)
+    if not fits or not is_fast(module.dtype) or reason is not None:
+        logger.info("%s runs on transformers' code: %s", config.path, reason or "no fast native code on this machine")
+        return None
+    weights = read_weights(module, probe.rules)
+    pages = NativePages(
+        probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
+    )
+    inputs = ModelInputs(
+        token_ids=probe.token_ids,
+        positions=probe.positions,
+        slots=probe.positions[0],
+        sampled_indices=probe.positions[0],
+    )
+    segments = Segments(
+        torch.tensor([[0, _PROBE_TOKENS, 0, 0]], dtype=torch.int32),
+        torch.arange(-(-_PROBE_TOKENS // block_size), dtype=torch.int32),
+    )
+
+    def logits(num_layers: int) -> torch.Tensor:
+        return NativeDecoder(weights, pages, Team(1), num_layers=num_layers).compute(inputs, segments).logits[None]
+
+    # The decoder shows no layer's output, so the first one's is compared behind the model's norm and head.
+    ours = _Output(logits(1), logits(len(weights.layers)))
+    first = probe.own.first_layer
+    own = _Output(module.lm_head(first if len(weights.layers) == 1 else module.model.norm(first)), probe.own.logits)
+    difference = _difference(ours, own)
+    if difference is not None:
+        logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
+        return None
+    return weights
+
+
+def _release_weights(module: PreTrainedModel) -> None:
+    """Free what has been packed; what is still in use elsewhere stays."""
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.model.inputs import to_device
 
 # splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -20,19 +22,45 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
-def sample(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """Draw one token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
+class Draw(Protocol):
+    """Draws a token for some rows by temperature, filters and noise."""
 
-    A row's result depends on that row alone.
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """logits: [_, vocab_size] float32; one token for each of its `rows` → [len(rows)] int64."""
+        ...
+
+
+def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+    """The plain torch way, on any device."""
+    return _draw(logits[to_device(rows, logits.device)], items)
+
+
+def sample(
+    logits: torch.Tensor,
+    items: Sequence[ScheduledSequence],
+    *,
+    likeliest: torch.Tensor | None = None,
+    draw: Draw = draw,
+) -> torch.Tensor:
+    """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
+
+    A row's result depends on that row alone. likeliest: [num_rows] int64, each row's argmax, where it is known already.
     """
+    if likeliest is not None and all(_takes_likeliest(item) for item in items):
+        return likeliest
     logits = _adjusted(logits.float(), items)
-    greedy = logits.argmax(dim=-1)
     drawn = [row for row, item in enumerate(items) if not item.sampling.is_greedy]
-    if not drawn:
-        return greedy
-    rows = torch.tensor(drawn, device=logits.device)
-    greedy[rows] = _draw(logits[rows], [items[row] for row in drawn])
-    return greedy
+    if drawn and len(drawn) == len(items):
+        return draw(logits, drawn, items)
+    token_ids = logits.argmax(dim=-1)
+    if drawn:
+        token_ids[to_device(drawn, logits.device)] = draw(logits, drawn, [items[row] for row in drawn])
+    return token_ids
+
+
+def _takes_likeliest(item: ScheduledSequence) -> bool:
+    sampling = item.sampling
+    return sampling.is_greedy and not (item.history is not None or sampling.logit_bias or item.banned_token_ids)
 
 
 def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
@@ -81,14 +109,12 @@ def _entries(
     """(row, token, value) triples as an index pair and a float tensor."""
     rows, tokens, values = zip(*entries, strict=True)
     device = like.device
-    return (torch.tensor(rows, device=device), torch.tensor(tokens, device=device)), torch.tensor(
-        values, dtype=like.dtype, device=device
-    )
+    return (to_device(rows, device), to_device(tokens, device)), to_device(values, device, like.dtype)
 
 
-def _draw(logits: torch.Tensor, items: list[ScheduledSequence]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+        return to_device(values, logits.device, dtype)[:, None]
 
     params = [item.sampling for item in items]
     logits = logits / column([p.temperature for p in params], torch.float32)

@@ -49,7 +49,7 @@ def test_probes_tell_the_layers_apart_and_leave_nothing_behind() -> None:
         module(torch.zeros(1, 4))
     assert root.module is module
     originals = (Engine.step, Scheduler.schedule, runner.sample)
-    with probes(stopwatch, root.module, vocab_size=9) as missing:
+    with probes(stopwatch, None, root.module, vocab_size=9) as missing:
         module(torch.zeros(1, 4))
     assert not missing
     assert set(stopwatch.seconds) == {LINEAR, HEAD, FORWARD}
@@ -65,3 +65,27 @@ def test_the_linear_layers_of_a_model_come_from_its_configuration(demo_path: Pat
     assert list(layers.body) == (attention + mlp) * 4
     assert layers.head == LinearShape(192, 763)
     assert layers.kv_values_per_token == 2 * 4 * 2 * 32
+
+
+class OwnClock:
+    """A forward pass into which no hook looks."""
+
+    def __init__(self) -> None:
+        self.spent = {"linear": 0.0, "head": 0.0, "attention": 0.0, "rest": 0.0}
+
+    def predict(self) -> None:
+        self.spent["linear"] += 0.25
+
+    def seconds(self) -> dict[str, float]:
+        return dict(self.spent)
+
+
+def test_a_forward_pass_that_counts_by_itself_is_believed() -> None:
+    clock = iter((10.0, 11.0))
+    forward, stopwatch = OwnClock(), Stopwatch(now=lambda: next(clock))
+    with probes(stopwatch, forward, None, vocab_size=9) as missing:
+        forward.predict()
+    assert not missing
+    assert stopwatch.seconds[LINEAR] == 0.25
+    assert stopwatch.seconds[FORWARD] == 0.75
+    assert "predict" not in vars(forward)

@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, go, expire and fail at random on a pool that is too small for them, and settings change."""
 
     requests = Bundle("requests")
+    runner_class: type[FailingOnDemand] = FailingOnDemand
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -73,8 +74,9 @@ class EngineMachine(RuleBasedStateMachine):
             "policy": policy,
         }
         self.num_slots = num_blocks * block_size
+        self.allowed = (max_running, max_running + spare_tokens)
         self.clock = FakeClock()
-        self.runner = FailingOnDemand(self.clock, block_size=block_size)
+        self.runner = self.runner_class(self.clock, block_size=block_size)
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
             clock=self.clock, **self.settings,
@@ -90,15 +92,15 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         tenant=st.sampled_from(["a", "b", "c"]),
         deadline_s=st.sampled_from([None, None, None, 0.05, 0.3]),
+        stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     )
-    def add(self, data: st.DataObject, salt: str, priority: int, tenant: str, deadline_s: float | None) -> str:
+    def add(self, data: st.DataObject, salt: str, **fields: Any) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
-        request = make_request(
-            prompt, max_tokens=max_tokens, cache_salt=salt, priority=priority, tenant=tenant, deadline_s=deadline_s
-        )
+        request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
         try:
             self.engine.add(request)
         except Quarantined:
@@ -152,6 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
     def reconfigure(self, strategy: Any, policy: Any, max_running: int) -> None:
         self.settings |= {"strategy": strategy, "policy": policy, "max_running": max_running}
         self.settings["max_step_tokens"] = max(max_running, self.settings["max_step_tokens"])
+        # A step that is under way may be as large as before.
+        self.allowed = (max(max_running, self.allowed[0]), max(self.settings["max_step_tokens"], self.allowed[1]))
         self.engine.reconfigure(SchedulerConfig(**self.settings))
         self.runner.batches.clear()
 
@@ -180,8 +184,8 @@ class EngineMachine(RuleBasedStateMachine):
     def no_step_exceeds_its_budget(self) -> None:
         if self.runner.batches:
             batch = self.runner.batches[-1]
-            assert 0 < batch.num_tokens <= self.settings["max_step_tokens"]
-            assert len(batch.scheduled) <= self.settings["max_running"]
+            assert 0 < batch.num_tokens <= self.allowed[1]
+            assert len(batch.scheduled) <= self.allowed[0]
 
     @invariant()
     def whoever_has_not_ended_is_waiting_or_running(self) -> None:
@@ -209,7 +213,9 @@ class EngineMachine(RuleBasedStateMachine):
         for request_id, request in self.sent.items():
             if request_id in self.ended_otherwise or request_id in self.outcome.errors:
                 continue
-            expected = expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+            expected = expected_tokens(
+                request.prompt_token_ids, request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
+            )
             assert self.outcome.token_ids[request_id] == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,3 +21,16 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return folder if folder.exists() else save_tiny_model(architecture, folder)
 
     return path
+
+
+@pytest.fixture
+def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, products whose rows do not depend on their place: numpy's BLAS rounds some differently."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_self: object, a, b, c, *_options: object) -> TensorHandle:  # type: ignore[no-untyped-def]
+        return TensorHandle((a.data[:, :, None] * b.data[None]).sum(1) + c.data, c.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

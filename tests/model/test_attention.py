@@ -1,22 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.assembly import build_sync_engine
-from app.config import EngineConfig, ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
-from app.model import native_attention as native
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
-from app.model.native_attention import NativeAttention
+from app.model.native.attention import NativeAttention
+from app.model.native.library import Team
+from app.model.native.memory import NativePages
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
 CPU = torch.device("cpu")
@@ -28,9 +26,13 @@ def torch_attention() -> PagedAttention:
 
 
 def with_native_attention() -> PagedAttention:
-    if not NativeAttention.fits(LAYERS, block_size=16, dtype=torch.float32, device=CPU):
+    return native_attention(LAYERS, num_blocks=NUM_BLOCKS, dtype=torch.float32)
+
+
+def native_attention(layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype) -> NativeAttention:
+    if not NativePages.fits(layers, block_size=16, dtype=dtype, device=CPU):
         pytest.skip("no C++ compiler here")
-    return NativeAttention(LAYERS, num_blocks=NUM_BLOCKS, block_size=16, dtype=torch.float32, num_threads=2)
+    return NativeAttention(NativePages(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(2))
 
 
 BACKENDS = [torch_attention, with_native_attention]
@@ -134,14 +136,12 @@ def test_what_is_not_a_number_in_one_sequence_never_reaches_another(backend: Cal
 def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dtype, num_heads: int) -> None:
     """Bit for bit: whole, in chunks, and beside another sequence; also more query heads than a tile holds."""
     layers = {0: LayerShape(num_kv_heads=1, key_dim=24, value_dim=48)}
-    if not NativeAttention.fits(layers, block_size=16, dtype=dtype, device=CPU):
-        pytest.skip("no C++ compiler here")
     torch.manual_seed(0)
     rules = AttentionRules(scaling=0.2, sliding_window=37)
     qkv = [torch.randn(70, heads, dim).to(dtype) for heads, dim in ((num_heads, 24), (1, 24), (1, 48))]
 
     def run(chunks: list[int], *, beside: bool) -> torch.Tensor:
-        attention = NativeAttention(layers, num_blocks=12, block_size=16, dtype=dtype, num_threads=2)
+        attention = native_attention(layers, num_blocks=12, dtype=dtype)
         outputs, at = [], 0
         for size in chunks:
             items, tensors = [scheduled(at, size, [3, 8, 1, 0, 9])], [t[at : at + size] for t in qkv]
@@ -159,33 +159,3 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dt
     assert torch.allclose(
         whole[69].double(), scores.softmax(-1) @ values[33:70], atol=1e-5 if dtype is torch.float32 else 2e-2
     )
-
-
-def test_without_a_compiler_the_plain_attention_serves(
-    demo_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("app.model.native_attention.shutil.which", lambda name: None)
-    monkeypatch.setattr("app.model.native_attention._library", native._library.__wrapped__)
-    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
-    assert type(engine._runner._attention) is TorchAttention  # type: ignore[attr-defined]
-    assert "no C++ compiler found" in caplog.text
-
-
-def test_a_compiler_that_fails_is_told_and_the_plain_attention_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("app.model.native_attention.shutil.which", lambda name: "/bin/false")
-    assert native._library.__wrapped__() is None
-    assert "cannot be built" in caplog.text
-
-
-def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = native.shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    built = native._built(compiler)
-    stamp = built.stat().st_mtime_ns
-    assert native._built(compiler) == built
-    assert built.stat().st_mtime_ns == stamp
-    assert [path.name for path in built.parent.iterdir()] == [built.name]

@@ -15,7 +15,11 @@ from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
-from app.model.native_attention import NativeAttention
+from app.model.attention import TorchAttention
+from app.model.forward import TransformersForward
+from app.model.native.attention import NativeAttention
+from app.model.native.decoder import NativeDecoder
+from app.model.native.library import is_fast
 from tests.fakes import make_request, run_to_end
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 
@@ -55,24 +59,26 @@ def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, lis
 
 
 def build(
-    path: Path, *, attention: str = "torch", num_slots: int = 800, prefix_caching: bool = True, **scheduler: int
+    path: Path, *, way: str = "torch", num_slots: int = 800, prefix_caching: bool = True, **scheduler: int
 ) -> Engine:
-    """`native` with everything that makes a CPU fast, `torch` with nothing of it and small blocks."""
+    """Ways of computing: `decoder` wholly in C++; `attention` with the rest that makes a CPU fast; `torch`, plainly."""
     settings = {"max_running": 33, "max_step_tokens": 400, "prefill_chunk_tokens": 400} | scheduler
-    is_native = attention == "native"
-    block_size = 16 if is_native else 4
+    block_size = 4 if way == "torch" else 16
+    if way != "torch" and not is_fast(torch.float32):
+        pytest.skip("no C++ compiler here, or a CPU without wide vectors")
     engine = build_sync_engine(
         EngineConfig(
             model=ModelConfig(
-                path=str(path), dtype="float32", device="cpu", num_threads=2, native_attention=is_native,
-                packed_weights=is_native,
+                path=str(path), dtype="float32", device="cpu", num_threads=2, native_decoder=way == "decoder",
+                native_attention=way == "attention", packed_weights=way == "attention",
             ),
             cache=CacheConfig(block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(**settings),
         )
     )  # fmt: skip
-    if is_native and type(engine._runner._attention) is not NativeAttention:  # type: ignore[attr-defined]
-        pytest.skip("no C++ compiler here")
+    forward = engine.runner.forward  # type: ignore[attr-defined]
+    computes = type(forward.attention) if isinstance(forward, TransformersForward) else type(forward)
+    assert computes is {"decoder": NativeDecoder, "attention": NativeAttention, "torch": TorchAttention}[way]
     return engine
 
 
@@ -89,27 +95,31 @@ def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Referen
     return find
 
 
-@pytest.mark.parametrize("attention", ["torch", "native"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+KNOWN_TO_THE_DECODER = ("llama", "qwen2", "qwen3", "mistral")
+WAYS = [(architecture, way) for architecture in ARCHITECTURES for way in ("torch", "attention")]
+WAYS += [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
+
+
+@pytest.mark.parametrize(("architecture", "way"), WAYS)
 class TestArchitecture:
-    def test_alone(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_alone(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), attention=attention, prefix_caching=False)
+        engine = build(tiny_model_path(architecture), way=way, prefix_caching=False)
         for request in expected.requests[:6]:
             outcome = run_to_end(engine, request)
             assert outcome.token_ids[request.request_id] == expected.token_ids[request.request_id]
 
-    def test_among_32_others(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_among_32_others(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
-        engine = build(tiny_model_path(architecture), attention=attention, num_slots=3200)
+        engine = build(tiny_model_path(architecture), way=way, num_slots=3200)
         assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
         assert engine.stats().total_preemptions == 0
 
-    def test_with_chunks_preemption_and_prefix_hits(self, architecture, attention, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
+    def test_with_chunks_preemption_and_prefix_hits(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
         expected = reference(architecture)
         engine = build(
             tiny_model_path(architecture),
-            attention=attention,
+            way=way,
             num_slots=240,
             max_step_tokens=40,
             prefill_chunk_tokens=7,
@@ -126,31 +136,29 @@ def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no
         assert len(tokens) > 20, architecture
 
 
-@pytest.mark.parametrize("attention", ["torch", "native"])
-def test_the_bundled_model(demo_path: Path, attention: str) -> None:
+@pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
+def test_the_bundled_model(demo_path: Path, way: str) -> None:
     requests = random_requests(33, 763, seed=2)
     expected = generate_plainly(demo_path, requests)
     for settings in ({"num_slots": 3200}, {"num_slots": 240, "max_step_tokens": 40, "prefill_chunk_tokens": 7}):
-        assert run_to_end(build(demo_path, attention=attention, **settings), *requests).token_ids == expected
+        assert run_to_end(build(demo_path, way=way, **settings), *requests).token_ids == expected
 
 
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.4, "repetition_penalty": 1.2}
 
 
-@pytest.mark.parametrize("attention", ["torch", "native"])
-def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(
-    demo_path: Path, attention: str
-) -> None:
+@pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
+def test_seeded_sampling_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(demo_path: Path, way: str) -> None:
     requests = tuple(
         make_request(r.prompt_token_ids, max_tokens=20, ignore_eos=True, seed=n, **SAMPLED)
         for n, r in enumerate(random_requests(24, 763, seed=3))
     )
     alone: dict[str, list[int]] = {}
-    engine = build(demo_path, attention=attention, prefix_caching=False)
+    engine = build(demo_path, way=way, prefix_caching=False)
     for request in requests:
         alone |= run_to_end(engine, request).token_ids
-    together = build(demo_path, attention=attention, num_slots=3200)
+    together = build(demo_path, way=way, num_slots=3200)
     assert run_to_end(together, *requests).token_ids == alone
-    cramped = build(demo_path, attention=attention, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
+    cramped = build(demo_path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
     assert run_to_end(cramped, *reversed(requests)).token_ids == alone
     assert cramped.stats().total_preemptions > 0

@@ -1,0 +1,280 @@
+"""Paged attention on CUDA with Triton kernels of ours (`kernels.py`): nothing beside what a CUDA torch brings.
+
+Single tokens of many sequences are split over their keys (Flash-Decoding), longer pieces are tiled over tokens
+(FlashAttention); both work on the packed row and the paged KV memory directly, without a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.model.attention import AttentionRules, AttentionStep
+from app.model.cuda.block_tables import BlockTables
+from app.model.inputs import ModelInputs, to_device
+from app.model.kv_cache import KVCache, LayerShape
+
+_LOG2_E = math.log2(math.e)
+_MIN_DOT = 16  # the smallest side of a matrix product in Triton
+# Tokens times query heads of one KV head in a prefill tile, by bytes of a number: 64 is what one wgmma takes. float32
+# is multiplied outside the tensor cores, where more rows do not fit into the registers.
+_PREFILL_ROWS = {2: 64, 4: 16}
+_TILE_BYTES = 64 * 1024  # keys and values of one tile, so that two tiles fit into shared memory
+_PROGRAMS_PER_SM = 16  # decode programs launched for each multiprocessor, if there are that many splits
+
+
+class TritonAttention:
+    """Paged KV memory and the kernels over it.
+
+    A row's result does not depend on the other rows of its step: splits and tiles follow from positions alone. With
+    `batch_invariant`, single tokens go through the same kernel as longer pieces too, so that it does not even matter
+    in which pieces a sequence was computed; that is slower for few long sequences.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+        split_tokens: int = 256,
+        max_splits: int = 32,
+    ) -> None:
+        """KV memory of `num_blocks` blocks for at most `max_rows` sequences a step, of up to `max_blocks` blocks each.
+
+        A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
+        """
+        assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
+        assert split_tokens == _padded(split_tokens, 1), f"{split_tokens} is no power of two"
+        assert max_splits == _padded(max_splits, 1), f"{max_splits} is no power of two"
+        self.block_size = block_size
+        self.batch_invariant = batch_invariant
+        self.device = device
+        self.scratch_slot = num_blocks * block_size  # in one more block, which no sequence owns
+        self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
+        self.tables = BlockTables(
+            max_rows=max_rows, max_blocks=max_blocks, scratch_block=num_blocks, device=device
+        )  # fmt: skip
+        self.split_tokens = split_tokens
+        self.max_splits = max_splits
+        self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
+        _kernels()  # an import that fails shall fail here
+
+    @staticmethod
+    def fits(device: torch.device) -> bool:
+        """Whether this machine can use it."""
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+        segments = self._segments(batch.scheduled)
+        single = [segment for segment in segments if segment[1] == 1]
+        return TritonStep(
+            self,
+            inputs.slots,
+            single=_columns(single, self.device) if single else None,
+            longer=[segment for segment in segments if segment[1] > 1],
+        )
+
+    def begin_decode(self, slots: torch.Tensor, segments: torch.Tensor) -> AttentionStep:
+        """A step of single tokens whose facts are on the device already.
+
+        slots: [num_tokens]; segments: [4, num_tokens] as in `kernels.py`; both int64. What the step does depends
+        on their sizes only, their content may change between replays of a CUDA graph.
+        """
+        return TritonStep(self, slots, single=segments, longer=[])
+
+    def _segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
+        """Of each sequence: first token in the packed row, tokens, position of the first, row of its block table."""
+        sizes = [len(item.token_ids) for item in items]
+        starts = accumulate(sizes, initial=0)
+        rows = self.tables.update(items)
+        return [
+            (first, size, item.start, row)
+            for first, size, item, row in zip(starts, sizes, items, rows, strict=False)  # starts has the end too
+        ]
+
+
+class TritonStep:
+    """One forward pass: write the new tokens' KV, then attend over blocks."""
+
+    def __init__(
+        self,
+        attention: TritonAttention,
+        slots: torch.Tensor,
+        *,
+        single: torch.Tensor | None,
+        longer: list[tuple[int, int, int, int]],
+    ) -> None:
+        self._attention = attention
+        self._slots = slots
+        self._single = single  # [4, num_segments]
+        self._longer = longer
+        self._pieces: dict[int, torch.Tensor] = {}  # `longer` cut up, by tokens in a piece: [4, num_segments]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        launch = _Launch(self._attention, layer, query, key, value, rules)
+        launch.write(self._slots)
+        if self._single is not None:
+            if self._attention.batch_invariant:
+                launch.prefill(self._single)
+            else:
+                launch.decode(self._single)
+        if self._longer:
+            launch.prefill(self._cut(launch.tokens_per_piece))
+        return launch.output
+
+    def _cut(self, max_tokens: int) -> torch.Tensor:
+        """The longer segments in pieces that a tile takes; the same for all layers of a shape."""
+        pieces = self._pieces.get(max_tokens)
+        if pieces is None:
+            cut = [
+                (first + offset, min(max_tokens, size - offset), start + offset, row)
+                for first, size, start, row in self._longer
+                for offset in range(0, size, max_tokens)
+            ]
+            pieces = self._pieces[max_tokens] = _columns(cut, self._attention.device)
+        return pieces
+
+
+class _Launch:
+    """The kernels of one layer in one step, with everything they take."""
+
+    def __init__(
+        self,
+        attention: TritonAttention,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rules: AttentionRules,
+    ) -> None:
+        self._attention = attention
+        self._query, self._key, self._value = query, key, value
+        self._keys, self._values = attention.cache.layer(layer)
+        self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
+        self._window = rules.sliding_window or 0
+        self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
+        self.group = self.num_heads // self.num_kv_heads
+        self.output = query.new_empty(query.shape[0], self.num_heads, value.shape[-1])
+        key_padded, value_padded = _padded(key.shape[-1], _MIN_DOT), _padded(value.shape[-1], _MIN_DOT)
+        # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
+        self._numbers = {
+            "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
+            "cap": (rules.softcap or 0.0) * _LOG2_E,
+            "window": self._window,
+        }
+        self._shape = {
+            "num_kv_heads": self.num_kv_heads,
+            "key_dim": key.shape[-1],
+            "value_dim": value.shape[-1],
+            "key_padded": key_padded,
+            "value_padded": value_padded,
+        }
+        self._tile = _tile((key_padded + value_padded) * query.element_size(), at_most=attention.split_tokens)
+        self._attend: dict[str, Any] = {
+            **self._numbers,
+            **self._shape,
+            "table_stride": attention.tables.tensor.shape[1],
+            "group": self.group,
+            "block_size": attention.block_size,
+            "tile": self._tile,
+            "has_window": rules.sliding_window is not None,
+            "has_cap": rules.softcap is not None,
+            "widen": attention.device.type == "cpu",
+        }
+        self._has_sinks = rules.sinks is not None
+
+    @property
+    def tokens_per_piece(self) -> int:
+        """Tokens of one sequence that a prefill tile takes."""
+        return self._prefill_rows // self.group
+
+    @property
+    def _prefill_rows(self) -> int:
+        return max(_PREFILL_ROWS[self._query.element_size()], _padded(self.group, 1))
+
+    def write(self, slots: torch.Tensor) -> None:
+        key, value = self._key, self._value
+        _kernels().write_kernel[(key.shape[0],)](
+            key, value, slots, self._keys, self._values, *key.stride()[:2], *value.stride()[:2],
+            heads_padded=_padded(self.num_kv_heads, 1), **self._shape,
+        )  # fmt: skip
+
+    def decode(self, segments: torch.Tensor) -> None:
+        attention, query = self._attention, self._query
+        num_segments = segments.shape[1]
+        splits = {
+            "tile": self._tile, "min_split": attention.split_tokens, "max_splits": attention.max_splits,
+        }  # fmt: skip
+        parts = (num_segments, self.num_heads, attention.max_splits)
+        highest, total = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
+        weighted = torch.empty(*parts, self._value.shape[-1], dtype=torch.float32, device=query.device)
+        num_lanes = min(attention.max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
+        _kernels().decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
+            query, self._keys, self._values, attention.tables.tensor, segments, highest, total, weighted,
+            *query.stride()[:2], num_rows=_padded(self.group, _MIN_DOT), num_warps=4, num_stages=2,
+            **(self._attend | splits),
+        )  # fmt: skip
+        _kernels().reduce_kernel[(num_segments, self.num_heads)](
+            highest, total, weighted, segments, self._sinks, self.output, self._window,
+            value_dim=self._shape["value_dim"], value_padded=self._shape["value_padded"],
+            has_window=self._attend["has_window"], has_sinks=self._has_sinks, **splits,
+        )  # fmt: skip
+
+    def prefill(self, segments: torch.Tensor) -> None:
+        query = self._query
+        _kernels().prefill_kernel[(segments.shape[1], self.num_kv_heads)](
+            query, self._keys, self._values, self._attention.tables.tensor, segments, self._sinks, self.output,
+            *query.stride()[:2], num_rows=self._prefill_rows, has_sinks=self._has_sinks, num_warps=4, num_stages=2,
+            **self._attend,
+        )  # fmt: skip
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
+    from app.model.cuda import kernels
+
+    return kernels
+
+
+def _columns(segments: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    """Segments as the kernels read them: [4, num_segments] int64."""
+    return to_device(list(zip(*segments, strict=True)), device)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _padded(size: int, smallest: int) -> int:
+    """The next power of two: the only sizes of a tile."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def _tile(token_bytes: int, *, at_most: int) -> int:
+    """Keys in one tile: as many as shared memory takes, at most 64."""
+    tile = min(64, at_most)
+    while tile > _MIN_DOT and tile * token_bytes > _TILE_BYTES:
+        tile //= 2
+    return tile
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    """One for Triton's interpreter on a CPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -1,0 +1,112 @@
+"""A forward pass on CUDA whose rows do not depend, in any bit, on the other rows of the step.
+
+Libraries choose tiles and the order of sums by the number of rows, so a request's logits change in their last bits with
+whatever shares its batch. Here every operator of a forward pass that sums goes to a kernel that chooses nothing, after
+"Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) and its batch_invariant_ops. There the
+operators are replaced for the whole process; here a dispatch mode replaces them around the forward pass alone. A
+captured decode step pays for that once, when it is captured.
+
+Row by row already, in torch's own kernels: layer and RMS norms, softmax, elementwise operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.errors import UnsupportedModel
+
+_MEAN_TILE = 1024
+
+
+class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around a forward pass: `with BatchInvariantMode(): module(...)`.
+
+    Raises, in the forward pass:
+        UnsupportedModel: it uses an operator that sums in an order of its own and has no replacement here.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ours = _OURS.get(func)
+        if ours is not None:
+            return ours(*args, **kwargs)
+        if func in _REFUSED:
+            raise UnsupportedModel(f"batch_invariant: the model uses {func}, for which there is no invariant kernel")
+        with self:  # linear, matmul, einsum: made of the operators above
+            made_of = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if made_of is NotImplemented else made_of
+
+
+def invariant_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[num_rows, depth] times [depth, num_columns]."""
+    return _product(left[None], right[None], None)[0]
+
+
+def invariant_addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """The same plus bias: [num_columns]."""
+    if beta != 1 or alpha != 1 or bias.dim() != 1:
+        raise UnsupportedModel("batch_invariant: the model adds something other than a bias to a matrix product")
+    return _product(left[None], right[None], bias)[0]
+
+
+def invariant_bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[num_batches, num_rows, depth] times [num_batches, depth, num_columns]."""
+    return _product(left, right, None)
+
+
+def invariant_mean(
+    values: torch.Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The mean over the last dimension."""
+    if dims is None or [dim % values.dim() for dim in dims] != [values.dim() - 1]:
+        raise UnsupportedModel(
+            f"batch_invariant: the model takes a mean over dimensions {dims}, not over the last alone"
+        )
+    values = values.contiguous()
+    means = torch.empty(values.shape[:-1], dtype=dtype or values.dtype, device=values.device)
+    _kernels().mean_kernel[(means.numel(),)](values, means, values.shape[-1], tile=_MEAN_TILE)
+    return means[..., None] if keepdim else means
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    num_batches, num_rows, depth = left.shape
+    num_columns = right.shape[2]
+    output = left.new_empty(num_batches, num_rows, num_columns)
+    # One configuration for every shape and type: 64 rows are one wgmma, and float32 takes half the depth.
+    tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // left.element_size()}
+    grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
+    _kernels().matmul_kernel[grid](
+        left, right, left if bias is None else bias, output, num_rows, num_columns, depth, *left.stride(),
+        *right.stride(), **tiles, has_bias=bias is not None, widen=left.device.type == "cpu", num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return output
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
+    from app.model.cuda import invariant_kernels
+
+    return invariant_kernels
+
+
+_aten = torch.ops.aten
+_OURS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.mm.default: invariant_mm,
+    _aten.addmm.default: invariant_addmm,
+    _aten.bmm.default: invariant_bmm,
+    _aten.mean.dim: invariant_mean,
+}
+_REFUSED = frozenset({
+    _aten.baddbmm.default, _aten.mv.default, _aten.addmv.default, _aten.dot.default, _aten.mean.default,
+    _aten._grouped_mm.default, _aten._scaled_mm.default, _aten.convolution.default,
+})  # fmt: skip

@@ -1,0 +1,70 @@
+"""Each sequence's block ids on the device, kept from step to step so that only new ones travel there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from app.engine.batch import ScheduledSequence
+from app.model.inputs import to_device
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence's place in the table. Holds its list of block ids, so that no other list takes over its identity."""
+
+    index: int
+    block_ids: list[int]
+    num_written: int = 0
+
+
+class BlockTables:
+    """One row of block ids for each sequence that was computed lately.
+
+    A decoding sequence gains a block every `block_size` steps, so a step usually has a handful of numbers to send, not
+    a table. A sequence is known by its list of block ids: the scheduler replaces that list when it takes the blocks
+    back, and never shortens it.
+    """
+
+    def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
+        """Room for `max_rows` sequences in one step, of up to `max_blocks` blocks each."""
+        self.scratch_row = max_rows  # stands for no sequence: its tokens go to the scratch block
+        self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.tensor[self.scratch_row] = scratch_block
+        self._free = list(reversed(range(max_rows)))
+        self._rows: dict[int, _Row] = {}  # by the identity of the list of block ids
+
+    def update(self, items: Sequence[ScheduledSequence]) -> list[int]:
+        """Write what the device does not know yet; returns each item's row."""
+        rows = [self._row(item.block_ids, items) for item in items]
+        width = self.tensor.shape[1]
+        where: list[int] = []
+        block_ids: list[int] = []
+        for row in rows:
+            num_blocks = len(row.block_ids)
+            assert num_blocks <= width, f"a sequence has {num_blocks} blocks, the table has room for {width}"
+            if row.num_written < num_blocks:
+                where += range(row.index * width + row.num_written, row.index * width + num_blocks)
+                block_ids += row.block_ids[row.num_written :]
+                row.num_written = num_blocks
+        if where:
+            new = to_device([where, block_ids], self.tensor.device)
+            self.tensor.view(-1).index_copy_(0, new[0], new[1].int())
+        return [row.index for row in rows]
+
+    def _row(self, block_ids: list[int], items: Sequence[ScheduledSequence]) -> _Row:
+        row = self._rows.get(id(block_ids))
+        if row is None:
+            if not self._free:
+                self._forget_all_but(items)
+            row = self._rows[id(block_ids)] = _Row(self._free.pop(), block_ids)
+        return row
+
+    def _forget_all_but(self, items: Sequence[ScheduledSequence]) -> None:
+        """Free the rows of sequences that are not in this step: most have ended."""
+        present = {id(item.block_ids) for item in items}
+        absent = [key for key in self._rows if key not in present]
+        assert absent, f"more than {self.scratch_row} sequences in one step"
+        self._free += [self._rows.pop(key).index for key in absent]

@@ -1,0 +1,213 @@
+"""Steps on a GPU: launched without waiting, decode steps from graphs captured once.
+
+A step is hundreds of launches from Python; a graph makes them one. A step in which every sequence has one token looks
+the same each time but for its content. Its facts are copied into tensors that stay where they are, padded to the next
+of a few captured sizes, and the captured work is replayed. Spare rows belong to no sequence: they write to a scratch
+slot, and what they draw is thrown away. Every other step runs eagerly.
+
+All work goes to one stream, in order: a step may be launched while the one before it runs, and reads the tokens which
+that one draws from where they lie on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.model.attention import AttentionStep
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.batch_invariant import BatchInvariantMode
+from app.model.inputs import build_inputs
+from app.model.loader import LoadedModel
+from app.model.sampler import sample
+
+logger = logging.getLogger(__name__)
+
+# Takes a function that reads and writes tensors that stay where they are; gives one that does the same work again and
+# leaves the result in the same tensor.
+Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
+
+_LARGEST = 512  # beyond it a step takes so long that its launches do not matter
+
+
+class GraphModelRunner:
+    """Launches batches on one model: decode steps by replay, the others eagerly."""
+
+    def __init__(
+        self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
+    ) -> None:
+        """Capture every size up to `max_rows` sequences; seconds on a GPU. What cannot be captured runs eagerly."""
+        self._model = model
+        self._attention = attention
+        self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
+            BatchInvariantMode if attention.batch_invariant else nullcontext
+        )
+        self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
+        self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of whatever was replayed last
+        self._graphs: dict[int, _Graph] = {}
+        self._sizes = graph_sizes(max_rows)
+        if capture is not None:
+            self._capture_all(capture)
+
+    def run(self, batch: Batch) -> list[int]:
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> DrawnTokens:
+        """Queue a step. A token id -1 - n in it is what the step launched before draws as its n-th token."""
+        graph = self._graph_for(batch)
+        logits = self._eager_logits(batch) if graph is None else self._replayed_logits(graph, batch)
+        self._drawn = sample(logits, batch.sampled)
+        return DrawnTokens(self._drawn)
+
+    def _eager_logits(self, batch: Batch) -> torch.Tensor:
+        inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
+        return self._forward(
+            self._known(inputs.token_ids, batch.scheduled),
+            inputs.positions,
+            logits_to_keep=inputs.sampled_indices,
+            paged=self._attention.begin_step(batch, inputs),
+        )
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        logits_to_keep: torch.Tensor | int,
+        paged: AttentionStep,
+    ) -> torch.Tensor:
+        """token_ids, positions: [1, num_tokens] → [num_kept, vocab_size]."""
+        with self._arithmetic():
+            logits: torch.Tensor = self._model.module(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                paged=paged,
+            ).logits[0]
+        return logits
+
+    def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
+        graph.fill(batch.scheduled, self._attention)
+        known = self._known(graph.token_ids, batch.scheduled)
+        if known is not graph.token_ids:
+            graph.token_ids.copy_(known)
+        return graph.replay()[: len(batch.scheduled)]
+
+    def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """The token ids with those that the step before draws."""
+        if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
+            return token_ids
+        return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
+
+    def _graph_for(self, batch: Batch) -> _Graph | None:
+        num_rows = len(batch.scheduled)
+        if not self._graphs or num_rows > self._sizes[-1]:
+            return None
+        if not all(len(item.token_ids) == 1 and item.samples for item in batch.scheduled):
+            return None
+        return self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]]
+
+    @torch.inference_mode()
+    def _capture_all(self, capture: Capture) -> None:
+        graphs: dict[int, _Graph] = {}
+        try:
+            for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
+                graphs[size] = self._captured(size, capture)
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            logger.warning("decode steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason)
+            return
+        self._graphs = graphs
+        logger.info("decode steps of up to %d sequences run from %d CUDA graphs", self._sizes[-1], len(graphs))
+
+    def _captured(self, size: int, capture: Capture) -> _Graph:
+        facts = torch.tensor(
+            columns_of([], [], size=size, attention=self._attention), dtype=torch.long, device=self._model.device
+        )
+        return _Graph(facts, capture(lambda: self._static_logits(facts)))
+
+    def _static_logits(self, facts: torch.Tensor) -> torch.Tensor:
+        """The captured work: from facts that lie on the device to logits that stay there."""
+        token_ids, slots, segments = facts[0], facts[1], facts[2:]
+        logits = self._forward(
+            token_ids[None],
+            segments[2][None],
+            logits_to_keep=0,  # all of them
+            paged=self._attention.begin_decode(slots, segments),
+        )
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        # One result for all sizes: each of its own would keep a vocabulary of numbers for every row of every size.
+        return self._logits[: logits.shape[0]].copy_(logits)
+
+
+class DrawnTokens:
+    """The tokens of a step that may still run, on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        """token_ids: [num_sampled]."""
+        self._host, self._copied = token_ids, None
+        if token_ids.is_cuda:
+            self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._host.copy_(token_ids, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def result(self) -> list[int]:
+        """Wait for this step, not for those launched after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids: list[int] = self._host.tolist()
+        return token_ids
+
+
+class _Graph:
+    """Captured work of one size and the tensor it reads."""
+
+    def __init__(self, facts: torch.Tensor, replay: Callable[[], torch.Tensor]) -> None:
+        """facts: [6, size] int64, rows as in `columns_of`."""
+        self._facts = facts
+        self.token_ids = facts[0]
+        self.replay = replay  # returns [size, vocab_size]
+
+    def fill(self, items: Sequence[ScheduledSequence], attention: TritonAttention) -> None:
+        """Write a step's facts where the captured work reads them: one copy, not waited for."""
+        rows = attention.tables.update(items)
+        columns = columns_of(items, rows, size=self._facts.shape[1], attention=attention)
+        new = torch.tensor(columns, dtype=torch.long, pin_memory=self._facts.is_cuda)
+        self._facts.copy_(new, non_blocking=True)
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """The sizes to capture: finely spaced where a spare row weighs most."""
+    largest = min(max_rows, _LARGEST)
+    ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST, 32)]
+    return (*(size for size in ladder if size < largest), largest)
+
+
+def columns_of(
+    items: Sequence[ScheduledSequence], rows: Sequence[int], *, size: int, attention: TritonAttention
+) -> list[list[int]]:
+    """A step of single tokens, one column for each, filled up to `size` with columns of no sequence.
+
+    rows: of the block tables, one for each item. Returns [6, size]: token id, slot, and the four rows of a segment
+    (`kernels.py`): place in the packed row, number of tokens, position, row of the block table.
+    """
+    block_size, spare = attention.block_size, size - len(items)
+    slots = [item.block_ids[item.start // block_size] * block_size + item.start % block_size for item in items]
+    return [
+        [item.token_ids[0] for item in items] + [0] * spare,
+        slots + [attention.scratch_slot] * spare,
+        list(range(size)),
+        [1] * size,
+        [item.start for item in items] + [0] * spare,
+        list(rows) + [attention.tables.scratch_row] * spare,
+    ]

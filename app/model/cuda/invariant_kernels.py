@@ -1,0 +1,83 @@
+"""Triton kernels whose rows come out the same bit for bit, however many rows there are. See `batch_invariant.py`.
+
+Tiles have one size for all shapes and each sum is one loop in one order: nothing is chosen by the number of rows, as
+cuBLAS and torch's reductions do. No `from __future__ import annotations` here: Triton reads the annotations. `widen` is
+set in Triton's interpreter, which cannot multiply matrices of bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+
+# Else one row, or a multiple of 16, would be compiled differently from other numbers of rows.
+@triton.jit(do_not_specialize=["num_rows", "left_batch_stride"])
+def matmul_kernel(
+    left,  # [num_batches, num_rows, depth]
+    right,  # [num_batches, depth, num_columns]
+    bias,  # [num_columns]
+    output,  # [num_batches, num_rows, num_columns], contiguous
+    num_rows,
+    num_columns,
+    depth,
+    left_batch_stride,
+    left_row_stride,
+    left_depth_stride,
+    right_batch_stride,
+    right_depth_stride,
+    right_column_stride,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_depth: tl.constexpr,
+    has_bias: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """A matrix product. Grid: (row tiles, column tiles, num_batches): programs side by side share their weights."""
+    batch = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    in_depth = tl.arange(0, tile_depth)
+    left += batch * left_batch_stride
+    right += batch * right_batch_stride
+    total = tl.zeros([tile_rows, tile_columns], tl.float32)
+    for start in range(0, depth, tile_depth):
+        at = start + in_depth
+        a = tl.load(
+            left + rows[:, None].to(tl.int64) * left_row_stride + at[None, :] * left_depth_stride,
+            mask=(rows[:, None] < num_rows) & (at[None, :] < depth),
+            other=0.0,
+        )
+        b = tl.load(
+            right + at[:, None].to(tl.int64) * right_depth_stride + columns[None, :].to(tl.int64) * right_column_stride,
+            mask=(at[:, None] < depth) & (columns[None, :] < num_columns),
+            other=0.0,
+        )
+        if widen:
+            total += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
+    if has_bias:
+        total += tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+    out = (batch * num_rows + rows[:, None]) * num_columns + columns[None, :]
+    tl.store(
+        output + out,
+        total.to(output.dtype.element_ty),
+        mask=(rows[:, None] < num_rows) & (columns[None, :] < num_columns),
+    )
+
+
+@triton.jit
+def mean_kernel(
+    values,  # [num_rows, size], contiguous
+    output,  # [num_rows]
+    size,
+    tile: tl.constexpr,
+):
+    """The mean of each row. Grid: (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    in_tile = tl.arange(0, tile)
+    total = tl.zeros([tile], tl.float32)
+    for start in range(0, size, tile):
+        at = start + in_tile
+        total += tl.load(values + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / size
+    tl.store(output + row, mean.to(output.dtype.element_ty))

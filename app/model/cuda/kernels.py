@@ -1,0 +1,337 @@
+"""Triton kernels of paged attention; `attention.py` says when which of them runs. Imported only there, on first
+use, because importing it needs Triton.
+
+A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous. What a program works on is a
+*segment*: consecutive new tokens of one sequence, a column of an integer matrix with four rows,
+
+    [first token in the packed row, number of tokens, position of the first, row of its block table]
+
+All kernels read these facts from the device and take their grids from padded sizes, so a launch can be captured in a
+CUDA graph and replayed for other sequences. Sums run over key tiles in the order of positions, tile borders at fixed
+positions, so a row's result depends on nothing that shares its step. The running softmax is that of FlashAttention (Dao
+et al., 2022), the split over keys that of Flash-Decoding (Dao, Haziza, Massa & Sizov, 2023).
+
+No `from __future__ import annotations` here: Triton reads the annotations. `widen` is set in Triton's interpreter,
+which cannot multiply matrices of bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def write_kernel(
+    new_keys,  # [num_tokens, num_kv_heads, key_dim]
+    new_values,  # [num_tokens, num_kv_heads, value_dim]
+    slots,  # [num_tokens]
+    keys,  # [num_blocks, block_size, num_kv_heads, key_dim]
+    values,  # [num_blocks, block_size, num_kv_heads, value_dim]
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    num_kv_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    heads_padded: tl.constexpr,
+    key_padded: tl.constexpr,
+    value_padded: tl.constexpr,
+):
+    """Store a new token's keys and values at its slot. Grid: (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.arange(0, heads_padded)[:, None]
+    key_at = tl.arange(0, key_padded)[None, :]
+    mask = (heads < num_kv_heads) & (key_at < key_dim)
+    new = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + key_at, mask=mask)
+    tl.store(keys + slot * (num_kv_heads * key_dim) + heads * key_dim + key_at, new, mask=mask)
+    value_at = tl.arange(0, value_padded)[None, :]
+    mask = (heads < num_kv_heads) & (value_at < value_dim)
+    new = tl.load(new_values + token * value_token_stride + heads * value_head_stride + value_at, mask=mask)
+    tl.store(values + slot * (num_kv_heads * value_dim) + heads * value_dim + value_at, new, mask=mask)
+
+
+@triton.jit
+def _first_tile(position, window, has_window: tl.constexpr, tile: tl.constexpr):
+    """Where the tile begins that holds the first key a token at `position` sees."""
+    first = position * 0
+    if has_window:
+        first = tl.maximum(position + 1 - window, 0) // tile * tile
+    return first
+
+
+@triton.jit
+def _split_size(span, min_split: tl.constexpr, max_splits: tl.constexpr, tile: tl.constexpr):
+    """Keys in one split: a function of the span alone, whole tiles, at most `max_splits` of them."""
+    return tl.maximum(tl.cdiv(span, max_splits * tile) * tile, min_split)
+
+
+@triton.jit
+def _attend(
+    query,  # [num_rows, key_padded]
+    positions,  # [num_rows], of the rows' tokens
+    keys,  # of this KV head, at slot 0
+    values,
+    table,  # of this sequence
+    first,  # keys at positions first, …, last - 1 are looked at; first is a multiple of tile
+    last,
+    scale,
+    cap,
+    window,
+    num_rows: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_padded: tl.constexpr,
+    value_padded: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """Softmax-weighted values over a range of keys: (highest score in powers of two, sum of weights, weighted sum)."""
+    highest = tl.full([num_rows], float("-inf"), tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    weighted = tl.zeros([num_rows, value_padded], tl.float32)
+    key_at = tl.arange(0, key_padded)
+    value_at = tl.arange(0, value_padded)
+    in_tile = tl.arange(0, tile)
+    for start in range(first, last, tile):
+        at = start + in_tile
+        # What lies behind `last` belongs to nobody: loaded as zero, for a weight of zero would let a NaN through.
+        is_own = at < last
+        blocks = tl.load(table + at // block_size, mask=is_own, other=0).to(tl.int64)
+        slots = blocks * block_size + at % block_size
+        key = tl.load(
+            keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None],
+            mask=is_own[None, :] & (key_at[:, None] < key_dim),
+            other=0.0,
+        )
+        value = tl.load(
+            values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :],
+            mask=is_own[:, None] & (value_at[None, :] < value_dim),
+            other=0.0,
+        )
+        if widen:
+            scores = tl.dot(query.to(tl.float32), key.to(tl.float32), input_precision="ieee") * scale
+        else:
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+        if has_cap:
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap  # tanh
+        visible = at[None, :] <= positions[:, None]
+        if has_window:
+            visible = visible & (at[None, :] > positions[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        # A row may see nothing of its first tiles: its highest score stays -inf, and -inf - -inf is not a number.
+        subtract = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - subtract[:, None])
+        shrink = tl.exp2(highest - subtract)
+        total = total * shrink + tl.sum(weights, 1)
+        weighted = weighted * shrink[:, None]
+        if widen:
+            weighted += tl.dot(weights.to(value.dtype).to(tl.float32), value.to(tl.float32), input_precision="ieee")
+        else:
+            weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
+        highest = higher
+    return highest, total, weighted
+
+
+@triton.jit
+def decode_kernel(
+    query,  # [num_tokens, num_heads, key_dim]
+    keys,
+    values,
+    tables,  # [num_table_rows, table_stride]
+    segments,  # [4, num_segments], one token each
+    highest_out,  # [num_segments, num_heads, max_splits]
+    total_out,  # [num_segments, num_heads, max_splits]
+    weighted_out,  # [num_segments, num_heads, max_splits, value_dim]
+    query_token_stride,
+    query_head_stride,
+    scale,
+    cap,
+    window,
+    table_stride: tl.constexpr,
+    group: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_padded: tl.constexpr,
+    value_padded: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    min_split: tl.constexpr,
+    max_splits: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """Single tokens, their keys in splits side by side; the query heads of one KV head are the rows of a tile.
+
+    Grid: (num_segments, num_kv_heads, num_lanes); a lane takes every num_lanes-th split, so that the number of programs
+    is settled without changing what a split is.
+    """
+    segment, kv_head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_segments = tl.num_programs(0)
+    position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
+    first = _first_tile(position, window, has_window, tile)
+    split = _split_size(position + 1 - first, min_split, max_splits, tile)
+    num_splits = tl.cdiv(position + 1 - first, split)
+    if lane >= num_splits:
+        return
+    token = tl.load(segments + segment).to(tl.int64)
+    table = tables + tl.load(segments + 3 * num_segments + segment).to(tl.int64) * table_stride
+    rows = tl.arange(0, num_rows)
+    heads = kv_head * group + rows
+    key_at = tl.arange(0, key_padded)
+    value_at = tl.arange(0, value_padded)
+    queries = tl.load(
+        query + token * query_token_stride + heads[:, None] * query_head_stride + key_at[None, :],
+        mask=(rows[:, None] < group) & (key_at[None, :] < key_dim),
+        other=0.0,
+    )
+    positions = tl.zeros([num_rows], tl.int32) + position
+    out = (segment.to(tl.int64) * (num_kv_heads * group) + heads) * max_splits
+    for index in range(lane, num_splits, tl.num_programs(2)):
+        start = first + index * split
+        highest, total, weighted = _attend(
+            queries, positions, keys + kv_head * key_dim, values + kv_head * value_dim, table,
+            start, tl.minimum(start + split, position + 1), scale, cap, window,
+            num_rows, num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+            has_window, has_cap, widen,
+        )  # fmt: skip
+        tl.store(highest_out + out + index, highest, mask=rows < group)
+        tl.store(total_out + out + index, total, mask=rows < group)
+        tl.store(
+            weighted_out + (out + index)[:, None] * value_dim + value_at[None, :],
+            weighted,
+            mask=(rows[:, None] < group) & (value_at[None, :] < value_dim),
+        )
+
+
+@triton.jit
+def reduce_kernel(
+    highest_in,  # [num_segments, num_heads, max_splits]
+    total_in,
+    weighted_in,  # [num_segments, num_heads, max_splits, value_dim]
+    segments,  # [4, num_segments]
+    sinks,  # [num_heads]
+    output,  # [num_tokens, num_heads, value_dim]
+    window,
+    value_dim: tl.constexpr,
+    value_padded: tl.constexpr,
+    tile: tl.constexpr,
+    min_split: tl.constexpr,
+    max_splits: tl.constexpr,
+    has_window: tl.constexpr,
+    has_sinks: tl.constexpr,
+):
+    """The splits of one head and token joined. Grid: (num_segments, num_heads)."""
+    segment, head = tl.program_id(0), tl.program_id(1)
+    num_segments, num_heads = tl.num_programs(0), tl.num_programs(1)
+    position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
+    span = position + 1 - _first_tile(position, window, has_window, tile)
+    num_splits = tl.cdiv(span, _split_size(span, min_split, max_splits, tile))
+    splits = tl.arange(0, max_splits)
+    value_at = tl.arange(0, value_padded)
+    row = (segment.to(tl.int64) * num_heads + head) * max_splits
+    highest = tl.load(highest_in + row + splits, mask=splits < num_splits, other=float("-inf"))
+    total = tl.load(total_in + row + splits, mask=splits < num_splits, other=0.0)
+    weighted = tl.load(
+        weighted_in + (row + splits)[:, None] * value_dim + value_at[None, :],
+        mask=(splits[:, None] < num_splits) & (value_at[None, :] < value_dim),
+        other=0.0,
+    )
+    above = tl.max(highest, 0)
+    if has_sinks:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        above = tl.maximum(above, sink)
+    shares = tl.exp2(highest - above)
+    denominator = tl.sum(shares * total, 0)
+    if has_sinks:
+        denominator += tl.exp2(sink - above)
+    result = tl.sum(weighted * shares[:, None], 0) / denominator
+    token = tl.load(segments + segment).to(tl.int64)
+    out = output + (token * num_heads + head) * value_dim + value_at
+    tl.store(out, result.to(output.dtype.element_ty), mask=value_at < value_dim)
+
+
+@triton.jit
+def prefill_kernel(
+    query,  # [num_tokens, num_heads, key_dim]
+    keys,
+    values,
+    tables,  # [num_table_rows, table_stride]
+    segments,  # [4, num_segments], at most num_rows // group tokens each
+    sinks,  # [num_heads]
+    output,  # [num_tokens, num_heads, value_dim]
+    query_token_stride,
+    query_head_stride,
+    scale,
+    cap,
+    window,
+    table_stride: tl.constexpr,
+    group: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_padded: tl.constexpr,
+    value_padded: tl.constexpr,
+    block_size: tl.constexpr,
+    tile: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """Several tokens of one sequence after what is in its blocks already. Grid: (num_segments, num_kv_heads).
+
+    The rows of a tile are tokens times the query heads of one KV head, so that each key is loaded once for all.
+    """
+    segment, kv_head = tl.program_id(0), tl.program_id(1)
+    num_segments = tl.num_programs(0)
+    token = tl.load(segments + segment).to(tl.int64)
+    num_tokens = tl.load(segments + num_segments + segment).to(tl.int32)
+    start = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
+    table = tables + tl.load(segments + 3 * num_segments + segment).to(tl.int64) * table_stride
+    rows = tl.arange(0, num_rows)
+    in_segment = rows // group
+    is_row = in_segment < num_tokens
+    heads = kv_head * group + rows % group
+    key_at = tl.arange(0, key_padded)
+    value_at = tl.arange(0, value_padded)
+    queries = tl.load(
+        query
+        + (token + in_segment)[:, None] * query_token_stride
+        + heads[:, None] * query_head_stride
+        + key_at[None, :],
+        mask=is_row[:, None] & (key_at[None, :] < key_dim),
+        other=0.0,
+    )
+    # Rows beyond the last token see what the last one sees, and are thrown away.
+    positions = start + tl.minimum(in_segment, num_tokens - 1)
+    highest, total, weighted = _attend(
+        queries, positions, keys + kv_head * key_dim, values + kv_head * value_dim, table,
+        _first_tile(start, window, has_window, tile), start + num_tokens, scale, cap, window,
+        num_rows, num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+        has_window, has_cap, widen,
+    )  # fmt: skip
+    if has_sinks:
+        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+        above = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - above)
+        total = total * shrink + tl.exp2(sink - above)
+        weighted = weighted * shrink[:, None]
+    result = weighted / total[:, None]
+    out = (token + in_segment)[:, None] * (num_kv_heads * group) + heads[:, None]
+    tl.store(
+        output + out * value_dim + value_at[None, :],
+        result.to(output.dtype.element_ty),
+        mask=is_row[:, None] & (value_at[None, :] < value_dim),
+    )

@@ -1,0 +1,262 @@
+// All layers of a Llama-like decoder in one call.
+//
+// Numbers are rounded where transformers rounds them, so that bfloat16 gives the tokens that its own forward gives as
+// far as the order of summation allows.
+#pragma once
+
+#include <chrono>
+
+#include "attention.h"
+#include "matmul.h"
+#include "team.h"
+
+namespace carousel {
+
+struct DecoderShape {
+    int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
+        num_layers;
+    float epsilon, scaling;
+};
+
+struct LayerWeights {  // norms in the model's type, matrices packed, biases in float32; null where there is none
+    const void* input_norm;
+    const uint32_t* query_key_value;  // outputs of the three one after the other
+    const float* query_key_value_bias;
+    const void *query_norm, *key_norm;  // [head_dim]
+    const uint32_t* output;
+    const float* output_bias;
+    const void* post_attention_norm;
+    const uint32_t* gate_up;  // LANES outputs of gate and the LANES of up at the same place, in turn
+    const uint32_t* down;
+    void *keys, *values;
+    int64_t sliding_window;  // 0: none
+};
+
+struct DecoderStep {
+    int64_t num_tokens, num_segments, num_sampled;
+    const int64_t* token_ids;  // [num_tokens]
+    const int64_t* slots;      // [num_tokens]
+    const Segment* segments;
+    const int32_t* tables;
+    const int64_t* sampled;   // [num_sampled], ascending: the tokens whose logits are wanted
+    const void *cosine, *sine;  // [num_tokens][rotary_dim]
+    float* logits;            // [num_sampled][vocab_size]
+    int64_t* likeliest;       // [num_sampled], the first of the greatest logits of each
+};
+
+// Seconds spent since the decoder was made, as the calling thread saw them.
+struct DecoderTimes {
+    double linear, head, attention, rest;
+};
+
+template <typename T>
+class Decoder {
+  public:
+    Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const void* final_norm,
+            const uint32_t* head, Team& team)
+        : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
+          final_norm_(static_cast<const T*>(final_norm)), head_(head), team_(team),
+          query_size_(shape.num_heads * shape.head_dim), kv_size_(shape.num_kv_heads * shape.head_dim),
+          projected_size_(query_size_ + 2 * kv_size_) {}
+
+    void run(const DecoderStep& step) {
+        grow(step.num_tokens);
+        const auto caller = std::this_thread::get_id();
+        team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
+    }
+
+    const DecoderTimes& times() const { return times_; }
+
+  private:
+    // Adds the time since it was last asked to one of the counters.
+    class Watch {
+      public:
+        explicit Watch(DecoderTimes* times) : times_(times), last_(Clock::now()) {}
+        void spent(double DecoderTimes::* part) {
+            if (!times_) return;
+            const auto now = Clock::now();
+            times_->*part += std::chrono::duration<double>(now - last_).count();
+            last_ = now;
+        }
+
+      private:
+        using Clock = std::chrono::steady_clock;
+        DecoderTimes* times_;
+        Clock::time_point last_;
+    };
+
+    // What every member of the team does; all loops in it are shared.
+    void work(const DecoderStep& step, Watch watch) {
+        team_.share(step.num_tokens, [&](int64_t token) {
+            std::memcpy(residual(token), embedding_ + step.token_ids[token] * shape_.hidden_size,
+                        shape_.hidden_size * sizeof(T));
+        });
+        int64_t num_rows = step.num_tokens;
+        for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+            attention(step, layers_[layer], watch);
+            if (layer + 1 == shape_.num_layers) {  // from here on only what is sampled counts
+                keep_sampled(step);
+                num_rows = step.num_sampled;
+            }
+            add_projection(attended_.data(), num_rows, {layers_[layer].output, query_size_ / PER_UNIT<T>, shape_.hidden_size},
+                           layers_[layer].output_bias);
+            watch.spent(&DecoderTimes::linear);
+            feed_forward(layers_[layer], num_rows, watch);
+        }
+        normalise(final_norm_, num_rows);
+        watch.spent(&DecoderTimes::rest);
+        multiply<T>(team_, normed_.data(), num_rows, {head_, shape_.hidden_size / PER_UNIT<T>, shape_.vocab_size},
+                    [&](int64_t row, int64_t column, Vector left, Vector right) {
+                        float* to = step.logits + row * shape_.vocab_size + column;
+                        const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
+                        const Vector both[2] = {round_to(left, T{}), round_to(right, T{})};
+                        std::memcpy(to, both, count * sizeof(float));
+                    });
+        team_.share(num_rows, [&](int64_t row) {
+            step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
+        });
+        watch.spent(&DecoderTimes::head);
+    }
+
+    void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
+        const AttentionShape shape{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,      shape_.head_dim,
+                                   shape_.block_size, shape_.scaling,     0.0f, layer.sliding_window, nullptr};
+        const Pages<T> pages(shape, layer.keys, layer.values);
+        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
+        watch.spent(&DecoderTimes::rest);
+        multiply<T>(team_, normed_.data(), step.num_tokens,
+                    {layer.query_key_value, shape_.hidden_size / PER_UNIT<T>, projected_size_},
+                    [&](int64_t row, int64_t column, Vector left, Vector right) {
+                        put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
+                        put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
+                    });
+        watch.spent(&DecoderTimes::linear);
+        team_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
+        watch.spent(&DecoderTimes::rest);
+        const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
+        const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
+        team_.share(step.num_segments * shape_.num_kv_heads, [&](int64_t task) {
+            const Segment& segment = step.segments[task / shape_.num_kv_heads];
+            attend<T>(shape, pages, segment, step.tables + segment.table_offset, task % shape_.num_kv_heads, query,
+                      output);
+        });
+        watch.spent(&DecoderTimes::attention);
+    }
+
+    // Rotary positions on a token's queries and keys; keys and values to KV memory.
+    void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
+        const T* cosine = static_cast<const T*>(step.cosine) + token * shape_.rotary_dim;
+        const T* sine = static_cast<const T*>(step.sine) + token * shape_.rotary_dim;
+        T* heads = projected(token);
+        for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
+            T* own = heads + head * shape_.head_dim;
+            const void* norm = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
+            if (norm) normalise_row(own, static_cast<const T*>(norm), shape_.head_dim, own);
+            rotate(own, cosine, sine, shape_.rotary_dim / 2);
+        }
+        for (int64_t head = 0; head < shape_.num_kv_heads; ++head)
+            pages.write(step.slots[token], head, heads + query_size_ + head * shape_.head_dim,
+                        heads + query_size_ + kv_size_ + head * shape_.head_dim);
+    }
+
+    static void rotate(T* own, const T* cosine, const T* sine, int64_t half) {
+        for (int64_t at = 0; at < half; at += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, half - at);
+            const auto part = [&](const T* from) { return load_some(from + at, count); };
+            const Vector x = part(own), y = part(own + half);
+            const Vector left = rounded(x * part(cosine)) - rounded(y * part(sine));
+            const Vector right = rounded(y * part(cosine + half)) + rounded(x * part(sine + half));
+            store_some(rounded(left), own + at, count);
+            store_some(rounded(right), own + half + at, count);
+        }
+    }
+
+    void keep_sampled(const DecoderStep& step) {
+        team_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
+            for (int64_t row = 0; row < step.num_sampled; ++row) {
+                std::memmove(residual(row), residual(step.sampled[row]), shape_.hidden_size * sizeof(T));
+                std::memmove(attended_.data() + row * query_size_, attended_.data() + step.sampled[row] * query_size_,
+                             query_size_ * sizeof(T));
+            }
+        });
+    }
+
+    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch) {
+        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
+        watch.spent(&DecoderTimes::rest);
+        multiply<T>(team_, normed_.data(), num_rows,
+                    {layer.gate_up, shape_.hidden_size / PER_UNIT<T>, 2 * shape_.intermediate_size},
+                    [&](int64_t row, int64_t column, Vector gate, Vector up) {
+                        gate = rounded(gate);
+                        const Vector active = rounded(gate / (1.0f + exponential(-gate)));
+                        store(round_to(active * rounded(up), T{}), activated_.data() + row * shape_.intermediate_size + column / 2);
+                    });
+        add_projection(activated_.data(), num_rows,
+                       {layer.down, shape_.intermediate_size / PER_UNIT<T>, shape_.hidden_size}, nullptr);
+        watch.spent(&DecoderTimes::linear);
+    }
+
+    // residual += inputs × matrix
+    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
+        multiply<T>(team_, inputs, num_rows, matrix, [&](int64_t row, int64_t column, Vector left, Vector right) {
+            add(left, bias, residual(row), column);
+            add(right, bias, residual(row), column + LANES);
+        });
+    }
+
+    void add(Vector sums, const float* bias, T* row, int64_t column) const {
+        if (column >= shape_.hidden_size) return;
+        if (bias) sums += load(bias + column);
+        store(round_to(load(row + column) + rounded(sums), T{}), row + column);
+    }
+
+    static void put(Vector sums, const float* bias, T* row, int64_t column, int64_t num_columns) {
+        if (column >= num_columns) return;
+        if (bias) sums += load(bias + column);
+        store(round_to(sums, T{}), row + column);
+    }
+
+    // residual → normed
+    void normalise(const T* weight, int64_t num_rows) {
+        team_.share(num_rows, [&](int64_t row) {
+            normalise_row(residual(row), weight, shape_.hidden_size, normed_.data() + row * shape_.hidden_size);
+        });
+    }
+
+    // RMSNorm (Zhang & Sennrich, 2019).
+    void normalise_row(const T* row, const T* weight, int64_t size, T* to) const {
+        Vector squares = {};
+        for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
+        const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
+        for (int64_t at = 0; at < size; at += LANES)
+            store(round_to(load(weight + at) * rounded(load(row + at) * scale), T{}), to + at);
+    }
+
+    static Vector rounded(Vector x) { return round_to(x, T{}); }
+
+    T* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
+    T* projected(int64_t token) { return projected_.data() + token * projected_size_; }
+
+    void grow(int64_t num_tokens) {
+        if (num_tokens <= capacity_) return;
+        capacity_ = num_tokens;
+        residual_.resize(num_tokens * shape_.hidden_size);
+        normed_.resize(num_tokens * shape_.hidden_size);
+        projected_.resize(num_tokens * projected_size_);
+        attended_.resize(num_tokens * query_size_);
+        activated_.resize(num_tokens * shape_.intermediate_size);
+    }
+
+    const DecoderShape shape_;
+    const std::vector<LayerWeights> layers_;
+    const T* const embedding_;
+    const T* const final_norm_;
+    const uint32_t* const head_;
+    Team& team_;
+    const int64_t query_size_, kv_size_, projected_size_;
+    DecoderTimes times_ = {};
+    int64_t capacity_ = 0;  // tokens that the buffers hold
+    std::vector<T> residual_, normed_, projected_, attended_, activated_;
+};
+
+}  // namespace carousel

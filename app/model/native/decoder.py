@@ -1,0 +1,93 @@
+"""Whole steps of a Llama-like model in one call to C++: no operator, no Python between its layers.
+
+Each row is computed in an order of its own, so its bits do not depend on what shares the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from app.engine.batch import Batch
+from app.model.forward import Prediction
+from app.model.inputs import ModelInputs, Segments, build_segments
+from app.model.native.attention import MAX_SEGMENT_TOKENS
+from app.model.native.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
+from app.model.native.memory import NativePages
+from app.model.native.weights import NativeLayer, NativeWeights
+
+
+class NativeDecoder:
+    """Weights, KV memory and the threads that work on them."""
+
+    def __init__(self, weights: NativeWeights, pages: NativePages, team: Team, *, num_layers: int = 0) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all."""
+        code = library()
+        assert code is not None, "NativePages.fits held"
+        self.block_size = pages.block_size
+        self._weights, self._pages, self._team = weights, pages, team
+        suffix = DTYPES[weights.dtype]
+        self._run = getattr(code, f"carousel_decoder_run_{suffix}")
+        self._times = getattr(code, f"carousel_decoder_times_{suffix}")
+        num_layers = num_layers or len(weights.layers)
+        shape = DecoderShape(
+            weights.hidden_size, weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.head_dim,
+            weights.intermediate_size, weights.vocab_size, pages.block_size, num_layers,
+            weights.epsilon, weights.scaling,
+        )  # fmt: skip
+        layers = (LayerWeights * num_layers)(
+            *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
+        )
+        self._decoder = getattr(code, f"carousel_decoder_new_{suffix}")(
+            ctypes.byref(shape), layers, weights.embedding.data_ptr(), weights.final_norm.data_ptr(),
+            weights.head.data_ptr(), team.handle,
+        )  # fmt: skip
+        weakref.finalize(self, getattr(code, f"carousel_decoder_delete_{suffix}"), self._decoder)
+        self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
+
+    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+        """Logits in float32, rounded to the model's type."""
+        return self.compute(inputs, build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS))
+
+    def compute(self, inputs: ModelInputs, segments: Segments) -> Prediction:
+        cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+        num_sampled = inputs.sampled_indices.shape[0]
+        logits = torch.empty(num_sampled, self._weights.vocab_size)
+        likeliest = torch.empty(num_sampled, dtype=torch.long)
+        step = DecoderStep(
+            inputs.token_ids.shape[1], segments.segments.shape[0], num_sampled,
+            inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),
+            segments.tables.data_ptr(), inputs.sampled_indices.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
+            logits.data_ptr(), likeliest.data_ptr(),
+        )  # fmt: skip
+        self._run(self._decoder, ctypes.byref(step))
+        return Prediction(logits, likeliest)
+
+    def seconds(self) -> dict[str, float]:
+        """Time spent in C++ since this was made: linear, head (the output layer), attention, rest."""
+        times = DecoderTimes()
+        self._times(self._decoder, ctypes.byref(times))
+        return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
+
+    def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
+        def pointer(tensor: torch.Tensor | None) -> int | None:
+            return None if tensor is None else tensor.data_ptr()
+
+        return LayerWeights(
+            input_norm=pointer(layer.input_norm),
+            query_key_value=pointer(layer.query_key_value),
+            query_key_value_bias=pointer(layer.query_key_value_bias),
+            query_norm=pointer(layer.query_norm),
+            key_norm=pointer(layer.key_norm),
+            output=pointer(layer.output),
+            output_bias=pointer(layer.output_bias),
+            post_attention_norm=pointer(layer.post_attention_norm),
+            gate_up=pointer(layer.gate_up),
+            down=pointer(layer.down),
+            keys=self._pages.keys[index].data_ptr(),
+            values=self._pages.values[index].data_ptr(),
+            sliding_window=layer.sliding_window,
+        )

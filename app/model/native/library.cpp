@@ -1,0 +1,96 @@
+// What Python calls, through ctypes, which holds no interpreter lock meanwhile. No torch here: plain pointers, so that
+// it compiles in seconds.
+
+#include "attention.h"
+#include "decoder.h"
+#include "sampling.h"
+#include "team.h"
+
+using namespace carousel;
+
+namespace {
+
+struct Strides {  // in elements; the innermost stride is 1
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
+};
+
+// Writes the new tokens' keys and values, then attends.
+template <typename T>
+void attention_step(Team& team, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
+                    const T* value, const int64_t* slots, int64_t num_tokens, const Pages<T>& pages,
+                    const Segment* segments, int64_t num_segments, const int32_t* tables, T* output) {
+    const Heads<const T> queries{query, strides.query_token, strides.query_head};
+    const Heads<const T> keys{key, strides.key_token, strides.key_head};
+    const Heads<const T> values{value, strides.value_token, strides.value_head};
+    const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
+    team.run([&] {
+        team.share(num_tokens, [&](int64_t token) {
+            for (int64_t head = 0; head < shape.num_kv_heads; ++head)
+                pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
+        });
+        team.share(num_segments * shape.num_kv_heads, [&](int64_t task) {
+            const Segment& segment = segments[task / shape.num_kv_heads];
+            attend<T>(shape, pages, segment, tables + segment.table_offset, task % shape.num_kv_heads, queries, outputs);
+        });
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void* carousel_team_new(int32_t size) { return new Team(size); }
+void carousel_team_delete(void* team) { delete static_cast<Team*>(team); }
+
+// Whether this build multiplies bfloat16 by single instructions.
+int32_t carousel_has_fast_bf16() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int32_t carousel_has_wide_vectors() {
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// One token for each of some rows of logits [..][vocab_size].
+void carousel_draw(void* team, const float* logits, int64_t vocab_size, const int64_t* rows, const Draw* draws,
+                   int64_t num_draws, int64_t* tokens) {
+    Team& members = *static_cast<Team*>(team);
+    members.run([&] {
+        members.share(num_draws, [&](int64_t at) {
+            tokens[at] = draw_token(logits + rows[at] * vocab_size, vocab_size, draws[at]);
+        });
+    });
+}
+
+#define EXPORT(NAME, T)                                                                                               \
+    void carousel_attention_step_##NAME(void* team, const AttentionShape* shape, const Strides* strides,              \
+                                        const void* query, const void* key, const void* value, const int64_t* slots,  \
+                                        int64_t num_tokens, void* keys, void* values, const Segment* segments,        \
+                                        int64_t num_segments, const int32_t* tables, void* output) {                  \
+        attention_step<T>(*static_cast<Team*>(team), *shape, *strides, static_cast<const T*>(query),                  \
+                          static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,                \
+                          Pages<T>(*shape, keys, values), segments, num_segments, tables, static_cast<T*>(output));   \
+    }                                                                                                                 \
+    void* carousel_decoder_new_##NAME(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,   \
+                                      const void* final_norm, const uint32_t* head, void* team) {                     \
+        return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<Team*>(team));                \
+    }                                                                                                                 \
+    void carousel_decoder_run_##NAME(void* decoder, const DecoderStep* step) {                                        \
+        static_cast<Decoder<T>*>(decoder)->run(*step);                                                                \
+    }                                                                                                                 \
+    void carousel_decoder_times_##NAME(void* decoder, DecoderTimes* times) {                                          \
+        *times = static_cast<Decoder<T>*>(decoder)->times();                                                          \
+    }                                                                                                                 \
+    void carousel_decoder_delete_##NAME(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
+
+EXPORT(f32, float)
+EXPORT(bf16, bf16)
+}

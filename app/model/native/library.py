@@ -1,0 +1,198 @@
+"""The C++ beside this file, built once with the machine's own compiler and called through ctypes.
+
+Where there is no compiler the rest of the model room does without. The library is kept in the user's cache folder, by
+the hash of everything that went into it; a process that finds it starts at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import weakref
+from functools import cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+LANES = 16  # numbers in one vector, as in the sources
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # and what functions for them end in
+
+_SOURCES = Path(__file__).parent
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math",
+    "-pthread", "-shared", "-fPIC",
+)  # fmt: skip
+
+
+class AttentionShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sliding_window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
+class Strides(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
+    )
+
+
+class DecoderShape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
+                "vocab_size", "block_size", "num_layers",
+            )
+        ),
+        ("epsilon", ctypes.c_float),
+        ("scaling", ctypes.c_float),
+    )  # fmt: skip
+
+
+class LayerWeights(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
+                "output_bias", "post_attention_norm", "gate_up", "down", "keys", "values",
+            )
+        ),
+        ("sliding_window", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class DecoderStep(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_segments", "num_sampled")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("token_ids", "slots", "segments", "tables", "sampled", "cosine", "sine", "logits", "likeliest")
+        ),
+    )
+
+
+class Draw(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("seed", "position", "top_k")),
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+    )
+
+
+class DecoderTimes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_double) for name in ("linear", "head", "attention", "rest"))
+
+
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+# Name → what it takes and returns; of those that end in {}, there is one for each type.
+_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "team_new": ((_INT32,), _POINTER),
+    "team_delete": ((_POINTER,), None),
+    "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
+    "has_wide_vectors": ((), _INT32),
+    "has_fast_bf16": ((), _INT32),
+    "attention_step_{}": (
+        (_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 3 + (_INT64,) + (_POINTER,) * 2,
+        None,
+    ),
+    "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
+    "decoder_run_{}": ((_POINTER,) * 2, None),
+    "decoder_times_{}": ((_POINTER,) * 2, None),
+    "decoder_delete_{}": ((_POINTER,), None),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The built library, or None, said once, where it cannot be built. Its functions begin with `carousel_`."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
+        return None
+    try:
+        found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning("the native code cannot be built (%s): the model runs on plain torch, slower", error)
+        return None
+    for pattern, (arguments, result) in _FUNCTIONS.items():
+        for name in {pattern.format(suffix) for suffix in DTYPES.values()}:
+            function = getattr(found, f"carousel_{name}")
+            function.argtypes, function.restype = arguments, result
+    return found
+
+
+class Team:
+    """Threads that work through C++ calls together; one call at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        code = library()
+        assert code is not None, "whoever needs a team has asked for the library"
+        self.handle = code.carousel_team_new(num_threads)
+        weakref.finalize(self, code.carousel_team_delete, self.handle)
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies the type by vector instructions that the sources use, and by nothing better.
+
+    With AMX, oneDNN's matrix products are several times faster in bfloat16 than any vector code.
+    """
+    code = library()
+    if code is None or not code.carousel_has_wide_vectors():
+        return False
+    return dtype is torch.float32 or bool(code.carousel_has_fast_bf16() and "amx_bf16" not in _cpu())
+
+
+def in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory, in large pages where the system has them: each small page costs a lookup of its own."""
+    tensor = torch.empty(*shape, dtype=dtype)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # advice: it may well be refused
+    return tensor
+
+
+def _built(compiler: str) -> Path:
+    """The library's path, after building it if nobody has yet. Several processes may do so at once."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
+    sources = [path.read_bytes() for pattern in ("*.h", "*.cpp") for path in sorted(_SOURCES.glob(pattern))]
+    what = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _cpu().encode()])
+    folder = Path.home() / ".cache" / "carousel"
+    target = folder / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, "-o", name, str(_SOURCES / "library.cpp")]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        Path(name).replace(target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    logger.info("built %s", target)
+    return target
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    flags = [line for line in info.read_text().splitlines() if line.startswith("flags")] if info.exists() else []
+    return flags[0] if flags else f"{platform.machine()} {platform.processor()}"

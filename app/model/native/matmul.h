@@ -1,0 +1,75 @@
+// Rows times a packed weight matrix.
+//
+// Each output is one sum over the inputs in their order, whatever else is computed beside it, so a row's bits do not
+// depend on which rows share the step (what others call batch invariance comes for free here).
+#pragma once
+
+#include "team.h"
+#include "vectors.h"
+
+namespace carousel {
+
+constexpr int PANEL = 2 * LANES;     // columns computed together
+constexpr int TILE_ROWS = 12;        // rows computed together: 2 × 12 sums stay in registers
+constexpr int64_t CHUNK_ROWS = 192;  // rows whose inputs stay in the L2 cache while panels go by
+constexpr int64_t AHEAD = 128;       // units of the weights fetched ahead of their use; reads past the end do no harm
+
+// [num_columns / PANEL][num_units][PANEL] units; the last panel is padded with zeros.
+struct Matrix {
+    const uint32_t* panels;
+    int64_t num_units;    // inputs / PER_UNIT
+    int64_t num_columns;  // outputs
+};
+
+template <typename T, int ROWS, typename Finish>
+inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+    Vector sums[ROWS][2] = {};
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+        __builtin_prefetch(panel + (unit + AHEAD) * PANEL);
+        __builtin_prefetch(panel + (unit + AHEAD) * PANEL + LANES);
+        const Words left = load_units(panel + unit * PANEL), right = load_units(panel + unit * PANEL + LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            const Words input = broadcast(inputs[row * num_units + unit]);
+            sums[row][0] = multiply_add<T>(sums[row][0], left, input);
+            sums[row][1] = multiply_add<T>(sums[row][1], right, input);
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) finish(row, sums[row][0], sums[row][1]);
+}
+
+template <typename T, typename Finish>
+inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+    switch (rows) {
+#define CASE(ROWS) \
+    case ROWS:     \
+        return multiply_tile<T, ROWS>(inputs, num_units, panel, finish);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+// Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
+// [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_units].
+template <typename T, typename Finish>
+void multiply(Team& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+    const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
+    const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
+    const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    team.share(num_chunks * num_panels, [&](int64_t task) {
+        const int64_t column = task % num_panels * PANEL;
+        const uint32_t* panel = matrix.panels + column * matrix.num_units;
+        const int64_t chunk = task / num_panels;
+        const int64_t end = num_rows * (chunk + 1) / num_chunks;
+        int64_t first = num_rows * chunk / num_chunks;
+        for (int64_t num_tiles = (end - first + TILE_ROWS - 1) / TILE_ROWS; num_tiles > 0; --num_tiles) {
+            const int rows = int((end - first + num_tiles - 1) / num_tiles);  // tiles of much the same size
+            multiply_rows<T>(rows, units + first * matrix.num_units, matrix.num_units, panel,
+                             [&](int row, Vector left, Vector right) { finish(first + row, column, left, right); });
+            first += rows;
+        }
+    });
+}
+
+}  // namespace carousel

@@ -1,0 +1,116 @@
+// Threads that work through one step together: each phase of it is a loop that they share, with a barrier behind it.
+//
+// Our own instead of OpenMP's, whose threads wait in busy loops: two processes with as many threads as cores then slow
+// each other down a hundredfold. These spin for some microseconds and then make room.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace carousel {
+
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {
+        for (int member = 1; member < size; ++member) threads_.emplace_back([this] { serve(); });
+    }
+
+    ~Team() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            ends_ = true;
+            ++round_;
+        }
+        wake_.notify_all();
+        for (auto& thread : threads_) thread.join();
+    }
+
+    // Runs `work` once on every member, the caller included; returns when all are done.
+    void run(const std::function<void()>& work) {
+        work_ = &work;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            round_.fetch_add(1, std::memory_order_release);
+        }
+        if (num_asleep_.load() > 0) wake_.notify_all();
+        work();
+        barrier();
+    }
+
+    // Inside `run`: calls body(index) for each index below count, once, on whichever member is free; then a barrier.
+    template <typename Body>
+    void share(int64_t count, Body&& body) {
+        for (;;) {
+            const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
+            if (index >= count) break;
+            body(index);
+        }
+        barrier();
+    }
+
+  private:
+    void barrier() {
+        if (size_ == 1) {
+            next_.store(0, std::memory_order_relaxed);
+            return;
+        }
+        const uint32_t turn = turn_.load(std::memory_order_relaxed);
+        if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            num_arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            turn_.store(turn + 1, std::memory_order_release);
+            return;
+        }
+        for (int tries = 0; turn_.load(std::memory_order_acquire) == turn; ++tries) pause(tries);
+    }
+
+    void serve() {
+        for (uint32_t seen = 0;;) {
+            for (int tries = 0; round_.load(std::memory_order_acquire) == seen; ++tries) {
+                if (tries < SPINS) {
+                    pause(tries);
+                    continue;
+                }
+                std::unique_lock<std::mutex> lock(mutex_);
+                ++num_asleep_;
+                wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
+                --num_asleep_;
+            }
+            ++seen;
+            if (ends_) return;
+            (*work_)();
+            barrier();
+        }
+    }
+
+    static void pause(int tries) {
+        if (tries >= SPINS) return std::this_thread::yield();
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
+
+    static constexpr int SPINS = 4000;  // some tens of microseconds
+
+    const int size_;
+    std::vector<std::thread> threads_;
+    const std::function<void()>* work_ = nullptr;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    bool ends_ = false;
+    std::atomic<int> num_asleep_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+    alignas(64) std::atomic<uint32_t> turn_{0};
+    alignas(64) std::atomic<int> num_arrived_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+}  // namespace carousel

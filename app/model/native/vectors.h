@@ -1,0 +1,156 @@
+// Vectors of 16 lanes and the one multiplication everything here is made of.
+//
+// A *unit* is 32 bits of numbers that are multiplied with 32 bits of others and summed into one float: one float32, or
+// two bfloat16. Matrices and KV memory are laid out in units, so the same code serves both types.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace carousel {
+
+constexpr int LANES = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// The compiler's own vectors: one AVX-512 register, or two or four smaller ones.
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+template <typename T>
+constexpr int PER_UNIT = int(sizeof(uint32_t) / sizeof(T));  // numbers in one unit
+
+inline Words load_units(const uint32_t* from) {
+    Words result;
+    std::memcpy(&result, from, sizeof(result));
+    return result;
+}
+
+inline Vector load(const float* from) {
+    Vector result;
+    std::memcpy(&result, from, sizeof(result));
+    return result;
+}
+inline Vector load(const bf16* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return (Vector)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// Rounds to the nearest number of the type, ties to even; a NaN stays one.
+inline Vector round_to(Vector x, float) { return x; }
+inline Vector round_to(Vector x, bf16) {
+    const Words bits = (Words)x;
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    const Words kept = (bits & 0xffff0000u) | 0x00400000u;
+    return (Vector)((bits & 0x7fffffffu) > 0x7f800000u ? kept : rounded);
+}
+
+inline void store(Vector x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+inline void store(Vector x, bf16* to) {  // exact only for what `round_to` returned
+    const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+// The first `count` numbers only; the other lanes are 0.
+template <typename T>
+inline Vector load_some(const T* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    T numbers[LANES] = {};
+    std::memcpy(numbers, from, count * sizeof(T));
+    return load(numbers);
+}
+template <typename T>
+inline void store_some(Vector x, T* to, int64_t count) {
+    if (count >= LANES) return store(x, to);
+    T numbers[LANES];
+    store(x, numbers);
+    std::memcpy(to, numbers, count * sizeof(T));
+}
+
+inline Words broadcast(uint32_t unit) {
+    return Words{} + unit;
+}
+
+// sums + units × units, lane by lane.
+template <typename T>
+inline Vector multiply_add(Vector sums, Words left, Words right);
+
+template <>
+inline Vector multiply_add<float>(Vector sums, Words left, Words right) {
+    return sums + (Vector)left * (Vector)right;
+}
+
+template <>
+inline Vector multiply_add<bf16>(Vector sums, Words left, Words right) {
+#ifdef __AVX512BF16__
+    return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)left, (__m512bh)right);
+#else
+    sums += (Vector)(left & 0xffff0000u) * (Vector)(right & 0xffff0000u);
+    return sums + (Vector)(left << 16) * (Vector)(right << 16);
+#endif
+}
+
+// Whether a comparison holds in any lane.
+inline bool any(Integers mask) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < LANES; ++lane) found |= mask[lane];
+    return found != 0;
+#endif
+}
+
+inline float sum_of(Vector x) {
+    float total = 0.0f;
+    for (int lane = 0; lane < LANES; ++lane) total += x[lane];
+    return total;
+}
+
+// Where the greatest of some numbers stands, the first of several. NaNs count for nothing.
+inline int64_t first_greatest(const float* from, int64_t count) {
+    Vector greatest = Vector{} - INFINITY;
+    Integers where = {}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) {
+        const Vector numbers = load(from + at);
+        const auto is_greater = numbers > greatest;
+        greatest = is_greater ? numbers : greatest;
+        where = is_greater ? lane + int32_t(at) : where;
+    }
+    int64_t best = where[0];
+    float most = greatest[0];
+    for (int i = 1; i < LANES; ++i)
+        if (greatest[i] > most || (greatest[i] == most && where[i] < best)) most = greatest[i], best = where[i];
+    for (; at < count; ++at)
+        if (from[at] > most) most = from[at], best = at;
+    return best;
+}
+
+// e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87.
+inline Vector exponential(Vector x) {
+    const Vector floor = Vector{} - 87.0f, shift = Vector{} + 12582912.0f;  // 1.5 × 2^23: adding it rounds
+    const Vector n = (x * 1.44269504088896341f + shift) - shift;
+    Vector r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Vector scale = (Vector)((__builtin_convertvector(n, Integers) + 127) << 23);
+    return x < floor ? Vector{} : p * scale;
+}
+
+}  // namespace carousel

@@ -1,0 +1,223 @@
+"""An engine that is a step ahead of its device, on a fake device that computes as late as it may."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.engine import StepError
+from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.request import FinishReason
+from app.errors import DeadlineMissed
+from tests.engine.test_invariants import EngineMachine, FailingOnDemand
+from tests.fakes import FakeClock, Outcome, build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+class LateRunner(FailingOnDemand):
+    """Computes a step only when its result is asked for: by then the next one has been scheduled.
+
+    `fails_next` fails a launch; `fails_later` fails the step that is launched next when it is waited for.
+    """
+
+    fails_next = False
+
+    def __init__(self, clock: FakeClock | None = None, *, block_size: int = 4) -> None:
+        super().__init__(clock or FakeClock(), block_size=block_size)
+        self.fails_later = False
+        self.num_ahead = 0  # steps launched while another ran
+        self._launched: deque[LateStep] = deque()
+        self._drawn: list[int] = []  # by the step before
+        self._has_failed = False
+
+    def launch(self, batch: Batch) -> LateStep:
+        if self.fails_next:
+            self.fails_next = False
+            raise RuntimeError("asked to fail")
+        self.num_ahead += bool(self._launched)
+        step = LateStep(self, batch, fails=self.fails_later)
+        self.fails_later = False
+        self._launched.append(step)
+        assert len(self._launched) <= 2, "more than one step ahead"
+        return step
+
+    def compute(self, step: LateStep) -> list[int]:
+        assert self._launched.popleft() is step, "steps are waited for in their order"
+        known = Batch(tuple(map(self._known, step.batch.scheduled)), step.batch.sequences)
+        try:
+            if step.fails:
+                raise RuntimeError("asked to fail later")
+            self._drawn = self.run(known)
+        except RuntimeError:
+            self._drawn, self._has_failed = [2] * len(known.sampled), True
+            raise
+        return self._drawn
+
+    def _known(self, item: ScheduledSequence) -> ScheduledSequence:
+        """With the tokens that the step before drew."""
+        if item.history is not None:
+            assert all(token >= 0 for token in item.history.generated), "penalties need known tokens"
+        if min(item.token_ids) >= 0:
+            return item
+        assert len(item.token_ids) == 1, "only a token that was just drawn is unknown"
+        return replace(item, token_ids=(self._drawn[-1 - item.token_ids[0]],))
+
+    def _draw(self, block_ids: list[int], end: int) -> int:
+        try:
+            return super()._draw(block_ids, end)
+        except KeyError:  # the step before failed, and with it the sequence
+            assert self._has_failed
+            return 2
+
+
+class LateStep:
+    def __init__(self, runner: LateRunner, batch: Batch, *, fails: bool) -> None:
+        self.batch, self.fails = batch, fails
+        self._runner = runner
+
+    def result(self) -> list[int]:
+        return self._runner.compute(self)
+
+
+class OverlappedMachine(EngineMachine):
+    """The same random workloads, and failures that come to light late."""
+
+    runner_class = LateRunner
+    runner: LateRunner
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(is_late=st.booleans())
+    def fail_a_step(self, is_late: bool) -> None:
+        self.runner.fails_next, self.runner.fails_later = not is_late, is_late
+        for _ in range(3):
+            if self.engine.has_work:
+                self.outcome.book(self.engine.step())
+        self.runner.fails_next = self.runner.fails_later = False
+
+
+TestOverlappedMachine = OverlappedMachine.TestCase
+TestOverlappedMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+
+
+def test_a_runner_that_launches_gets_an_engine_that_is_ahead() -> None:
+    runner = LateRunner()
+    engine = build_fake_engine(runner=runner)
+    assert isinstance(engine, OverlappedEngine)
+    request = make_request((5, 6, 7), max_tokens=6)
+    engine.add(request)
+    assert engine.step() == []  # launched, and nothing to wait for yet
+    outcome = run_to_end(engine)
+    assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, 7), 6)
+    assert runner.num_ahead == 5
+    assert len(runner.batches) == 6  # the last token is known to be the last, so no step too many
+
+
+def test_the_token_after_the_end_token_is_thrown_away() -> None:
+    tokens = expected_tokens((5, 6, 7), 4)
+    runner = LateRunner()
+    engine = build_fake_engine(runner=runner)
+    request = make_request((5, 6, 7), max_tokens=9, stop_token_ids=(tokens[2],))
+    outcome = run_to_end(engine, request)
+    assert outcome.token_ids[request.request_id] == tokens[:3]
+    assert outcome.reasons[request.request_id] is FinishReason.STOP
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert engine.stats().total_generated_tokens == 3
+
+
+def test_penalties_are_waited_for_and_nothing_else_is() -> None:
+    for penalty, num_ahead in ((0.5, 0), (0.0, 5)):
+        runner = LateRunner()
+        run_to_end(build_fake_engine(runner=runner), make_request(max_tokens=6, presence_penalty=penalty))
+        assert runner.num_ahead == num_ahead
+
+
+def test_a_step_that_fails_once_is_computed_again_and_nobody_notices() -> None:
+    for fails in ("fails_next", "fails_later"):
+        runner = LateRunner()
+        engine = build_fake_engine(runner=runner, max_running=2)
+        first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
+        engine.add(first)
+        engine.step()
+        engine.add(second)
+        setattr(runner, fails, True)
+        outcome = run_to_end(engine)
+        assert not outcome.errors
+        for request in (first, second):
+            assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 8)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+        assert engine.stats().total_generated_tokens == 16
+
+
+def test_a_poisonous_request_fails_alone_though_steps_were_launched_ahead() -> None:
+    runner = LateRunner()
+    engine = build_fake_engine(runner=runner)
+    good = [make_request((5, 6, n), max_tokens=9) for n in range(4)]
+    bad = make_request((7, 8), max_tokens=9)
+    for request in (*good[:2], bad, *good[2:]):
+        engine.add(request)
+    outcome = Outcome()
+    for _ in range(4):
+        outcome.book(engine.step())
+    runner.poison = bad.request_id  # after some tokens
+    outcome.book([])
+    while engine.has_work:
+        outcome.book(engine.step())
+    assert set(outcome.errors) == {bad.request_id}
+    assert outcome.token_ids[bad.request_id] == expected_tokens((7, 8), 9)[: len(outcome.token_ids[bad.request_id])]
+    for request in good:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_broken_device_fails_the_requests_of_its_step_and_no_others() -> None:
+    runner = LateRunner()
+    engine = build_fake_engine(runner=runner, max_running=1)
+    first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    runner.is_broken = True
+    failed: list[str] = []
+    while not failed:
+        try:
+            engine.step()
+        except StepError as error:
+            failed = error.request_ids
+    runner.is_broken = False
+    assert failed == [first.request_id]
+    assert run_to_end(engine).token_ids == {second.request_id: expected_tokens((7, 8), 8)}
+
+
+def test_whoever_misses_a_deadline_is_told_while_steps_are_launched_ahead() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=LateRunner(clock), clock=clock)
+    slow, other = make_request((5, 6), max_tokens=90, deadline_s=0.055), make_request((7, 8), max_tokens=9)
+    outcome = run_to_end(engine, slow, other, clock=clock)
+    assert isinstance(outcome.errors[slow.request_id], DeadlineMissed)
+    assert 0 < len(outcome.token_ids[slow.request_id]) <= 5
+    assert outcome.token_ids[other.request_id] == expected_tokens((7, 8), 9)
+
+
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"])
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+def test_the_tokens_are_the_same_ahead_under_every_strategy_and_policy(strategy: str, policy: str) -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(
+        runner=LateRunner(clock), clock=clock, num_blocks=10, max_running=4, strategy=strategy, policy=policy
+    )
+    requests = [
+        make_request((5, 6, n), max_tokens=6 + n, priority=n % 3 - 1, tenant="ab"[n % 2], deadline_s=1e4)
+        for n in range(14)
+    ]
+    outcome = run_to_end(engine, *requests, clock=clock)
+    assert engine.stats().total_preemptions > 0
+    for n, request in enumerate(requests):
+        assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, n), 6 + n)

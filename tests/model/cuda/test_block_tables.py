@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from app.engine.batch import ScheduledSequence
+from app.engine.request import SamplingParams
+from app.model.cuda.block_tables import BlockTables
+
+CPU = torch.device("cpu")
+
+
+def share(block_ids: list[int]) -> ScheduledSequence:
+    return ScheduledSequence("r", (5,), 0, block_ids, True, SamplingParams(max_tokens=1))
+
+
+def build(max_rows: int = 3, max_blocks: int = 6) -> BlockTables:
+    return BlockTables(max_rows=max_rows, max_blocks=max_blocks, scratch_block=99, device=CPU)
+
+
+def test_each_sequence_finds_its_blocks_in_its_row_whatever_came_before() -> None:
+    rng = random.Random(0)
+    tables = build()
+    lists: list[list[int]] = [[] for _ in range(5)]
+    for _ in range(200):
+        chosen = rng.sample(range(5), k=rng.randint(1, 3))
+        for n in chosen:
+            if len(lists[n]) == 6 or rng.random() < 0.1:
+                lists[n] = []  # preempted or ended: the scheduler makes a new list
+            lists[n] += [rng.randrange(99) for _ in range(rng.randint(0 if lists[n] else 1, 6 - len(lists[n])))]
+        rows = tables.update([share(lists[n]) for n in chosen])
+        assert len(set(rows)) == len(rows)
+        for n, row in zip(chosen, rows, strict=True):
+            assert tables.tensor[row, : len(lists[n])].tolist() == lists[n]
+    assert tables.tensor[tables.scratch_row].tolist() == [99] * 6
+
+
+def test_only_what_is_new_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, block_ids = build(), [4, 5]
+    tables.update([share(block_ids)])
+    written: list[object] = []
+    monkeypatch.setattr(
+        "app.model.cuda.block_tables.to_device",
+        lambda values, device: written.append(values) or torch.tensor(values),  # type: ignore[func-returns-value]
+    )
+    row = tables.update([share(block_ids)])[0]
+    block_ids.append(8)
+    assert tables.update([share(block_ids)]) == [row]
+    assert written == [[[6 * row + 2], [8]]]
+
+
+def test_too_many_sequences_and_too_many_blocks_are_told() -> None:
+    with pytest.raises(AssertionError, match="more than 3 sequences"):
+        build().update([share([n]) for n in range(4)])
+    with pytest.raises(AssertionError, match="7 blocks, the table has room for 6"):
+        build().update([share([0] * 7)])

@@ -1,0 +1,231 @@
+"""Replay without a GPU: the same work done again on the same tensors, with everything a graph asks for around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.assembly import assemble, build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.engine import Engine
+from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.request import Request, SamplingParams
+from app.model.cuda.graph_runner import GraphModelRunner, columns_of, graph_sizes
+from app.model.loader import LoadedModel, load_model
+from app.model.sampler import sample
+from tests.fakes import make_request, run_to_end
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.graph import CudaCapture
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+NUM_BLOCKS = 8
+LIMITS = SchedulerConfig(max_running=6, max_step_tokens=32, prefill_chunk_tokens=7)
+
+
+class RunAgain:
+    """Stands for a CUDA graph: like one it writes every result to where the first one was."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []  # rows of each replay
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        output = function()
+
+        def replay() -> torch.Tensor:
+            self.replayed.append(output.shape[0])
+            return output.copy_(function())
+
+        return replay
+
+
+def load(path: Path) -> LoadedModel:
+    config = ModelConfig(path=str(path), dtype="float32", device=DEVICE, native_decoder=False, packed_weights=False)
+    return load_model(config, str(path))
+
+
+def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
+    return TritonAttention(
+        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=6, max_blocks=NUM_BLOCKS, dtype=model.dtype,
+        device=model.device, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def engine_with(model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]]) -> Engine:
+    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=capture)
+    return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
+
+
+def plain_engine(path: Path) -> Engine:
+    return build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(
+                path=str(path), dtype="float32", device=DEVICE, native_attention=False, packed_weights=False
+            ),
+            cache=CacheConfig(block_size=4, num_blocks=200),
+            scheduler=LIMITS,
+        )
+    )
+
+
+def some_requests() -> list[Request]:
+    """So many that one is preempted; one of them samples."""
+    return [
+        make_request((5, 6, 7, n), max_tokens=tokens, ignore_eos=True, seed=n, temperature=0.8 * (n == 11))
+        for n, tokens in ((10, 9), (11, 12), (12, 4), (13, 7))
+    ]
+
+
+def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[[str], Path]) -> None:
+    path, requests, capture = tiny_model_path("llama"), some_requests(), RunAgain()
+    engine = engine_with(load(path), capture)
+    outcome = run_to_end(engine, *requests)
+    assert outcome.token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert isinstance(engine, OverlappedEngine)
+    assert engine.stats().total_preemptions > 0
+    assert {1, 2, 4} <= set(capture.replayed)
+    assert 3 not in capture.replayed
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
+    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    path, requests = tiny_model_path("llama"), some_requests()[:1]
+    with caplog.at_level(logging.WARNING):
+        engine = engine_with(load(path), fails)
+    assert "(operation not permitted when stream is capturing)" in caplog.text
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
+    """In an order of its own, eagerly and by replay, beside a sequence whose token is known."""
+    model = load(tiny_model_path("llama"))
+
+    def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:
+        return ScheduledSequence("r", token_ids, start, block_ids, True, SamplingParams(max_tokens=1, temperature=0.0))
+
+    def batch(*items: ScheduledSequence) -> Batch:
+        return Batch(items, ())
+
+    for beside in (share(1, [2], 9), share(1, [2], 9, 10)):
+        runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunAgain())
+        first = runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
+        known = runner.run(batch(share(2, [1], first[1]), beside, share(2, [0], first[0])))
+        runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
+        assert runner.launch(batch(share(2, [1], -2), beside, share(2, [0], -1))).result() == known
+
+
+@pytest.mark.usefixtures("equal_rows")
+def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence alone and whole; beside others, its prompt in pieces, some of one token."""
+    model = load(tiny_model_path("llama"))
+    seen: list[torch.Tensor] = []
+
+    def spy(logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+        seen.extend(row.clone() for row, item in zip(logits, items, strict=True) if item.request_id == "watched")
+        return sample(logits, items)
+
+    monkeypatch.setattr("app.model.cuda.graph_runner.sample", spy)
+    params, tokens, block_ids, others = (
+        SamplingParams(max_tokens=1, temperature=0.0),
+        (5, 6, 7, 8, 9, 10),
+        [3, 1],
+        [4, 0],
+    )
+
+    def run(sizes: tuple[int, ...], *, beside: int) -> list[torch.Tensor]:
+        runner = GraphModelRunner(model, attention_for(model, batch_invariant=True), max_rows=6, capture=RunAgain())
+        seen.clear()
+        at = 0
+        for size in sizes:
+            is_last = at + size >= 5
+            watched = ScheduledSequence("watched", tokens[at : at + size], at, block_ids, is_last, params)
+            other = ScheduledSequence("other", (12,) * beside, at, others, is_last, params)
+            runner.run(Batch((other, watched) if beside else (watched,), ()))
+            at += size
+        return list(seen)
+
+    alone, among = run((5, 1), beside=0), run((1, 3, 1, 1), beside=1)
+    assert len(alone) == len(among) == 2
+    assert all(torch.equal(one, other) for one, other in zip(alone, among, strict=True))
+
+
+def test_spare_columns_belong_to_no_sequence(tiny_model_path: Callable[[str], Path]) -> None:
+    attention = attention_for(load(tiny_model_path("llama")))
+    items = [
+        ScheduledSequence("a", (41,), 5, [3, 7], True, SamplingParams(max_tokens=1)),
+        ScheduledSequence("b", (42,), 0, [6], True, SamplingParams(max_tokens=1)),
+    ]
+    assert columns_of(items, [2, 0], size=4, attention=attention) == [
+        [41, 42, 0, 0],
+        [7 * 4 + 1, 6 * 4, 32, 32],
+        [0, 1, 2, 3],
+        [1, 1, 1, 1],
+        [5, 0, 0, 0],
+        [2, 0, 6, 6],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
+)
+def test_the_largest_size_is_what_may_run(max_rows: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_rows) == sizes
+
+
+def test_spare_rows_are_few_and_so_are_graphs() -> None:
+    sizes = graph_sizes(4096)
+    assert sizes[-1] == 512
+    assert len(sizes) < 50
+    assert all(after - before <= max(8, before / 4) for before, after in pairwise(sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="captures real CUDA graphs: needs a CUDA device")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_captured_steps_give_the_tokens_of_eager_ones(
+    architecture: str, tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, requests = tiny_model_path(architecture), some_requests()
+    with caplog.at_level(logging.INFO):
+        engine = engine_with(load(path), CudaCapture(torch.device("cuda")))
+    assert "sequences run from 4 CUDA graphs" in caplog.text
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="a capture that fails needs a CUDA device")
+def test_after_a_failed_capture_the_device_is_usable() -> None:
+    numbers = torch.ones(3, device="cuda")
+
+    def reads_from_the_device() -> torch.Tensor:
+        return numbers * float(numbers.sum())
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaCapture(torch.device("cuda"))(reads_from_the_device)
+    assert torch.cuda.current_stream() == before
+    assert (numbers + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="bits of real kernels: needs a CUDA device")
+def test_batch_invariant_steps_are_captured(tiny_model_path: Callable[[str], Path]) -> None:
+    model = load(tiny_model_path("llama"))
+    attention = attention_for(model, batch_invariant=True)
+    runner = GraphModelRunner(model, attention, max_rows=6, capture=CudaCapture(torch.device("cuda")))
+    assert runner._graphs

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.assembly import build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig
+from app.errors import InvalidSetup
+from app.model.native.decoder import NativeDecoder
+from app.model.native.library import is_fast
+from tests.tiny_models import save_tiny_model
+
+
+def config(path: Path, **model: object) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=str(path), device="cpu", dtype="float32", **model),  # type: ignore[arg-type]
+        cache=CacheConfig(num_blocks=8),
+    )
+
+
+def test_batch_invariance_is_promised_only_where_it_holds(tmp_path: Path) -> None:
+    gemma = save_tiny_model("gemma2", tmp_path / "gemma2")
+    build_sync_engine(config(gemma))
+    with pytest.raises(InvalidSetup, match=r"batch_invariant is set, but .*gemma2 on cpu runs on transformers' code"):
+        build_sync_engine(config(gemma, batch_invariant=True))
+
+
+def test_a_known_model_is_batch_invariant_on_a_cpu(tmp_path: Path) -> None:
+    if not is_fast(torch.float32):
+        pytest.skip("no C++ compiler here, or a CPU without wide vectors")
+    engine = build_sync_engine(config(save_tiny_model("llama", tmp_path / "llama"), batch_invariant=True))
+    assert type(engine.runner.forward) is NativeDecoder  # type: ignore[attr-defined]
