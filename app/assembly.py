@@ -7,6 +7,8 @@ not load torch.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,7 @@ from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.policy import FirstComeFirstServed
 from app.engine.scheduler import Scheduler
-from app.engine.strategy import Continuous
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,10 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
-    return AsyncEngine(build_sync_engine(config), max_requests=config.scheduler.max_requests)
+    limits = config.scheduler
+    return AsyncEngine(
+        build_sync_engine(config), max_requests=limits.max_requests, max_waiting_tokens=limits.max_waiting_tokens
+    )
 
 
 def build_sync_engine(config: EngineConfig) -> Engine:
@@ -53,12 +56,26 @@ def build_sync_engine(config: EngineConfig) -> Engine:
         "%s on %s in %s: %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
     )  # fmt: skip
-    runner = build_runner(config, model, num_blocks=num_blocks)
-    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=model.facts)
+    return assemble(
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        runner=build_runner(config, model, num_blocks=num_blocks),
+        facts=model.facts,
+        # On a GPU the KV memory was sized by what such a step leaves of it.
+        largest_step=config.scheduler if model.device.type == "cuda" else None,
+    )
 
 
 def assemble(
-    scheduler: SchedulerConfig, cache: CacheConfig, *, num_blocks: int, runner: ModelRunner, facts: ModelFacts
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    *,
+    num_blocks: int,
+    runner: ModelRunner,
+    facts: ModelFacts,
+    clock: Callable[[], float] = time.monotonic,
+    largest_step: SchedulerConfig | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone.
 
@@ -66,16 +83,10 @@ def assemble(
     """
     pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size, prefix_caching=cache.prefix_caching)
     facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
-    deciding = Scheduler(
-        config=scheduler,
-        pool=pool,
-        strategy=Continuous(max_running=scheduler.max_running),
-        policy=FirstComeFirstServed(),
-        eos_token_ids=facts.eos_token_ids,
-    )
+    deciding = Scheduler(config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids)
     if isinstance(runner, LaunchingRunner):
-        return OverlappedEngine(scheduler=deciding, runner=runner, facts=facts)
-    return Engine(scheduler=deciding, runner=runner, facts=facts)
+        return OverlappedEngine(scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
+    return Engine(scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
 
 
 def resolve_model_path(path: str) -> str:

@@ -7,9 +7,11 @@ by the room that measured it and never written back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin
+from itertools import pairwise
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
@@ -53,13 +55,180 @@ class CacheConfig(Settings):
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
 
 
-class SchedulerConfig(Settings):
-    """What one step may do, and who goes first."""
+def _split(value: Any) -> Any:
+    """`64,128` as a list: how a list is written on a command line."""
+    return value.split(",") if isinstance(value, str) else value
 
-    strategy: Literal["continuous"] = Field("continuous", description="when waiting requests may join")
-    policy: Literal["fcfs"] = Field("fcfs", description="which of them goes first")
+
+BatchSize = Annotated[int, Field(ge=1, le=4096, description="sequences in one batch")]
+MaxWaitMs = Annotated[float, Field(ge=0, le=600_000, description="ms after which a batch goes, full or not")]
+Selective = Annotated[bool, Field(description="short sequences and chunks of long prompts never in one step")]
+ShortTokens = Annotated[int, Field(ge=1, le=1_000_000, description="selective: below this a sequence is short")]
+LongTokens = Annotated[int, Field(ge=1, le=1_000_000, description="selective: above this a prompt is long")]
+
+
+class StaticConfig(Settings):
+    """Nobody joins until the whole batch has left."""
+
+    name: Literal["static"] = "static"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+
+
+class DynamicConfig(Settings):
+    """Static, with a bound on a batch's prompt tokens: a time window."""
+
+    name: Literal["dynamic"] = "dynamic"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+    max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
+
+
+class BucketedConfig(Settings):
+    """Only prompts of one length class share a batch."""
+
+    name: Literal["bucketed"] = "bucketed"
+    batch_size: BatchSize = 8
+    max_wait_ms: MaxWaitMs = 50.0
+    bucket_boundaries: Annotated[tuple[int, ...], BeforeValidator(_split)] = Field(
+        (64, 128, 256, 512, 1024, 2048), min_length=1, max_length=64, description="prompt tokens where a bucket ends"
+    )
+
+    @field_validator("bucket_boundaries")
+    @classmethod
+    def _rising(cls, boundaries: tuple[int, ...]) -> tuple[int, ...]:
+        if boundaries[0] < 1 or any(low >= high for low, high in pairwise(boundaries)):
+            raise ValueError(f"bucket_boundaries={list(boundaries)} must be positive and rise from one to the next")
+        return boundaries
+
+
+class AdaptiveConfig(Settings):
+    """Dynamic, with a batch size that follows the latency of the batches before."""
+
+    name: Literal["adaptive"] = "adaptive"
+    max_wait_ms: MaxWaitMs = 50.0
+    min_batch_size: int = Field(1, ge=1, le=4096, description="the batch size never falls below")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="the batch size never rises above")
+    target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> AdaptiveConfig:
+        if self.min_batch_size > self.max_batch_size:
+            raise ValueError(f"min_batch_size={self.min_batch_size} is above max_batch_size={self.max_batch_size}")
+        return self
+
+
+class _JoinsAnyStep(Settings):
+    selective: Selective = False
+    short_tokens: ShortTokens = 64
+    long_tokens: LongTokens = 1024
+
+    @model_validator(mode="after")
+    def _short_is_not_long(self) -> _JoinsAnyStep:
+        if self.short_tokens > self.long_tokens:
+            raise ValueError(f"short_tokens={self.short_tokens} is above long_tokens={self.long_tokens}")
+        return self
+
+
+class ContinuousConfig(_JoinsAnyStep):
+    """At every step, as slots, blocks and the token budget allow."""
+
+    name: Literal["continuous"] = "continuous"
+
+
+class HybridConfig(_JoinsAnyStep):
+    """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
+
+    name: Literal["hybrid"] = "hybrid"
+    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
+
+
+StrategyConfig = StaticConfig | DynamicConfig | BucketedConfig | AdaptiveConfig | ContinuousConfig | HybridConfig
+
+
+class FcfsConfig(Settings):
+    """By arrival."""
+
+    name: Literal["fcfs"] = "fcfs"
+
+
+class SjfConfig(Settings):
+    """The least estimated work first; waiting buys priority."""
+
+    name: Literal["sjf"] = "sjf"
+    ageing_tokens_per_s: float = Field(
+        1000.0, gt=0, le=1e9, description="tokens of work that a second of waiting outweighs"
+    )
+    max_overtaking_s: float = Field(
+        30.0, ge=0, le=86_400, description="whoever comes later than this never goes first, however short"
+    )
+    length_quantile: float = Field(0.5, gt=0, lt=1, description="which quantile of past output lengths is expected")
+
+
+class PriorityConfig(Settings):
+    """The lowest priority number first; waiting buys priority."""
+
+    name: Literal["priority"] = "priority"
+    ageing_s: float = Field(10.0, ge=0, le=86_400, description="seconds of waiting that outweigh one class")
+    preemption: bool = Field(True, description="take a slot from a running request of a lower class")
+
+
+class FairConfig(Settings):
+    """The tenant that has been served the fewest tokens first."""
+
+    name: Literal["fair"] = "fair"
+    prompt_weight: float = Field(1.0, gt=0, le=1e6, description="what a computed prompt token is charged")
+    generated_weight: float = Field(2.0, gt=0, le=1e6, description="what a generated token is charged")
+
+
+class DeadlineConfig(Settings):
+    """The earliest deadline that can still be met first."""
+
+    name: Literal["deadline"] = "deadline"
+    default_deadline_s: float = Field(
+        60.0, gt=0, le=86_400, description="place in the order of a request without a deadline; it is never refused"
+    )
+    length_quantile: float = Field(0.5, gt=0, lt=1, description="which quantile of past output lengths is expected")
+
+
+PolicyConfig = FcfsConfig | SjfConfig | PriorityConfig | FairConfig | DeadlineConfig
+
+
+def _chosen(value: Any, kinds: Any) -> Any:
+    """A name alone stands for that kind with its defaults. Mistakes are answered with what there is."""
+    given = {"name": value} if isinstance(value, str) else value
+    if not isinstance(given, dict):
+        return value
+    named: dict[str, type[BaseModel]] = {kind.model_fields["name"].default: kind for kind in get_args(kinds)}
+    kind = named.get(str(given.get("name")))
+    if kind is None:
+        got = f"got {given['name']!r}" if "name" in given else f"got {given!r} without a name"
+        raise ValueError(f"{got}; must be one of {', '.join(named)}")
+    unknown = [name for name in given if name not in kind.model_fields]
+    if unknown:
+        parameters = ", ".join(name for name in kind.model_fields if name != "name") or "no parameters"
+        raise ValueError(f"{given['name']} has no parameter {unknown[0]!r}; it has {parameters}")
+    return given
+
+
+class SchedulerConfig(Settings):
+    """What one step may do, and who goes first. A strategy or policy is a name, or a name with its parameters."""
+
+    strategy: Annotated[
+        StrategyConfig,
+        Field(discriminator="name"),
+        BeforeValidator(lambda value: _chosen(value, StrategyConfig)),
+    ] = Field(ContinuousConfig(), description="when waiting requests may join")
+    policy: Annotated[
+        PolicyConfig,
+        Field(discriminator="name"),
+        BeforeValidator(lambda value: _chosen(value, PolicyConfig)),
+    ] = Field(FcfsConfig(), description="which of them goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
+    max_waiting_tokens: int = Field(
+        1_000_000, ge=1, le=10**12, description="prompt tokens queued on one replica, at most"
+    )
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
 
@@ -138,15 +307,28 @@ class ApplicationConfig(Settings):
 
 
 def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting below a branch of the tree, by its dotted path; `[]` marks a list of branches."""
+    """Every setting below a branch of the tree, by its dotted path; `[]` marks a list of branches.
+
+    Where there is a choice of branches, the choice itself is a setting and below it are the parameters of all kinds.
+    """
     for name, field in branch.model_fields.items():
-        inner = _branch_of(field)
-        if inner is None:
+        inner = branches_of(field)
+        if len(inner) != 1:
             yield f"{path}{name}", field
-        else:
-            yield from leaves(inner, f"{path}{name}{'[]' if get_origin(field.annotation) is tuple else ''}.")
+        if len(inner) == 1:
+            yield from leaves(inner[0], f"{path}{name}{'[]' if get_origin(field.annotation) is tuple else ''}.")
+        elif inner:
+            parameters = {key: value for kind in inner for key, value in kind.model_fields.items() if key != "name"}
+            yield from ((f"{path}{name}.{key}", value) for key, value in parameters.items())
 
 
-def _branch_of(field: FieldInfo) -> type[BaseModel] | None:
-    candidates: tuple[Any, ...] = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
+    """The branches a setting may hold: none for a plain value, several where there is a choice by name."""
+    annotation: Any = field.annotation
+    candidates = get_args(annotation) if get_origin(annotation) in (tuple, Union, UnionType) else (annotation,)
+    return tuple(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def names_of(field: FieldInfo) -> tuple[str, ...]:
+    """What may be chosen by name where a setting holds one of several branches."""
+    return tuple(kind.model_fields["name"].default for kind in branches_of(field) if "name" in kind.model_fields)

@@ -5,8 +5,10 @@
     │   ├── ContextTooLong       prompt + max_tokens exceed what the model accepts
     │   ├── NotFound             no such model or route
     │   ├── MethodNotAllowed     the route exists, the method does not
-    │   └── BodyTooLarge         the HTTP body exceeds the limit
+    │   ├── BodyTooLarge         the HTTP body exceeds the limit
+    │   └── Quarantined          this very request has failed the engine before
     ├── Overloaded               queues are full; try again after `retry_after_s`
+    │   └── DeadlineMissed       the deadline has passed or cannot be met; do not try again
     ├── Failure                  ours
     │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
     │   ├── EngineStopped        the engine is shutting down or has died
@@ -69,12 +71,20 @@ class BodyTooLarge(InvalidRequest):
     """The HTTP body exceeds the configured limit."""
 
 
+class Quarantined(InvalidRequest):
+    """The same prompt and sampling parameters have made steps fail; they are not tried again."""
+
+
 class Overloaded(CarouselError):
     """Nothing is wrong with the request; the queues are full."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineMissed(Overloaded):
+    """The caller's deadline has passed, or the request would not be done by then. A retry has nobody to serve."""
 
 
 class Failure(CarouselError):

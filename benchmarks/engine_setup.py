@@ -35,8 +35,6 @@ def load_engine(options: Options) -> LoadedEngine:
         CarouselError: the engine cannot be built; the message says why.
     """
     workload = read_workload(options.workload)
-    if workload.ignored_fields:
-        tell(f"note: the engine does not know {', '.join(workload.ignored_fields)}; ignored")
     config = configured(options)
     device = resolve_device(config.model.device)
     config = with_room(config, workload, options.assignments, device)

@@ -55,6 +55,7 @@ class Report(Setup):
     preemptions: int | None
     cached_prompt_tokens: int | None
     num_requests: int
+    num_failed: int  # refused, expired or ended by an error; the times are those of the others
     num_prompt_tokens: int
     num_output_tokens: int
     cpu: str | None
@@ -70,7 +71,7 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
     """Sum up the runs of one contender, all of them with the same number of output tokens or close to it."""
     seconds = statistics.median(run.seconds for run in runs)
     middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
-    timelines = [timeline for run in runs for timeline in run.timelines.values()]
+    timelines = [timeline for run in runs for timeline in run.timelines.values() if not timeline.has_failed]
     streams = all(run.streams for run in runs)
     first = [timeline.time_to_first_token_s for timeline in timelines] if streams else []
     gaps = [gap for timeline in timelines for gap in timeline.gaps_s] if streams else []
@@ -94,6 +95,7 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
         preemptions=middle.num_preemptions,
         cached_prompt_tokens=middle.num_cached_prompt_tokens,
         num_requests=len(workload.requests),
+        num_failed=sum(timeline.has_failed for timeline in middle.timelines.values()),
         num_prompt_tokens=workload.num_prompt_tokens,
         num_output_tokens=middle.num_output_tokens,
         cpu=machine.cpu_name(),

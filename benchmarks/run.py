@@ -14,6 +14,8 @@ class Timeline:
     token_ids: list[int] = field(default_factory=list)
     delivered_s: list[float] = field(default_factory=list)  # once for each delivery of one or more tokens
 
+    has_failed: bool = False  # refused, expired or ended by an error
+
     def deliver(self, token_ids: tuple[int, ...] | list[int], *, at_s: float) -> None:
         if token_ids:
             self.token_ids.extend(token_ids)

@@ -1,6 +1,6 @@
 """How long the scheduler takes for a step when many requests run and many wait, and what a waiting one weighs.
 
-    python -m benchmarks.scheduler_scale --running 1024 --waiting 20000 [--steps 200]
+    python -m benchmarks.scheduler_scale --running 1024 --waiting 20000 [--steps 200] [--policy fair]
 
 The engine is the real one around a model runner that draws random tokens; no torch, no weights. Requests finish and
 join all the time: whenever one ends, another arrives, so the number waiting stays what was asked while it is measured.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from app.assembly import assemble
-from app.config import CacheConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig, names_of
 from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.facts import ModelFacts
@@ -34,6 +34,7 @@ PROMPT_TOKENS = (64, 256)
 OUTPUT_TOKENS = (64, 256)
 SHARED_TOKENS = 48  # every other prompt begins with one of the shared prefixes
 NUM_SHARED = 8
+NUM_TENANTS = 50
 SETTLING_STEPS = 20
 
 
@@ -64,6 +65,7 @@ class Workload:
     def __init__(self) -> None:
         self._random = random.Random(1)
         self._numbers = count()
+        self._tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
         self._shared = [self._draw_tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
 
     def next(self) -> Request:
@@ -74,6 +76,8 @@ class Workload:
             request_id=f"request-{number:032d}",  # as long as those of the API
             prompt_token_ids=prefix + self._draw_tokens(num_tokens - len(prefix)),
             sampling=SamplingParams(max_tokens=self._random.randint(*OUTPUT_TOKENS), seed=number),
+            priority=number % 3,
+            tenant=self._tenants[number % NUM_TENANTS],
         )
 
     def _draw_tokens(self, num_tokens: int) -> tuple[int, ...]:
@@ -107,12 +111,13 @@ def main() -> None:
     for num_waiting in sorted({0, 1_000, options.waiting}):
         print(f"{options.running:,} running, {num_waiting:,} waiting …", file=sys.stderr)
         times[num_waiting] = measure_steps(
-            num_running=options.running, num_waiting=num_waiting, num_steps=options.steps
+            num_running=options.running, num_waiting=num_waiting, num_steps=options.steps, policy=options.policy
         )
         gc.collect()
     weight = weigh_waiting(max(options.waiting, 1), max_running=options.running)
     largest = times[options.waiting]
     report = {
+        "policy": options.policy,
         "running": options.running,
         "waiting": options.waiting,
         "steps": options.steps,
@@ -128,10 +133,10 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def measure_steps(*, num_running: int, num_waiting: int, num_steps: int) -> Times:
+def measure_steps(*, num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs") -> Times:
     """Time the scheduler's two halves of a step, with the number waiting held where it is."""
     runner = RandomRunner(max_running=num_running)
-    engine, workload = build_engine(runner, max_running=num_running), Workload()
+    engine, workload = build_engine(runner, max_running=num_running, policy=policy), Workload()
     _fill(engine, workload, num_running=num_running, num_waiting=num_waiting)
     times = Times()
     for step in range(-SETTLING_STEPS, num_steps):
@@ -169,10 +174,11 @@ def weigh_waiting(num_waiting: int, *, max_running: int) -> Weight:
     return Weight(with_ids=num_bytes / num_waiting, without_ids=(num_bytes - id_bytes) / num_waiting)
 
 
-def build_engine(runner: RandomRunner, *, max_running: int) -> Engine:
+def build_engine(runner: RandomRunner, *, max_running: int, policy: str = "fcfs") -> Engine:
     most_blocks = -(-(PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]) // BLOCK_SIZE)
+    limits = {"max_running": max_running, "max_step_tokens": max_running + 4096, "prefill_chunk_tokens": 512}
     return assemble(
-        SchedulerConfig(max_running=max_running, max_step_tokens=max_running + 4096, prefill_chunk_tokens=512),
+        SchedulerConfig.model_validate(limits | {"policy": policy}),
         CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
         num_blocks=most_blocks * max_running,
         runner=runner,
@@ -204,6 +210,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--running", type=int, default=1024, help="sequences in every step (1024)")
     parser.add_argument("--waiting", type=int, default=20_000, help="sequences in the queue (20000)")
     parser.add_argument("--steps", type=int, default=200, help="steps measured for each number waiting (200)")
+    policies = names_of(SchedulerConfig.model_fields["policy"])
+    parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
     return parser.parse_args()
 
 

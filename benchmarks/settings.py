@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from app.config import EngineConfig, leaves
+from app.config import EngineConfig, branches_of, leaves, names_of
 from benchmarks.errors import BenchmarkError
 from benchmarks.suggestions import did_you_mean
 
@@ -38,15 +38,23 @@ def engine_config(base: Mapping[str, object], assignments: Iterable[Assignment])
     """
     tree: dict[str, Any] = {}
     for path, value in (*base.items(), *((assignment.path, assignment.value) for assignment in assignments)):
-        *branches, leaf = path.split(".")
-        branch = tree
-        for name in branches:
-            branch = branch.setdefault(name, {})
-        branch[leaf] = value
+        _set(tree, path.split("."), value)
     try:
         return EngineConfig.model_validate(tree)
     except ValidationError as error:
         raise BenchmarkError(_refusal(error)) from error
+
+
+def _set(branch: dict[str, Any], path: list[str], value: object) -> None:
+    """Put a value into the tree. A choice by name and its parameters may come in any order."""
+    name, *below = path
+    held = branch.get(name)
+    if not below:
+        branch[name] = {**held, "name": value} if isinstance(held, dict) else value
+        return
+    if not isinstance(held, dict):
+        held = branch[name] = {} if held is None else {"name": held}
+    _set(held, below, value)
 
 
 def _parse(text: str) -> Assignment:
@@ -67,12 +75,20 @@ def _refusal(error: ValidationError) -> str:
     first = error.errors()[0]
     known = dict(leaves(EngineConfig))
     parts = [str(part) for part in first["loc"]]
-    # Behind a setting's own path pydantic may add which member of a union it tried.
+    # pydantic adds which kind of a choice by name it was, and which member of a union it tried.
+    parts = [part for at, part in enumerate(parts) if part not in _names_at(".".join(parts[:at]))]
     path = next((".".join(parts[:end]) for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in known), None)
     if path is None:
         return f"{'.'.join(parts)}: {first['msg']}"
     field, given = known[path], first["input"]
+    if len(branches_of(field)) > 1:
+        return f"{path}: {first['msg'].removeprefix('Value error, ')}"
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if choices:
         return f"{path}={given}{did_you_mean(str(given), [str(choice) for choice in choices])}"
     return f"{path}={given}: {first['msg']} ({field.description})"
+
+
+def _names_at(path: str) -> tuple[str, ...]:
+    field = dict(leaves(EngineConfig)).get(path)
+    return () if field is None else names_of(field)

@@ -20,7 +20,7 @@ class FirstTokenWatch:
         age_s = None if self._has_served else seconds_since_start()
         run = self._contender.serve(workload)
         if age_s is not None:
-            first_s = min(timeline.delivered_s[0] for timeline in run.timelines.values())
+            first_s = min(timeline.delivered_s[0] for timeline in run.timelines.values() if timeline.delivered_s)
             self.start_to_first_token_s = age_s + first_s
         self._has_served = True
         return run

@@ -9,14 +9,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.engine.request import Request, SamplingParams
+from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, SamplingParams
 from benchmarks.errors import BenchmarkError
 from benchmarks.suggestions import did_you_mean
 
 WARM_UP_REQUESTS = 32
 WARM_UP_TOKENS = 16
 
-_IGNORED = ("tenant", "priority", "deadline_s")  # accepted, without effect
 _TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -35,9 +34,9 @@ class _Line(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int = Field(0, ge=0, lt=2**63)
-    tenant: str | None = None
-    priority: int | str | None = None
-    deadline_s: float | None = None
+    tenant: str = Field("", max_length=MAX_TENANT_LENGTH)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
 
     def timed_request(self) -> TimedRequest:
         return TimedRequest(
@@ -53,6 +52,9 @@ class _Line(BaseModel):
                     seed=self.seed,
                     ignore_eos=self.ignore_eos,
                 ),
+                tenant=self.tenant,
+                priority=self.priority,
+                deadline_s=self.deadline_s,
             ),
             arrival_s=self.arrival_s,
         )
@@ -83,7 +85,6 @@ class Workload:
     """Requests in order of arrival; at the same time, in the order of the file."""
 
     requests: tuple[TimedRequest, ...]
-    ignored_fields: tuple[str, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,10 +117,7 @@ def read_workload(path: str) -> Workload:
         lines.append(line)
     if not lines:
         raise BenchmarkError(f"the workload {path} has no requests")
-    return Workload(
-        tuple(sorted((line.timed_request() for line in lines), key=lambda timed: timed.arrival_s)),
-        ignored_fields=tuple(name for name in _IGNORED if any(name in line.model_fields_set for line in lines)),
-    )
+    return Workload(tuple(sorted((line.timed_request() for line in lines), key=lambda timed: timed.arrival_s)))
 
 
 def _parse(content: str, *, place: str) -> _Line:

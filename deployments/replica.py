@@ -14,6 +14,7 @@ from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
+from deployments.settings import retuned
 
 
 class Replica:
@@ -23,9 +24,18 @@ class Replica:
         """Load the weights and start the engine. Raises InvalidSetup when the model cannot be served as configured."""
         log_where_serve_does()
         keep_calls_on_loopback()
+        self._deployed = config.scheduler
         self._engine = build_engine(config)
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
+
+        Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
+        request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
+        """
+        await self._engine.reconfigure(retuned(self._deployed, user_config))
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream the tokens of `request`. Closing the stream aborts the request and frees its blocks."""

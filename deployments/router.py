@@ -7,6 +7,8 @@ Each ingress counts only what it has sent itself: its load signal is a ledger, n
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from app.dispatch import ReplicaLoad, make_policy
+from app.engine.pace import RetryTimes
 from app.engine.request import Request
 from app.errors import Overloaded
 
@@ -29,6 +32,8 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self._rng = random.Random()
         self._policy = make_policy(dispatch, self._rng)
         self._ledger = Ledger()
+        self._ends = Ends()
+        self._retry_times = RetryTimes()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -40,7 +45,7 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         context = pending_request.routing_context
         if context.should_backoff and replicas and not self.select_available_replicas(candidate_replicas):
             if not pending_request.future.done():
-                pending_request.future.set_exception(_full(candidate_replicas))
+                pending_request.future.set_exception(self._full(candidate_replicas))
             # Serve looks at the future only when it is given a replica to try.
             return [candidate_replicas]
         context.should_backoff = True
@@ -76,7 +81,16 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request that was sent has ended in any way."""
-        self._ledger.complete(internal_request_id, replica_id.unique_id)
+        if self._ledger.complete(internal_request_id, replica_id.unique_id):
+            self._ends.note(time.monotonic())
+
+    def _full(self, replicas: list[RunningReplica]) -> Overloaded:
+        now = time.monotonic()
+        num_slots = sum(replica.max_ongoing_requests for replica in replicas)
+        return Overloaded(
+            f"all {len(replicas)} replicas are full ({num_slots} requests); try again shortly",
+            retry_after_s=self._retry_times.next_after(now, ended_per_s=self._ends.per_s(now)),
+        )
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""
@@ -139,12 +153,16 @@ class Ledger:
         if not siblings:
             self._placed.pop(charge.internal_request_id, None)
 
-    def complete(self, internal_request_id: str, replica_id: str) -> None:
-        """Take one request with this internal id off this replica; which one makes no difference to the sums."""
+    def complete(self, internal_request_id: str, replica_id: str) -> bool:
+        """Take one request with this internal id off this replica; which one makes no difference to the sums.
+
+        False when there is none.
+        """
         for charge, place in self._placed.get(internal_request_id, {}).values():
             if place == replica_id:
                 self.drop(charge)
-                return
+                return True
+        return False
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
@@ -164,6 +182,18 @@ def _find_request(arguments: Iterable[Any]) -> Request | None:
     return next((argument for argument in arguments if isinstance(argument, Request)), None)
 
 
-def _full(replicas: list[RunningReplica]) -> Overloaded:
-    num_slots = sum(replica.max_ongoing_requests for replica in replicas)
-    return Overloaded(f"all {len(replicas)} replicas are full ({num_slots} requests); try again shortly")
+class Ends:
+    """When the last requests ended. While the replicas are full, that is how fast places become free."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=256)
+
+    def note(self, now: float) -> None:
+        """A request has ended."""
+        self._times.append(now)
+
+    def per_s(self, now: float) -> float:
+        """Requests that end in a second; 0 while too few have ended to tell."""
+        if len(self._times) < 2 or now <= self._times[0]:
+            return 0.0
+        return len(self._times) / (now - self._times[0])

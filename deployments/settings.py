@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from app.config import ApplicationConfig, ServedModelConfig
+from app.config import ApplicationConfig, SchedulerConfig, ServedModelConfig, leaves, names_of
 from app.errors import InvalidSetup
 
 BUILDER = "deployments.application:build"
@@ -43,10 +43,11 @@ def read_serve_file(path: Path) -> ServeFile:
     if not ours:
         raise InvalidSetup(f"{path}: no application has `import_path: {BUILDER}`")
     http = document.get("http_options") or {}
+    applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
+    for name, entry in ours.items():
+        _check_user_configs(applications[name], entry.get("deployments") or [])
     return ServeFile(
-        host=str(http.get("host", "127.0.0.1")),
-        port=_port(http.get("port", 8000)),
-        applications={name: parse(entry.get("args")) for name, entry in ours.items()},
+        host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
     )
 
 
@@ -74,9 +75,51 @@ def check(config: ApplicationConfig) -> None:
             )
 
 
+def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
+    """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
+
+    So the same `user_config` always means the same, whatever was set before.
+
+    Raises:
+        InvalidSetup: it names something that cannot change while a replica runs, or a value is wrong.
+    """
+    given = user_config if isinstance(user_config, dict) else {"": user_config}
+    for name in given.keys() - {"scheduler"}:
+        if name in ("model", "cache"):
+            raise InvalidSetup(
+                f"user_config.{name}: cannot change while a replica runs, its memory was sized when it started; "
+                f"change it in the application's args, which restarts the replicas"
+            )
+        raise InvalidSetup(f"user_config: must be {{'scheduler': {{...}}}}; got {_shown(user_config)}")
+    changes = given.get("scheduler") or {}
+    if not isinstance(changes, dict):
+        raise InvalidSetup(f"user_config.scheduler: got {_shown(changes)}; must be settings by name")
+    try:
+        config = SchedulerConfig.model_validate(deployed.model_dump() | changes)
+    except ValidationError as error:
+        place = ("models", 0, "engine", "scheduler")
+        mistakes = [_mistake({**detail, "loc": (*place, *detail["loc"])}) for detail in _causes(error)]
+        raise InvalidSetup("\n".join(mistakes).replace(_path(place), "user_config.scheduler")) from error
+    if config.max_requests > deployed.max_requests:
+        raise InvalidSetup(
+            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; Serve lets "
+            f"{deployed.max_requests:,} requests into a replica deployed like this: change it in the application's args"
+        )
+    return config
+
+
 def deployment_name(model: ServedModelConfig) -> str:
     """The Serve deployment of a model; Serve forbids some of what model names may have."""
     return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+
+
+def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
+    """What replicas would be told by `reconfigure`, checked before it reaches them."""
+    models = {deployment_name(model): model for model in config.models}
+    for deployment in deployments:
+        model = models.get(str(deployment.get("name")))
+        if model is not None and deployment.get("user_config") is not None:
+            retuned(model.engine.scheduler, deployment["user_config"])
 
 
 def _check_device(where: str, model: ServedModelConfig) -> None:
@@ -110,7 +153,7 @@ def _causes(error: ValidationError) -> list[ErrorDetails]:
 
 def _mistake(detail: ErrorDetails) -> str:
     """One line: `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`."""
-    where = _path(detail["loc"])
+    where = _path(_without_kinds(detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return f"{where}: no such setting{_suggestion(detail['loc'])}"
     if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
@@ -122,6 +165,16 @@ def _mistake(detail: ErrorDetails) -> str:
 
 def _path(location: Iterable[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _without_kinds(location: Iterable[int | str]) -> list[int | str]:
+    """Behind a choice by name, pydantic adds the name to the path of its parameters; a config file does not."""
+    known, kept = dict(leaves(ApplicationConfig)), list[int | str]()
+    for part in location:
+        choice = known.get(re.sub(r"\[\d+\]", "[]", _path(kept)))
+        if choice is None or part not in names_of(choice):
+            kept.append(part)
+    return kept
 
 
 def _shown(value: object) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from app.config import ApplicationConfig, leaves
+from app.config import ApplicationConfig, branches_of, leaves, names_of
 
 
 def table() -> str:
@@ -19,13 +20,20 @@ def table() -> str:
 
 def _default(field: FieldInfo) -> str:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    others = [f"`{choice}`" for choice in choices if choice != field.default]
-    default = (
-        "–"
-        if field.default is None
-        else f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
-    )
-    return f"{default} (or {', '.join(others)})" if others else default
+    if len(branches_of(field)) > 1:
+        choices = names_of(field)
+    default = _text(field.default)
+    others = [f"`{choice}`" for choice in choices if choice != default]
+    shown = "–" if field.default is None else f"`{default}`"
+    return f"{shown} (or {', '.join(others)})" if others else shown
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, BaseModel):
+        return str(getattr(value, "name", value))
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 if __name__ == "__main__":

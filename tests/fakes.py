@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
@@ -10,6 +13,7 @@ from app.engine.batch import Batch
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+from app.errors import CarouselError
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -70,20 +74,55 @@ def build_fake_engine(
     runner: ModelRunner | None = None,
     prefix_caching: bool = True,
     max_model_len: int = 1000,
-    **scheduler: int,
+    clock: Callable[[], float] = time.monotonic,
+    **scheduler: Any,
 ) -> Engine:
-    settings = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
+    settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
     return assemble(
         SchedulerConfig(**settings),
         CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
         facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
+        clock=clock,
     )
 
 
+class FakeClock:
+    """Seconds that pass only when a test says so, and by `step_s` whenever a TimedRunner computes a step."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+    def advance(self, seconds: float) -> None:
+        self.at += seconds
+
+
+class TimedRunner(CountingRunner):
+    """A CountingRunner whose steps take time on a FakeClock."""
+
+    def __init__(self, clock: FakeClock, *, block_size: int = 4, step_s: float = 0.01) -> None:
+        super().__init__(block_size)
+        self._clock = clock
+        self._step_s = step_s
+
+    def run(self, batch: Batch) -> list[int]:
+        self._clock.advance(self._step_s)
+        return super().run(batch)
+
+
 def make_request(
-    prompt: tuple[int, ...] = (5, 6, 7), *, request_id: str | None = None, cache_salt: str = "", **sampling: object
+    prompt: tuple[int, ...] = (5, 6, 7),
+    *,
+    request_id: str | None = None,
+    cache_salt: str = "",
+    priority: int = 0,
+    tenant: str = "",
+    deadline_s: float | None = None,
+    **sampling: object,
 ) -> Request:
     settings: dict[str, object] = {"max_tokens": 4, "temperature": 0.0} | sampling
     return Request(
@@ -91,6 +130,9 @@ def make_request(
         prompt_token_ids=prompt,
         sampling=SamplingParams(**settings),  # type: ignore[arg-type]
         cache_salt=cache_salt,
+        priority=priority,
+        tenant=tenant,
+        deadline_s=deadline_s,
     )
 
 
@@ -99,7 +141,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.token_ids: dict[str, list[int]] = {}
-        self.reasons: dict[str, FinishReason] = {}
+        self.reasons: dict[str, FinishReason] = {}  # in the order in which they ended
+        self.errors: dict[str, CarouselError] = {}
 
     def book(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -107,15 +150,21 @@ class Outcome:
             self.token_ids.setdefault(delta.request_id, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
+            assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)
+            if delta.error is not None:
+                self.errors[delta.request_id] = delta.error
 
 
-def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000) -> Outcome:
-    """Add the requests and step until nothing is left."""
+def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, clock: FakeClock | None = None) -> Outcome:
+    """Add the requests and step until nothing is left, letting time pass where the engine waits for it."""
     outcome = Outcome()
     for request in requests:
         engine.add(request)
     for _ in range(max_steps):
         if not engine.has_work:
             return outcome
+        if engine.idle_s:
+            assert clock is not None, "the engine waits for its clock"
+            clock.advance(engine.idle_s)
         outcome.book(engine.step())
     raise AssertionError(f"the engine still has work after {max_steps} steps")

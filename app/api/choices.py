@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from app.api.completions import Call
-from app.engine.request import FinishReason, Generate, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.text import GeneratedText
 
@@ -23,6 +23,7 @@ class Piece:
     num_cached_tokens: int
     finish_reason: str | None = None  # "stop" or "length", never anything else
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
+    queued: Queued | None = None  # on the first piece, where whoever generates tells it
 
 
 async def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
@@ -55,6 +56,7 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
                 num_cached_tokens=delta.num_cached_tokens,
                 finish_reason=None if added.finish_reason is None else added.finish_reason.value,
                 stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
+                queued=delta.queued,
             )
             if added.finish_reason is not None:
                 return

@@ -157,6 +157,9 @@ def _call(
                 prompt_token_ids=prompt,
                 sampling=_sampling(body, max_tokens, _sample_seed(seed, sample)),
                 cache_salt=body.cache_salt,
+                priority=body.priority,
+                tenant=body.user,
+                deadline_s=body.deadline_s,
             )
             requests.append(request)
     return Call(

@@ -13,11 +13,13 @@ from starlette.responses import JSONResponse, Response
 from app.errors import (
     BodyTooLarge,
     CarouselError,
+    DeadlineMissed,
     EngineStopped,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
     Overloaded,
+    Quarantined,
     Unavailable,
 )
 
@@ -47,6 +49,7 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (MethodNotAllowed, _Kind(405, "invalid_request_error", "method_not_allowed")),
     (NotFound, _Kind(404, "invalid_request_error", "not_found")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),
+    (DeadlineMissed, _Kind(408, "timeout_error", "deadline_exceeded")),
     (Overloaded, _Kind(429, "rate_limit_error", "overloaded")),
     (Unavailable, _Kind(503, "server_error", "unavailable")),
     (EngineStopped, _Kind(503, "server_error", "unavailable")),
@@ -97,6 +100,8 @@ def _kind_of(error: Exception) -> _Kind:
 
 
 def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, DeadlineMissed | Quarantined):  # the openai package would try a 408 again
+        return {"x-should-retry": "false"}
     if isinstance(error, Overloaded):
         return _retry_after(error.retry_after_s)
     if isinstance(error, Unavailable | EngineStopped):

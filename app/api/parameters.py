@@ -24,7 +24,6 @@ _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
-    "priority": (0,),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
@@ -57,7 +56,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
 
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
-    "user metadata service_tier store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
+    "metadata service_tier store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
     "spaces_between_special_tokens".split()
 )
 

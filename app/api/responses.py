@@ -12,6 +12,7 @@ from app.api.choices import Piece
 from app.api.completions import Call, ServedModel
 from app.api.errors import error_body, log_error
 from app.api.sse import DONE, event
+from app.engine.request import Queued
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Progress:
     call: Call
     request_id: str
     answers: list[Answer] = field(init=False)
+    queued: Queued | None = None  # as the first choice that was heard of found it
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in self.call.requests]
@@ -43,6 +45,7 @@ class Progress:
     def add(self, piece: Piece, *, keep_text: bool) -> None:
         """Book a piece; its text is kept only for whole responses."""
         answer = self.answers[piece.index]
+        self.queued = self.queued or piece.queued
         answer.num_tokens += piece.num_tokens
         answer.num_cached_tokens = max(answer.num_cached_tokens, piece.num_cached_tokens)
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
@@ -60,6 +63,15 @@ class Progress:
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached_tokens for answer in firsts)},
             "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def queue_headers(self) -> dict[str, str]:
+        """What the call found in the queue of its replica when it arrived."""
+        if self.queued is None:
+            return {}
+        return {
+            "x-carousel-queue-position": str(self.queued.position),
+            "x-carousel-estimated-wait-ms": str(round(self.queued.estimated_wait_s * 1e3)),
         }
 
     def log_end(self) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.body import parse, read_json_object
+from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
@@ -103,16 +103,20 @@ class _Api:
         self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT], form: Format
     ) -> Response:
         body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
+        body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
         parsed = parse(body, schema, self._unknown_fields)
         if parsed.request_id is not None and "x-request-id" not in request.headers:
             request.state.request_id = parsed.request_id
         call = await prepare(parsed, self._model(parsed.model), self._config)
         progress = Progress(call, request.state.request_id)
         pieces = generate_pieces(call)
+        response: Response
         if not parsed.stream:
-            return JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
-        # No header goes out before the first text is here: until then a refusal is a real status.
-        return await begin_event_stream(request.receive, events(progress, pieces, form))
+            response = JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
+        else:  # no header goes out before the first text is here: until then a refusal is a real status
+            response = await begin_event_stream(request.receive, events(progress, pieces, form))
+        response.headers.update(progress.queue_headers())
+        return response
 
     def _model(self, name: str | None) -> ServedModel:
         """The model of that name; without a name the only one."""

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
 MAX_TOKENS = 2**31 - 1
@@ -149,6 +150,9 @@ class GenerationRequest(Schema):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
+    user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
     @model_validator(mode="after")

@@ -11,10 +11,13 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 
+from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
-from app.engine.request import Request, TokenDelta
+from app.engine.pace import RetryTimes
+from app.engine.request import Queued, Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
 
@@ -26,10 +29,19 @@ _MAX_FAILED_IN_A_ROW = 8
 class AsyncEngine:
     """Serves one engine to any number of concurrent callers, in any event loop of this process."""
 
-    def __init__(self, engine: Engine, *, max_requests: int) -> None:
-        """Start the engine's thread. More than `max_requests` at once are refused."""
+    def __init__(self, engine: Engine, *, max_requests: int, max_waiting_tokens: int | None = None) -> None:
+        """Start the engine's thread.
+
+        More than `max_requests` at once are refused, and so is what would have more than `max_waiting_tokens` prompt
+        tokens wait, unless nobody waits.
+        """
         self._engine = engine
         self._max_requests = max_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
+        self._num_entering_tokens = 0  # of their prompts
+        self._retry_times = RetryTimes()  # guarded by _wake
+        self._calls: set[Future[None]] = set()  # commands whose callers wait for them; guarded by _wake
         self._streams: dict[str, _Stream] = {}  # entered by callers, left by whoever ends the stream
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
@@ -50,19 +62,35 @@ class AsyncEngine:
 
         Raises:
             InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
-            Overloaded: `max_requests` are being served. Nothing was queued.
-            StepFailed: a model step with this request in it raised.
+            Overloaded: the queue is full; it says when to come back. Nothing was queued.
+            DeadlineMissed: the request's deadline has passed or cannot be met.
+            StepFailed: this request made the model fail, or the device failed on its whole batch.
             EngineStopped: the engine has shut down or died.
         """
         stream = self._open(request)
+        queued: Queued | None = stream.queued
         try:
             while True:
                 delta = await stream.next()
+                if queued is not None:
+                    delta, queued = delta._replace(queued=queued), None
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
             self._close(stream)
+
+    async def reconfigure(self, config: SchedulerConfig) -> None:
+        """Schedule by other settings; returns once they hold, between two steps. No request is lost.
+
+        Raises:
+            InvalidSetup: this engine cannot be changed so while it runs; nothing has changed.
+            EngineStopped: the engine has shut down or died.
+        """
+        await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
+        self._max_requests = config.max_requests
+        self._max_waiting_tokens = config.max_waiting_tokens
+        logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
         """The snapshot the engine's thread took after its last step."""
@@ -87,16 +115,32 @@ class AsyncEngine:
         self._engine.check(request)
         if request.request_id in self._streams:
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
-        if len(self._streams) >= self._max_requests:
-            raise Overloaded(f"{len(self._streams):,} requests are being served; this engine takes no more at once")
-        stream = _Stream(request.request_id, asyncio.get_running_loop())
-        self._streams[request.request_id] = stream
-        try:
-            self._command(lambda: self._engine.add_checked(request))
-        except EngineStopped:
-            del self._streams[request.request_id]
-            raise
+        num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
+        loop = asyncio.get_running_loop()
+        with self._wake:
+            self._check_room(num_tokens, arrived_at)
+            position = self._stats.num_waiting + self._num_entering
+            stream = _Stream(request.request_id, loop, Queued(position, self._stats.estimated_wait_s))
+            self._command(lambda: self._enter(request, arrived_at))
+            self._num_entering += 1
+            self._num_entering_tokens += num_tokens
+            self._streams[request.request_id] = stream
         return stream
+
+    def _check_room(self, num_tokens: int, now: float) -> None:
+        """Raise Overloaded when the queue is full."""
+        stats, num_requests = self._stats, len(self._streams)
+        num_waiting_tokens = stats.num_waiting_tokens + self._num_entering_tokens
+        if num_requests >= self._max_requests:
+            problem = f"{num_requests:,} requests are being served"
+        elif self._max_waiting_tokens is not None and 0 < num_waiting_tokens > self._max_waiting_tokens - num_tokens:
+            problem = f"prompts of {num_waiting_tokens:,} tokens are waiting"
+        else:
+            return
+        raise Overloaded(
+            f"{problem}; this engine takes no more at once",
+            retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
+        )
 
     def _close(self, stream: _Stream) -> None:
         if self._streams.pop(stream.request_id, None) is None:
@@ -114,32 +158,69 @@ class AsyncEngine:
             self._commands.append(command)
             self._wake.notify()
 
+    def _call(self, action: Callable[[], None]) -> Future[None]:
+        """Have the engine's thread do something whose end, or error, the caller waits for."""
+        future: Future[None] = Future()
+
+        def command() -> None:
+            self._calls.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                action()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        with self._wake:
+            self._command(command)
+            self._calls.add(future)
+        return future
+
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self) -> None:
         try:
             while self._obey():
-                if self._engine.has_work:
+                if self._engine.idle_s == 0.0:
                     self._step()
-                self._stats = self._engine.stats()
+                    self._stats = self._engine.stats()
         except Exception:
             logger.exception("the engine died")
         finally:
             with self._wake:
                 self._is_stopping = True
+                calls, self._calls = self._calls, set()
+            for call in calls:
+                if call.set_running_or_notify_cancel():
+                    call.set_exception(EngineStopped("the engine stopped before it could be changed"))
             self._fail(list(self._streams), EngineStopped("the engine stopped before the request was done"))
 
     def _obey(self) -> bool:
-        """Carry out what callers asked for, waiting for it while there is nothing to step; False to stop."""
+        """Carry out what callers asked for, waiting for it, or for its time, while nothing is due; False to stop."""
         with self._wake:
-            while not (self._commands or self._is_stopping or self._engine.has_work):
-                self._wake.wait()
+            while not (self._commands or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
+                self._wake.wait(idle_s)
             if self._is_stopping:
                 return False
             commands, self._commands = self._commands, []
-        for command in commands:
-            command()
+            num_entering, num_entering_tokens = self._num_entering, self._num_entering_tokens
+        if commands:
+            for command in commands:
+                command()
+            with self._wake:  # callers who come now see those tokens where they are: among the waiting ones
+                self._stats = self._engine.stats()
+                self._num_entering -= num_entering
+                self._num_entering_tokens -= num_entering_tokens
         return True
+
+    def _reconfigure(self, config: SchedulerConfig) -> None:
+        self._engine.reconfigure(config)
+        self._stats = self._engine.stats()  # before anybody hears that it holds
+
+    def _enter(self, request: Request, arrived_at: float) -> None:
+        self._engine.add_checked(request, arrived_at=arrived_at)
 
     def _step(self) -> None:
         try:
@@ -151,7 +232,8 @@ class AsyncEngine:
             if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
                 raise  # such a device does not recover; be unhealthy and be replaced
             return
-        self._num_failed_in_a_row = 0
+        if self._engine.stats().total_steps > self._stats.total_steps:  # not one that only told who is late
+            self._num_failed_in_a_row = 0
         self._deliver(deltas)
 
     def _abort(self, request_id: str) -> None:
@@ -165,7 +247,7 @@ class AsyncEngine:
             ended = delta.finish_reason is not None
             stream = self._streams.pop(delta.request_id, None) if ended else self._streams.get(delta.request_id)
             if stream is not None:
-                by_loop[stream.loop].append((stream, delta))
+                by_loop[stream.loop].append((stream, delta if delta.error is None else delta.error))
         for loop, puts in by_loop.items():
             _put_all(loop, puts)
 
@@ -179,8 +261,9 @@ class AsyncEngine:
 class _Stream:
     """What one reader has not read yet. Touched only in the reader's event loop."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, queued: Queued) -> None:
         self.request_id = request_id
+        self.queued = queued
         self.loop = loop
         self._deltas: list[TokenDelta] = []
         self._error: CarouselError | None = None

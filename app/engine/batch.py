@@ -49,6 +49,8 @@ class Batch:
 
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
+    began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
+    num_scheduled_tokens: int = 0  # `num_tokens`, counted while it was made: adding up a thousand takes its time
 
     @cached_property
     def num_tokens(self) -> int:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.facts import ModelFacts
-from app.engine.request import Request, TokenDelta
+from app.engine.isolation import DeviceFailed, run_in_parts
+from app.engine.quarantine import Quarantine
+from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineStats
-from app.errors import ContextTooLong, InvalidRequest
+from app.errors import ContextTooLong, InvalidRequest, InvalidSetup, Quarantined, StepFailed
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(Protocol):
@@ -41,14 +50,34 @@ class LaunchingRunner(ModelRunner, Protocol):
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
-    def __init__(self, *, scheduler: Scheduler, runner: ModelRunner, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        facts: ModelFacts,
+        clock: Callable[[], float] = time.monotonic,
+        largest_step: SchedulerConfig | None = None,
+    ) -> None:
+        """`clock` gives monotonic seconds. `largest_step` is what memory was sized for, where a step takes any."""
         self.facts = facts
         self._scheduler = scheduler
         self.runner = runner
+        self._clock = clock
+        self._largest_step = largest_step
+        self._quarantine = Quarantine()
 
     @property
     def has_work(self) -> bool:
+        """Whether some request has not ended; a step may still have to wait for its time, see `idle_s`."""
         return self._scheduler.has_work
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds until the next step has something to do if nobody arrives; 0: now; None: never."""
+        now = self._clock()
+        due_at = self._scheduler.due_at(now)
+        return None if due_at is None else max(0.0, due_at - now)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the engine could never serve the request. Changes nothing; any thread may call."""
@@ -63,6 +92,13 @@ class Engine:
                 f"this model accepts {self.facts.max_model_len:,} together",
                 param="max_tokens",
             )
+        _check_place(request)
+        if self._quarantine.holds(request):
+            raise Quarantined(
+                "this prompt with these sampling parameters has made the model fail before; it is not tried again",
+                param="prompt",
+                code="quarantined",
+            )
         for name, token_ids in self._token_ids(request):
             wrong = next((token for token in token_ids if not 0 <= token < self.facts.vocab_size), None)
             if wrong is not None:
@@ -70,41 +106,82 @@ class Engine:
                     f"{name} has token id {wrong}; this model's ids are 0 to {self.facts.vocab_size - 1:,}", param=name
                 )
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, *, arrived_at: float | None = None) -> None:
+        """Queue a request that arrived now, or earlier at `arrived_at` by the engine's clock.
 
         Raises:
             InvalidRequest: it can never be served, or a request of this id is being served.
         """
         self.check(request)
-        self.add_checked(request)
+        self.add_checked(request, arrived_at=arrived_at)
 
-    def add_checked(self, request: Request) -> None:
-        """Queue a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
+    def add_checked(self, request: Request, *, arrived_at: float | None = None) -> None:
+        """As `add`, of a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
 
         Raises:
             InvalidRequest: a request of this id is being served.
         """
         if self._scheduler.has_request(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
-        self._scheduler.add(request)
+        self._scheduler.add(request, now=self._clock() if arrived_at is None else arrived_at)
+
+    def now(self) -> float:
+        """The engine's clock, in seconds; any thread may read it."""
+        return self._clock()
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request and free its blocks; None when it has ended already."""
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenDelta]:
-        """Advance every scheduled sequence by one step.
+        """Advance every scheduled sequence by one step; nothing is computed while the strategy waits.
 
-        Whatever the model runner raises passes through, after the requests of that batch were ended:
-        `StepError.request_ids` names them.
+        When the model runner raises, the batch is run in parts: the requests that make it fail end with an error
+        (a delta with `error`), the others go on with the tokens that they would have had.
+
+        Raises:
+            StepError: every part fails, so it is the device. The requests of that batch have ended, and it names them.
         """
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(self._clock())
+        token_ids = self._run(batch) if batch else []
+        return self._scheduler.update(batch, token_ids, now=self._clock())
+
+    def _run(self, batch: Batch) -> list[int]:
         try:
-            token_ids = self.runner.run(batch)
+            return self.runner.run(batch)
         except Exception as error:
+            return self._run_in_parts(batch, error)
+
+    def _run_in_parts(self, batch: Batch, error: Exception) -> list[int]:
+        try:
+            found = run_in_parts(self.runner.run, batch, error)
+        except DeviceFailed:
+            if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
+                self._quarantine.note_failure(batch.sequences[0].request)
             raise StepError(self._scheduler.fail(batch)) from error
-        return self._scheduler.update(batch, token_ids)
+        if not found.culprits:
+            logger.warning("a step of %d requests failed as a whole, not in parts: %r", len(batch.scheduled), error)
+        for sequence, failure in found.culprits:
+            logger.error("request %s made its step fail", sequence.request.request_id, exc_info=failure)
+            self._quarantine.note_failure(sequence.request)
+            self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
+        # A token is asked of every sampled one; nobody sees that of a request which has ended.
+        return [found.token_ids.get(item.request_id, 0) for item in batch.sampled]
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Schedule by other settings from the next step on. No request is lost.
+
+        Raises:
+            InvalidSetup: memory was sized for smaller steps; nothing has changed.
+        """
+        largest = self._largest_step
+        for name in ("max_step_tokens", "max_running"):
+            if largest is not None and getattr(config, name) > getattr(largest, name):
+                raise InvalidSetup(
+                    f"scheduler.{name}: got {getattr(config, name):,}; this replica's memory was sized for "
+                    f"{getattr(largest, name):,} when it started: change it in the application's args"
+                )
+        self._scheduler.reconfigure(config)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: prompts that come later are computed from their start."""
@@ -123,8 +200,25 @@ class Engine:
         )
 
 
+def _check_place(request: Request) -> None:
+    """What a request may say about its place in the queue."""
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+        )
+    if len(request.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequest(
+            f"tenant has {len(request.tenant):,} characters; at most {MAX_TENANT_LENGTH} are accepted", param="tenant"
+        )
+    deadline_s = request.deadline_s
+    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S):
+        raise InvalidRequest(
+            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds", param="deadline_s"
+        )
+
+
 class StepError(Exception):
-    """A step raised; its requests have ended. Stays inside the process: callers hear `StepFailed`."""
+    """The device fails on every request of a step; they have ended. Stays inside: callers hear `StepFailed`."""
 
     def __init__(self, request_ids: list[str]) -> None:
         super().__init__(f"a step failed with {len(request_ids)} requests in it")

@@ -10,13 +10,22 @@ thrown away. (The "zero-overhead" scheduling of SGLang 0.4, and vLLM's asynchron
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from app.config import SchedulerConfig
 from app.engine.batch import Batch
-from app.engine.engine import Engine, LaunchingRunner, PendingStep, StepError
+from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.facts import ModelFacts
 from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = Batch((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +37,48 @@ class _Launched:
 class OverlappedEngine(Engine):
     """An Engine for runners that launch; its tokens are the same. A step delivers what the one before it drew."""
 
-    def __init__(self, *, scheduler: Scheduler, runner: LaunchingRunner, facts: ModelFacts) -> None:
-        super().__init__(scheduler=scheduler, runner=runner, facts=facts)
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: LaunchingRunner,
+        facts: ModelFacts,
+        clock: Callable[[], float] = time.monotonic,
+        largest_step: SchedulerConfig | None = None,
+    ) -> None:
+        super().__init__(scheduler=scheduler, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
         self._launcher = runner
         self._launched: _Launched | None = None
+        self._has_failed = False  # the step to come is computed alone, so that the requests at fault can be found
+
+    @property
+    def idle_s(self) -> float | None:
+        return 0.0 if self._launched is not None else super().idle_s
 
     def step(self) -> list[TokenDelta]:
         """Launch one step and wait for the one launched before it, whose tokens are returned; the first has none.
 
-        A failure ends the requests of the batch that failed, as in `Engine.step`. The other one is not lost: the next
-        call settles it.
+        When a step fails, what was launched is taken back, and the next call computes the same again without
+        launching ahead, as `Engine.step` does: it finds the requests at fault, or raises StepError.
         """
         before = self._launched
+        if before is None and self._has_failed:
+            self._has_failed = False
+            return super().step()
         # Penalties look at all tokens on the host: such a batch is waited for before the next is made.
-        must_wait = before is not None and before.batch.needs_history
+        must_wait = before is not None and (before.batch.needs_history or self._has_failed)
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
-        return [] if before is None else self._settle(before)
+        return self._tell_ended() if before is None else self._settle(before)
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
-        batch = self._scheduler.schedule(is_ahead=is_ahead)
+        batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
         if not batch:
-            return None  # everybody waits to hear of their last token
+            return None  # everybody waits to hear of their last token, or for the strategy's timer
         try:
             step = self._launcher.launch(batch)
-        except Exception as error:
-            raise StepError(self._scheduler.fail(batch)) from error
+        except Exception as error:  # nothing has advanced: the same is scheduled again
+            self._note_failure(batch, error)
+            return None
         self._scheduler.advance(batch)
         return _Launched(batch, step)
 
@@ -60,5 +86,24 @@ class OverlappedEngine(Engine):
         try:
             token_ids = launched.step.result()
         except Exception as error:
-            raise StepError(self._scheduler.fail(launched.batch)) from error
-        return self._scheduler.settle(launched.batch, token_ids)
+            self._note_failure(launched.batch, error)
+            self._take_back(launched)
+            return self._tell_ended()
+        return self._scheduler.settle(launched.batch, token_ids, now=self._clock())
+
+    def _take_back(self, failed: _Launched) -> None:
+        """Undo the failed step, and the one that was launched after it with what the failed one drew."""
+        ahead, self._launched = self._launched, None
+        if ahead is not None:
+            with suppress(Exception):
+                ahead.step.result()  # the device must be done with it; what it drew means nothing
+            self._scheduler.retreat(ahead.batch)
+        self._scheduler.retreat(failed.batch)
+
+    def _note_failure(self, batch: Batch, error: Exception) -> None:
+        logger.warning("a step of %d requests failed and is computed again: %r", len(batch.scheduled), error)
+        self._has_failed = True
+
+    def _tell_ended(self) -> list[TokenDelta]:
+        """Those who ended without a step."""
+        return self._scheduler.update(_NOTHING, [], now=self._clock())

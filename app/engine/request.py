@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from app.errors import CarouselError
+
+MAX_PRIORITY = 100  # priorities go from -100 to 100
+MAX_TENANT_LENGTH = 256
+MAX_DEADLINE_S = 86_400.0
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -14,6 +20,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-text or stop token
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the caller went away
+    ERROR = "error"  # refused, expired or failed; the delta says why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,16 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
+    tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
+    deadline_s: float | None = None  # its last token is wanted within so many seconds of its arrival, or none at all
+
+
+class Queued(NamedTuple):
+    """What a request found when it arrived."""
+
+    position: int  # requests that waited before it; under a policy that reorders, some of them may come after it
+    estimated_wait_s: float
 
 
 class TokenDelta(NamedTuple):
@@ -69,6 +86,8 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
+    queued: Queued | None = None  # on the first delta of a stream
 
 
 # The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.

@@ -8,19 +8,28 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence, TokenHistory
-from app.engine.blocks import BlockPool
-from app.engine.policy import SchedulingPolicy
+from app.engine.blocks import Block, BlockPool
+from app.engine.deadlines import Deadlines, missed
+from app.engine.lengths import LengthPredictor
+from app.engine.pace import Pace
+from app.engine.policies.named import policy_of
+from app.engine.policies.policy import SchedulingPolicy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import EngineStats
-from app.engine.strategy import BatchingStrategy
-from app.engine.waiting import WaitingQueue
+from app.engine.strategies.named import strategy_of
+from app.engine.strategies.strategy import BatchingStrategy, Situation, StepPlan
+from app.engine.waiting import WaitingRoom
+from app.errors import CarouselError
+
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True)
@@ -35,6 +44,7 @@ class _Totals:
     finished: int = 0
     aborted: int = 0
     failed: int = 0
+    missed: int = 0
 
 
 @dataclass(slots=True)
@@ -42,6 +52,7 @@ class _Step:
     """A batch in the making."""
 
     num_tokens_left: int
+    num_prefill_tokens_left: int
     has_preempted: bool = False
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # one for each of `scheduled`
@@ -51,13 +62,18 @@ class _Step:
         self.sequences.append(sequence)
         self.num_tokens_left -= len(item.token_ids)
 
+    def add_prefill(self, sequence: Sequence, item: ScheduledSequence) -> None:
+        self.add(sequence, item)
+        self.num_prefill_tokens_left -= len(item.token_ids)
+
 
 class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of those that run.
 
     `schedule` and `update` are apart so that a model may run between them: every batch that is scheduled must be
     either updated or failed before the next is scheduled. Whoever schedules a step while the one before it still runs
-    calls `advance` and `settle` in place of `update`; at most one batch may be between the two.
+    calls `advance` and `settle` in place of `update`; at most one batch may be between the two. Each is told the time,
+    in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -65,38 +81,76 @@ class Scheduler:
         *,
         config: SchedulerConfig,
         pool: BlockPool,
-        strategy: BatchingStrategy,
-        policy: SchedulingPolicy,
         eos_token_ids: Iterable[int],
+        strategy: BatchingStrategy | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
+        """`strategy` and `policy` are those that the config names, unless others are given."""
         self._config = config
         self._pool = pool
-        self._strategy = strategy
-        self._policy = policy
+        self._strategy = strategy or strategy_of(config.strategy)
+        self._policy = policy or policy_of(config.policy)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._waiting = WaitingQueue(policy)
-        self._running: list[Sequence] = []  # in policy order: the last is preempted first
+        self._waiting = WaitingRoom(self._policy, self._strategy.bucket_of)
+        self._running: list[Sequence] = []  # by rank: the last is preempted first
+        self._ended: list[TokenDelta] = []  # of those that ended without a step, until `update` tells their callers
+        self._deadlines = Deadlines()
+        self._lengths = LengthPredictor()
+        self._pace = Pace()
+        self._last_step_at = 0.0  # when the last step's results were booked
         self._num_arrived = 0
         self._totals = _Totals()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._ended)
+
+    def due_at(self, now: float) -> float | None:
+        """When `schedule` will have something to do if nobody arrives: at once if not after `now`; None: never."""
+        if self._running or self._ended:
+            return now
+        times = (self._strategy.opens_at(self._situation(now)), self._deadlines.next_at)
+        return min((at for at in times if at is not None), default=None)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is waiting or running."""
         return request_id in self._sequences
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Its id must be new, and its tokens must fit into the pool when it runs alone."""
+    def add(self, request: Request, *, now: float) -> None:
+        """Queue a request that arrived at `now`.
+
+        Its id must be new, and its tokens must fit into the pool when it runs alone.
+        """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
+        sampling = request.sampling
+        num_predicted_tokens = self._lengths.predict(request, quantile=self._policy.length_quantile)
         sequence = Sequence(
-            request=request, arrival=self._num_arrived, end_token_ids=self._end_token_ids(request.sampling)
+            request=request,
+            arrival=self._num_arrived,
+            arrived_at=now,
+            end_token_ids=self._end_token_ids(sampling),
+            num_predicted_tokens=sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
         )
+        sequence.rank = self._policy.rank(sequence)
+        if sequence.deadline_at is not None:
+            # Nobody is refused on a guess: without experience, only what is certain to be computed counts.
+            num_tokens = max(1, sampling.min_tokens) if num_predicted_tokens is None else num_predicted_tokens
+            self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at, num_tokens))
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
+
+    def _give_up_at(self, sequence: Sequence, deadline_at: float, num_output_tokens: int) -> float:
+        """When a sequence that has not started is refused for its deadline, with so many tokens to generate."""
+        if not self._sequences:
+            return deadline_at  # an idle engine tries: how else would it learn that it has become faster?
+        num_chunks = -(-sequence.num_prompt_tokens // self._config.prefill_chunk_tokens)
+        service_s = self._pace.step_s * (num_chunks + num_output_tokens - 1)
+        if sequence.arrived_at + service_s > deadline_at:
+            return sequence.arrived_at  # not even if it started now
+        give_up_at = self._policy.give_up_at(sequence, service_s)
+        return deadline_at if give_up_at is None else give_up_at
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request at its caller's wish; None when it has ended already."""
@@ -115,23 +169,81 @@ class Scheduler:
             self._finish(sequence)
         return [sequence.request.request_id for sequence in failed]
 
+    def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
+        """End one request of a batch whose other requests go on; the next `update` tells its caller."""
+        if not sequence.is_finished:
+            self._totals.failed += 1
+            self._end_with(sequence, error)
+
+    def _end_late(self, now: float) -> None:
+        for sequence in self._deadlines.out_of_time(now):
+            self._totals.missed += 1
+            self._end_with(sequence, missed(sequence, now))
+
+    def _end_with(self, sequence: Sequence, error: CarouselError) -> None:
+        delta = TokenDelta(sequence.request.request_id, (), FinishReason.ERROR, error=error)
+        self._finish(sequence)
+        self._ended.append(delta)
+
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self, *, is_ahead: bool = False) -> Batch:
+    def schedule(self, now: float, *, is_ahead: bool = False) -> Batch:
         """The next step's work: first the running sequences, then as many waiting ones as may join.
 
-        With `is_ahead` the step before has advanced and is not settled: the batch may be empty, and a token that is
-        not known yet stands in it as `advance` says.
+        Empty while the strategy waits for somebody to arrive or for a timer; see `due_at`. With `is_ahead` the step
+        before has advanced and is not settled: the batch may be empty then too, and a token that is not known yet
+        stands in it as `advance` says.
         """
-        step = _Step(num_tokens_left=self._config.max_step_tokens)
-        self._schedule_running(step, self._unfinished() if is_ahead else list(self._running))
-        if not step.has_preempted:  # memory is short; whoever joined now would be the next victim
-            self._admit_waiting(step)
-        return Batch(scheduled=tuple(step.scheduled), sequences=tuple(step.sequences))
+        self._end_late(now)
+        if self._policy.preempts and self._strategy.joins_any_step and len(self._waiting):
+            self._make_way(self._waiting.peek())
+        plan = self._strategy.plan(self._situation(now))
+        budget = self._config.max_step_tokens
+        step = _Step(budget, budget if plan.max_prefill_tokens is None else plan.max_prefill_tokens)
+        self._schedule_running(step, self._taking_part(plan, is_ahead=is_ahead))
+        if plan.num_admissible and not step.has_preempted:  # else memory is short: whoever joined would go next
+            self._admit_waiting(step, plan)
+        return Batch(
+            tuple(step.scheduled),
+            tuple(step.sequences),
+            began_at=now,
+            num_scheduled_tokens=budget - step.num_tokens_left,
+        )
 
-    def _unfinished(self) -> list[Sequence]:
-        """The running sequences without those that have drawn their last token and only wait to hear which."""
-        return [s for s in self._running if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+    def _situation(self, now: float) -> Situation:
+        return Situation(
+            now=now,
+            max_running=self._config.max_running,
+            max_step_tokens=self._config.max_step_tokens,
+            running=self._running,
+            waiting=self._waiting,
+        )
+
+    def _make_way(self, waiting: Sequence) -> None:
+        """Preempt those in whose place the first waiting sequence may run, if that gets it a slot and its blocks."""
+        if not self._running or self._running[-1].rank <= waiting.rank:
+            return
+        _, num_blocks = self._blocks_to_join(waiting)
+        num_slots = self._config.max_running - len(self._running)
+        num_free = self._pool.num_free
+        victims: list[Sequence] = []
+        for running in reversed(self._running):
+            if (num_slots > 0 and num_free >= num_blocks) or running.rank <= waiting.rank:
+                break
+            if self._policy.may_preempt(waiting, running):
+                victims.append(running)
+                num_slots += 1
+                num_free += sum(block.num_owners == 1 for block in running.blocks)
+        if num_slots > 0 and num_free >= num_blocks:  # else they would go in vain
+            for victim in victims:
+                self._preempt(victim)
+
+    def _taking_part(self, plan: StepPlan, *, is_ahead: bool) -> list[Sequence]:
+        """The running sequences that the strategy wants in the step, less those that only wait for their last token."""
+        running = list(self._running) if plan.includes is None else list(filter(plan.includes, self._running))
+        if is_ahead:
+            running = [s for s in running if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+        return running
 
     def _schedule_running(self, step: _Step, running: list[Sequence]) -> None:
         block_size = self._pool.block_size
@@ -146,29 +258,36 @@ class Scheduler:
                 step.add(sequence, _decoding(sequence) if sequence.draws_freely else self._scheduled(sequence, 1))
                 continue
             # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
-            num_tokens = self._chunk(sequence, step.num_tokens_left - num_behind)
-            if self._make_room(sequence, num_tokens, step):
-                step.add(sequence, self._scheduled(sequence, num_tokens))
+            num_tokens = self._chunk(sequence, step.num_tokens_left - num_behind, step)
+            if num_tokens > 0 and self._make_room(sequence, num_tokens, step):
+                step.add_prefill(sequence, self._scheduled(sequence, num_tokens))
 
-    def _admit_waiting(self, step: _Step) -> None:
-        num_admissible = self._strategy.num_admissible(num_running=len(self._running), num_waiting=len(self._waiting))
-        for _ in range(num_admissible):
-            sequence = self._waiting.peek()
-            if step.num_tokens_left <= 0 or not self._try_join(sequence):
+    def _admit_waiting(self, step: _Step, plan: StepPlan) -> None:
+        for _ in range(plan.num_admissible):
+            if step.num_tokens_left <= 0 or step.num_prefill_tokens_left <= 0:
+                return
+            sequence = self._waiting.peek(plan.bucket)
+            if not self._strategy.admits(sequence) or not self._try_join(sequence, plan.bucket):
                 return  # whoever is next in order waits; nobody overtakes
-            num_tokens = self._chunk(sequence, step.num_tokens_left)
+            num_tokens = self._chunk(sequence, step.num_tokens_left, step)
             sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
-            step.add(sequence, self._scheduled(sequence, num_tokens))
+            step.add_prefill(sequence, self._scheduled(sequence, num_tokens))
 
-    def _try_join(self, sequence: Sequence) -> bool:
+    def _blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
+        """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
+        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
+        num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
+        return cached, num_blocks + self._pool.num_free_among(cached)
+
+    def _try_join(self, sequence: Sequence, bucket: int) -> bool:
         """Let the first waiting sequence run if all of its known tokens find room, using cached prefixes."""
         if sequence.has_unknown_token:
             return False  # preempted while its last step ran
-        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
-        num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
-        if not self._pool.can_allocate(num_blocks + self._pool.num_free_among(cached)):
+        cached, num_blocks = self._blocks_to_join(sequence)
+        if not self._pool.can_allocate(num_blocks):
             return False
-        self._waiting.pop()
+        sequence.status = SequenceStatus.RUNNING
+        self._waiting.pop(bucket)
         self._pool.share(cached)
         sequence.extend_blocks(cached)
         sequence.prefix_ids = [block.prefix_id for block in cached if block.prefix_id is not None]
@@ -177,12 +296,19 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._totals.prompt_tokens += sequence.num_prompt_tokens
             self._totals.cached_tokens += sequence.num_cached_tokens
-        sequence.status = SequenceStatus.RUNNING
-        insort(self._running, sequence, key=self._policy.key)
+        sequence.rank = self._policy.rank(sequence)
+        insort(self._running, sequence, key=_rank)
+        self._policy.joined(sequence)
+        self._strategy.joined(sequence)
         return True
 
-    def _chunk(self, sequence: Sequence, num_tokens_left: int) -> int:
-        return min(sequence.num_uncomputed_tokens, self._config.prefill_chunk_tokens, num_tokens_left)
+    def _chunk(self, sequence: Sequence, num_tokens_left: int, step: _Step) -> int:
+        return min(
+            sequence.num_uncomputed_tokens,
+            self._config.prefill_chunk_tokens,
+            num_tokens_left,
+            step.num_prefill_tokens_left,
+        )
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
@@ -205,6 +331,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self._totals.preemptions += 1
+        self._strategy.preempted(sequence)
         self._waiting.push(sequence)
 
     def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
@@ -240,22 +367,48 @@ class Scheduler:
 
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
-        """Book a step's results; `token_ids` holds one drawn token for each of `batch.sampled`, in order."""
+    def update(self, batch: Batch, token_ids: list[int], *, now: float) -> list[TokenDelta]:
+        """Book a step's results; `token_ids` holds one drawn token for each of `batch.sampled`, in order.
+
+        An empty batch is none: only those are told of that ended without a step.
+        """
         assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        return self._told(batch, token_ids, now, self._book)
+
+    def _told(
+        self, batch: Batch, token_ids: list[int], now: float, book: Callable[[Batch, list[int]], list[TokenDelta]]
+    ) -> list[TokenDelta]:
+        """What callers hear after a step: who ended otherwise, then what the step drew, as `book` books it."""
+        self._end_late(now)  # an answer that comes too late is none
+        deltas, self._ended = self._ended, []
+        if batch:
+            num_ended = len(deltas) - self._totals.finished
+            deltas += book(batch, token_ids)
+            self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
+        return deltas
+
+    def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:
+        self._totals.steps += 1
+        began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self._last_step_at = now
+        self._pace.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        self._policy.computed(batch)
+        if not self._running:
+            self._strategy.emptied(now)
+
+    def _book(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
         block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
         drawn = iter(token_ids)
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
             if sequence.status is finished:
-                continue  # aborted while the step ran
+                continue  # aborted, expired or found guilty while the step ran
             sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
                 self._publish_full_blocks(sequence, end)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
-        self._totals.steps += 1
         self._totals.generated_tokens += len(deltas)
         return deltas
 
@@ -270,12 +423,23 @@ class Scheduler:
             if item.samples:
                 sequence.generated_token_ids.append(next(unknown))
 
-    def settle(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
+    def retreat(self, batch: Batch) -> None:
+        """Take back that a batch has advanced, because its step failed: all of it is computed again."""
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if item.samples:
+                sequence.generated_token_ids.pop()
+            if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
+                sequence.num_computed_tokens = item.start
+
+    def settle(self, batch: Batch, token_ids: list[int], *, now: float) -> list[TokenDelta]:
         """Book the tokens of a batch that has advanced; as `update` otherwise.
 
         A sequence that ends here may have been scheduled once more: what that step draws for it is thrown away.
         """
         assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        return self._told(batch, token_ids, now, self._book_advanced)
+
+    def _book_advanced(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
         drawn = iter(token_ids)
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
@@ -288,7 +452,6 @@ class Scheduler:
                 at = item.end - sequence.num_prompt_tokens
                 sequence.generated_token_ids[at] = token_id
                 deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
-        self._totals.steps += 1
         self._totals.generated_tokens += len(deltas)
         return deltas
 
@@ -315,6 +478,7 @@ class Scheduler:
             return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)
         self._totals.finished += 1
         self._finish(sequence)
+        self._lengths.learn(request, num_generated=num_generated, num_predicted=sequence.num_predicted_tokens)
         return TokenDelta(
             request_id=request.request_id,
             token_ids=(token_id,),
@@ -331,12 +495,14 @@ class Scheduler:
             self._leave_running(sequence)
         sequence.status = SequenceStatus.FINISHED
         if was_waiting:
-            self._waiting.remove_finished()
+            self._waiting.note_finished(sequence)
+        if sequence.deadline_at is not None:
+            self._deadlines.note_finished()
 
     def _leave_running(self, sequence: Sequence) -> None:
-        # The running ones are in policy order: a search by key, where list.remove would compare half of them.
-        index = bisect_left(self._running, self._policy.key(sequence), key=self._policy.key)
-        while self._running[index] is not sequence:  # others may have the same key
+        # The running ones are sorted: a search by rank, where list.remove would compare half of them.
+        index = bisect_left(self._running, sequence.rank, key=_rank)
+        while self._running[index] is not sequence:  # others may have the same rank
             index += 1
         del self._running[index]
         self._pool.free(sequence.take_blocks())
@@ -347,13 +513,43 @@ class Scheduler:
         """Forget every shared prefix. Running sequences keep their blocks."""
         self._pool.clear_cache()
 
+    # ------------------------------------------------------------------ retuning
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Go on under other settings, from the next step on; no request is lost.
+
+        A strategy or policy whose own settings are the same keeps what it has learnt. Those that run go on; when
+        fewer may run now, the last in order are preempted.
+        """
+        is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
+        self._config = config
+        if is_new_policy or is_new_strategy:
+            waiting = self._waiting.take_all()
+            self._policy = policy_of(config.policy) if is_new_policy else self._policy
+            self._strategy = strategy_of(config.strategy) if is_new_strategy else self._strategy
+            self._waiting = WaitingRoom(self._policy, self._strategy.bucket_of)
+            for sequence in (*self._running, *waiting):
+                sequence.rank = self._policy.rank(sequence)
+            self._running.sort(key=_rank)
+            for sequence in waiting:
+                self._waiting.push(sequence)
+        while len(self._running) > config.max_running:
+            self._preempt(self._running[-1])
+
     # ------------------------------------------------------------------ facts
 
     def stats(self) -> EngineStats:
         totals = self._totals
         return EngineStats(
+            strategy=self._config.strategy.name,
+            policy=self._config.policy.name,
+            batch_size=self._strategy.batch_size,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
+            estimated_wait_s=self._estimated_wait_s(),
+            ended_per_s=self._pace.ended_per_s,
+            mean_length_error_tokens=self._lengths.mean_error_tokens,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             total_steps=totals.steps,
@@ -364,7 +560,17 @@ class Scheduler:
             total_finished=totals.finished,
             total_aborted=totals.aborted,
             total_failed=totals.failed,
+            total_missed=totals.missed,
         )
+
+    def _estimated_wait_s(self) -> float:
+        """How long a request that arrives now waits before it joins: what is before it, at the pace of late."""
+        if not len(self._waiting) and len(self._running) < self._config.max_running:
+            return 0.0
+        tokens_per_s = self._pace.tokens_per_s
+        if not tokens_per_s:
+            return 0.0
+        return max(self._waiting.work / tokens_per_s, 1.0 / self._pace.ended_per_s if self._pace.ended_per_s else 0.0)
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:

@@ -30,7 +30,10 @@ class Sequence:
 
     request: Request
     arrival: int  # order of arrival, unique
+    arrived_at: float = 0.0  # seconds of the engine's clock
     end_token_ids: frozenset[int] = frozenset()  # generation ends at any of these
+    num_predicted_tokens: int = 0  # how long its output was expected to be when it arrived
+    rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     draws_freely: bool = field(init=False)  # neither penalties nor banned tokens at any step
@@ -46,6 +49,17 @@ class Sequence:
         sampling = self.request.sampling
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
+
+    @property
+    def deadline_at(self) -> float | None:
+        """When it expires, in seconds of the engine's clock."""
+        deadline_s = self.request.deadline_s
+        return None if deadline_s is None else self.arrived_at + deadline_s
+
+    @property
+    def estimated_work(self) -> int:
+        """Tokens that are computed for it from its arrival to its end, as far as can be known when it arrives."""
+        return self.num_prompt_tokens + self.num_predicted_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +78,11 @@ class Sequence:
         """Whether one token is uncomputed, the last that was generated."""
         generated = self.generated_token_ids
         return bool(generated) and self.num_computed_tokens == self.num_prompt_tokens + len(generated) - 1
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a step has ever computed something for it, or is about to."""
+        return self.status is not SequenceStatus.WAITING or self.num_preemptions > 0
 
     @property
     def has_unknown_token(self) -> bool:

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 class EngineStats:
     """Gauges are of this moment; `total_*` count since the engine started."""
 
+    strategy: str  # by their names in the config
+    policy: str
+    batch_size: int  # that the strategy aims at now; 0 where it makes no batches
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int  # of their prompts
+    estimated_wait_s: float  # of a request that arrived now
+    ended_per_s: float  # requests that ended in a second of computing, of late: how fast the queue drains
+    mean_length_error_tokens: float  # by how much output lengths are predicted wrong, of late
     num_free_blocks: int  # blocks that could be allocated now, cached ones without an owner included
     num_blocks: int
     total_steps: int
@@ -21,3 +28,4 @@ class EngineStats:
     total_finished: int  # ended by stop or length
     total_aborted: int
     total_failed: int
+    total_missed: int  # refused or ended because of their deadline

@@ -59,6 +59,14 @@ USER = {"role": "user", "content": "Hi"}
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream: true"),
         ({"best_of": 3}, "best_of", "best_of is 3 and n is 1"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
+        ({"user": "x" * 257}, "user", "at most 256 characters"),
+        ({"user": 5}, "user", "valid string"),
+        ({"priority": 101}, "priority", "less than or equal to 100; got 101"),
+        ({"priority": -101}, "priority", "greater than or equal to -100"),
+        ({"priority": "high"}, "priority", "valid integer"),
+        ({"deadline_s": 0}, "deadline_s", "greater than 0; got 0"),
+        ({"deadline_s": 1e6}, "deadline_s", "less than or equal to 86400"),
+        ({"deadline_s": "soon"}, "deadline_s", "valid number"),
         ({"request_id": "a\nb"}, "request_id", "request_id"),
         ({"model": 5}, "model", "valid string"),
         ({"messages": []}, "messages", "at least 1 item"),
@@ -128,7 +136,6 @@ def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: 
         {"truncate_prompt_tokens": 5},
         {"include_stop_str_in_output": True},
         {"bad_words": ["x"]},
-        {"priority": 1},
         {"modalities": ["audio"]},
         {"audio": {"voice": "x"}},
         {"chat_template": "{{ 1 }}"},
@@ -222,6 +229,13 @@ def test_an_unknown_model_is_a_404(service: Service) -> None:
     assert answer.error["message"] == "there is no model 'gpt'; this server has demo"
 
 
+@pytest.mark.parametrize("value", ["soon", "", "-1", "0", "nan", "inf", "1e9"])
+def test_a_bad_deadline_header_is_a_400(service: Service, value: str) -> None:
+    answer = service.call("POST", "/v1/completions", {"prompt": "Hi"}, {"x-carousel-deadline-s": value})
+    assert (answer.status, answer.error["param"]) == (400, "deadline_s")
+    assert not service.generate.requests
+
+
 def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), names=("a", "org/b"))
     answer = service.chat()
@@ -249,6 +263,7 @@ _JSON = st.recursive(
 _FIELDS = (
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n stream stream_options stop "
     "seed presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids user "
+    "priority deadline_s "
     "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix"
 ).split()
 _LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])

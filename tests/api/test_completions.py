@@ -110,7 +110,7 @@ def test_null_is_not_given(service: Service) -> None:
     names = (
         "temperature top_p top_k n stop seed max_tokens max_completion_tokens stream stream_options logit_bias "
         "logprobs top_logprobs tools tool_choice response_format user presence_penalty min_tokens stop_token_ids "
-        "cache_salt request_id chat_template_kwargs add_generation_prompt skip_special_tokens"
+        "cache_salt request_id priority deadline_s chat_template_kwargs add_generation_prompt skip_special_tokens"
     ).split()
     assert service.chat(**dict.fromkeys(names)).status == 200
 
@@ -120,13 +120,33 @@ def test_null_is_not_given(service: Service) -> None:
     [
         {"logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "auto", "functions": []},
         {"response_format": {"type": "text"}, "modalities": ["text"], "continue_final_message": False},
-        {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "store": True, "parallel_tool_calls": True},
-        {"stop": [], "logit_bias": {}, "best_of": 1, "return_token_ids": False, "priority": 0},
+        {"metadata": {"a": "b"}, "service_tier": "auto", "store": True, "parallel_tool_calls": True},
+        {"stop": [], "logit_bias": {}, "best_of": 1, "return_token_ids": False},
         {"include_stop_str_in_output": False, "repetition_penalty": 1.0, "a_field_of_tomorrow": [1]},
     ],
 )
 def test_values_that_ask_for_nothing_are_accepted(service: Service, fields: dict[str, Any]) -> None:
     assert service.chat(**fields).status == 200
+
+
+def test_a_caller_may_say_who_it_is_how_urgent_and_until_when(service: Service) -> None:
+    service.chat()
+    plain = service.generate.requests[-1]
+    assert (plain.tenant, plain.priority, plain.deadline_s) == ("", 0, None)
+    service.complete(user="me", priority=-7, deadline_s=2.5)
+    request = service.generate.requests[-1]
+    assert (request.tenant, request.priority, request.deadline_s) == ("me", -7, 2.5)
+
+
+def test_the_deadline_may_come_in_a_header(service: Service) -> None:
+    def deadline_s(**body: Any) -> float | None:
+        header = {"x-carousel-deadline-s": "3.5"}
+        assert service.call("POST", "/v1/completions", {"prompt": "Hi"} | body, header).status == 200
+        return service.generate.requests[-1].deadline_s
+
+    assert deadline_s() == 3.5
+    assert deadline_s(deadline_s=None) == 3.5
+    assert deadline_s(deadline_s=1.5) == 1.5
 
 
 def test_text_parts_and_all_roles_reach_the_template(service: Service) -> None:

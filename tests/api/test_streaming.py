@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from app.engine.request import FinishReason, Request
-from app.errors import Overloaded, StepFailed, Unavailable
+from app.engine.request import FinishReason, Queued, Request, TokenDelta
+from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Connection, Script, Service, Step, check_error, delta, last, say
 
@@ -148,6 +148,31 @@ def test_a_refusal_has_a_status_of_its_own(tokenizer: Tokenizer, stream: bool) -
         "code": "overloaded",
     }
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_missed_deadline_is_a_408_that_is_not_to_be_tried_again(tokenizer: Tokenizer, stream: bool) -> None:
+    answer = Service(tokenizer, refused(DeadlineMissed("the deadline of 1 s cannot be met"))).chat(stream=stream)
+    assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    assert "retry-after" not in answer.headers
+
+
+def test_a_quarantined_request_is_a_400_that_is_not_to_be_tried_again(tokenizer: Tokenizer) -> None:
+    answer = Service(tokenizer, refused(Quarantined("not tried again", param="prompt", code="quarantined"))).chat()
+    assert (answer.status, answer.error["code"]) == (400, "quarantined")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_place_in_the_queue_is_in_the_headers(tokenizer: Tokenizer, stream: bool) -> None:
+    def script(request: Request) -> Iterable[Step]:
+        first = TokenDelta(request.request_id, tokenizer.encode("3", add_special_tokens=False), queued=Queued(7, 1.25))
+        return [first, last(request, (), FinishReason.LENGTH)]
+
+    answer = Service(tokenizer, script).chat(stream=stream)
+    assert answer.headers["x-carousel-queue-position"] == "7"
+    assert answer.headers["x-carousel-estimated-wait-ms"] == "1250"
 
 
 def failing(tokenizer: Tokenizer, error: Exception | TokenDeltaMaker) -> Script:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -68,6 +70,20 @@ def test_an_engine_that_falls_behind_is_not_spared_a_late_arrival() -> None:
     clock = ScriptedClock()
     run = Carousel(build_fake_engine(), start_clock=lambda: clock).serve(workload(0, 0.3))
     assert run.timelines["r1"].time_to_first_token_s == pytest.approx(run.timelines["r1"].delivered_s[0] - 0.3)
+
+
+def test_a_partial_batch_is_waited_for_and_not_polled() -> None:
+    clock = ScriptedClock()
+    strategy = {"name": "static", "batch_size": 4, "max_wait_ms": 100}
+    run = Carousel(build_fake_engine(strategy=strategy), start_clock=lambda: clock).serve(workload(0, 0))
+    assert [len(timeline.token_ids) for timeline in run.timelines.values()] == [4, 4]
+
+
+def test_who_misses_a_deadline_has_failed_and_the_others_have_not() -> None:
+    whole = workload(0, 0)
+    hopeless = replace(whole.requests[0], request=replace(whole.requests[0].request, deadline_s=1e-6))
+    run = Carousel(build_fake_engine()).serve(Workload((hopeless, whole.requests[1])))
+    assert {name: timeline.has_failed for name, timeline in run.timelines.items()} == {"r0": True, "r1": False}
 
 
 def test_the_prefix_cache_is_emptied_between_repeats() -> None:

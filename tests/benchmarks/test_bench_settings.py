@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.config import BucketedConfig, FairConfig, StaticConfig
 from benchmarks.errors import BenchmarkError
 from benchmarks.settings import engine_config, parse_assignments
 
@@ -36,6 +37,26 @@ def test_the_last_assignment_counts_and_none_takes_a_value_away() -> None:
 
 
 @pytest.mark.parametrize(
+    "texts",
+    [
+        ["scheduler.strategy=static", "scheduler.strategy.batch_size=3"],
+        ["scheduler.strategy.batch_size=3", "scheduler.strategy=static"],
+    ],
+)
+def test_a_strategy_is_chosen_by_name_and_its_parameters_set_one_by_one(texts: list[str]) -> None:
+    config = engine_config({}, parse_assignments([*texts, "scheduler.policy=fair"]))
+    assert config.scheduler.strategy == StaticConfig(batch_size=3)
+    assert config.scheduler.policy == FairConfig()
+
+
+def test_a_list_is_written_with_commas() -> None:
+    texts = ["scheduler.strategy=bucketed", "scheduler.strategy.bucket_boundaries=16,64,256"]
+    assert engine_config({}, parse_assignments(texts)).scheduler.strategy == BucketedConfig(
+        bucket_boundaries=(16, 64, 256)
+    )
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (
@@ -59,9 +80,27 @@ def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
         ("scheduler.max_running=0", r"scheduler\.max_running=0: .*greater than or equal to 1"),
         ("cache.num_blocks=few", r"cache\.num_blocks=few: .*integer"),
         ("model.dtype=float16", r"model\.dtype=float16; did you mean (bfloat16|float32)"),
+        (
+            "scheduler.strategy=magic",
+            r"scheduler\.strategy: got 'magic'; must be one of static, dynamic, bucketed, adaptive, continuous, hybrid",
+        ),
+        ("scheduler.strategy.batch_size=3", r"without a name; must be one of static"),
+        ("scheduler.policy.ageing_s=3", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),
         ("scheduler.max_step_tokens=8", r"max_step_tokens=8 is below max_running=32"),
     ],
 )
 def test_a_wrong_value_is_told_with_what_the_setting_takes(text: str, message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         engine_config({}, parse_assignments([text]))
+
+
+def test_a_parameter_of_another_strategy_is_told_with_those_there_are() -> None:
+    texts = ["scheduler.strategy=static", "scheduler.strategy.prefill_share=0.5"]
+    with pytest.raises(BenchmarkError, match="static has no parameter 'prefill_share'; it has batch_size, max_wait_ms"):
+        engine_config({}, parse_assignments(texts))
+
+
+def test_a_parameter_out_of_range_is_named_by_its_path() -> None:
+    texts = ["scheduler.strategy=hybrid", "scheduler.strategy.prefill_share=2"]
+    with pytest.raises(BenchmarkError, match=r"scheduler\.strategy\.prefill_share=2: .*less than or equal to 1"):
+        engine_config({}, parse_assignments(texts))

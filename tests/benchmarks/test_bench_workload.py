@@ -42,8 +42,10 @@ def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path)
     assert [timed.request.request_id for timed in workload.requests] == ["first", "second", "late"]
 
 
-def test_fields_the_engine_does_not_know_are_named(tmp_path: Path) -> None:
-    assert read(tmp_path, line(), line("b", tenant="x", deadline_s=1.5)).ignored_fields == ("tenant", "deadline_s")
+def test_a_line_may_say_whose_it_is_how_urgent_and_until_when(tmp_path: Path) -> None:
+    plain, special = read(tmp_path, line(), line("b", tenant="x", priority=-3, deadline_s=1.5)).requests
+    assert (plain.request.tenant, plain.request.priority, plain.request.deadline_s) == ("", 0, None)
+    assert (special.request.tenant, special.request.priority, special.request.deadline_s) == ("x", -3, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,9 @@ def test_fields_the_engine_does_not_know_are_named(tmp_path: Path) -> None:
         ([line(prompt_token_ids=[])], r"work\.jsonl:1: prompt_token_ids: "),
         ([line(prompt_token_ids=[1, -2])], r"work\.jsonl:1: prompt_token_ids\.1: "),
         ([line(max_tokens="4")], r"work\.jsonl:1: max_tokens: .*integer"),
+        ([line(priority="high")], r"work\.jsonl:1: priority: .*integer"),
+        ([line(priority=101)], r"work\.jsonl:1: priority: .*less than or equal to 100"),
+        ([line(deadline_s=0)], r"work\.jsonl:1: deadline_s: .*greater than 0"),
         ([line(arrival_s=-1)], r"work\.jsonl:1: arrival_s: "),
         ([line(max_token=3)], r"work\.jsonl:1: there is no field 'max_token'; did you mean max_tokens"),
         ([line(), line("b"), line()], r"work\.jsonl:3: the id 'a' stands in line 1 already"),

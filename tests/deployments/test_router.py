@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deployments.router import Charge, Ledger
+import pytest
+
+from deployments.router import Charge, Ends, Ledger
 
 CHARGE = Charge(internal_request_id="http-1", request_id="choice-0", num_tokens=100)
 SIBLING = replace(CHARGE, request_id="choice-1")
@@ -64,3 +66,20 @@ def test_a_replica_that_is_gone_takes_its_requests_along() -> None:
     ledger.keep_only({"b"})
     ledger.complete("http-1", "a")
     assert loads(ledger, "a", "b") == [(0, 0), (1, 100)]
+
+
+def test_how_fast_places_become_free_is_seen_from_those_that_did() -> None:
+    ends = Ends()
+    assert ends.per_s(1.0) == 0
+    for n in range(1000):
+        ends.note(100 + n / 4)
+    assert ends.per_s(350.0) == pytest.approx(4, rel=0.02)
+    assert ends.per_s(350.0 + 64) == pytest.approx(2, rel=0.02)  # nothing more has ended
+
+
+def test_only_what_was_booked_counts_as_ended() -> None:
+    ledger = Ledger()
+    ledger.book(CHARGE, "a")
+    assert not ledger.complete("control call", "a")
+    assert ledger.complete("http-1", "a")
+    assert not ledger.complete("http-1", "a")

@@ -21,9 +21,11 @@ import psutil
 import pytest
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
+from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
-from deployments.application import build
+from deployments.application import _replica_deployment, build
 from deployments.foreground import reason
 from deployments.launcher import session_members
 from deployments.settings import parse
@@ -211,6 +213,60 @@ def test_the_ingress_has_no_torch_and_the_replicas_do(service: Service) -> None:
         if title.startswith("ray::ServeReplica:carousel:"):
             loads_torch[title.rpartition(":")[2]] = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     assert loads_torch == {"ingress": False, "replica-turns": True, "replica-least": True, "replica-narrow": True}
+
+
+def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting_one(
+    cluster: str, demo_path: Path
+) -> None:
+    [model] = parse(
+        {
+            "models": [
+                {
+                    "name": "retuned",
+                    "engine": {"model": {"path": str(demo_path)}, "cache": {"memory_gib": 0.05}},
+                    "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 1},
+                }
+            ]
+        }
+    ).models
+    # Here it is the ingress of an application, which cannot have a router of its own under HAProxy. The version is what
+    # Serve derives from a config file: as long as it is the same, replicas stay.
+    replicas = _replica_deployment(model).options(
+        request_router_config=RequestRouterConfig(), version="1", _internal=True
+    )
+
+    def deploy(scheduler: dict[str, Any]) -> Any:
+        application = replicas.options(user_config={"scheduler": scheduler}).bind(model.engine)
+        handle = serve.run(application, name="retuned", route_prefix=None)
+        handle = serve.get_deployment_handle("replica-retuned", "retuned")
+        if not handle.is_initialized:
+            handle._init(_run_router_in_separate_loop=True)
+        return handle
+
+    def stats(handle: Any) -> list[Any]:
+        return list(handle.broadcast("stats").results(timeout_s=10))
+
+    handle = deploy({"policy": "sjf"})
+    assert {(each.strategy, each.policy) for each in stats(handle)} == {("continuous", "sjf")}
+    sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    streams = [
+        handle.options(stream=True).generate.remote(
+            Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling)
+        )
+        for name in ("a", "b", "c")
+    ]
+    tokens = [list(next(stream).token_ids) for stream in streams]
+    before = stats(handle)
+    handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
+    after = stats(handle)  # `serve.run` returned: every replica has said that they hold
+    assert {(each.strategy, each.policy) for each in after} == {("static", "fair")}
+    assert sum(each.total_steps for each in after) >= sum(each.total_steps for each in before) > 0  # the same processes
+    for begun, stream in zip(tokens, streams, strict=True):
+        for delta in stream:
+            begun.extend(delta.token_ids)
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len(tokens[0]) == 300
+    serve.delete("retuned")
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from app.config import SchedulerConfig, StaticConfig
 from app.errors import InvalidSetup
-from deployments.settings import parse, read_serve_file
+from deployments.settings import parse, read_serve_file, retuned
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 
@@ -38,10 +39,25 @@ def test_a_value_out_of_range_is_named_with_its_path_and_the_limit() -> None:
 def test_every_mistake_has_its_own_line() -> None:
     message = message_for(engine={"scheduler": {"max_running": 0, "strategy": "magic"}}, replicas={"num_cpus": "two"})
     assert message.splitlines() == [
-        "models[0].engine.scheduler.strategy: got 'magic'; must be 'continuous'",
+        "models[0].engine.scheduler.strategy: got 'magic'; must be one of static, dynamic, bucketed, "
+        "adaptive, continuous, hybrid",
         "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1",
         "models[0].replicas.num_cpus: got 'two'; must be a valid number, unable to parse string as a number",
     ]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"strategy": {"name": "static", "batch_size": 0}}, "strategy.batch_size: got 0; must be greater than"),
+        ({"strategy": {"name": "static", "size": 1}}, "strategy: static has no parameter 'size'; it has batch_size"),
+        ({"strategy": {"batch_size": 1}}, "strategy: got {'batch_size': 1} without a name; must be one of static"),
+        ({"policy": ["fair"]}, "policy: got ['fair']; must be"),
+        ({"policy": {"name": ["fair"]}}, "policy: got ['fair']; must be one of fcfs, sjf, priority, fair, deadline"),
+    ],
+)
+def test_a_mistake_in_a_strategy_or_policy_is_told_with_what_there_is(scheduler: dict[str, Any], message: str) -> None:
+    assert message_for(engine={"scheduler": scheduler}).startswith(f"models[0].engine.scheduler.{message}")
 
 
 def test_a_misspelt_setting_is_named_with_the_right_spelling() -> None:
@@ -93,3 +109,43 @@ def test_a_file_that_is_no_config_is_refused_in_words(tmp_path: Path, text: str,
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetup, match=r"nowhere.yaml: No such file"):
         read_serve_file(tmp_path / "nowhere.yaml")
+
+
+DEPLOYED = SchedulerConfig(max_running=4, max_waiting=8, policy="fair")
+
+
+def test_a_user_config_changes_what_it_names_and_always_means_the_same() -> None:
+    config = retuned(DEPLOYED, {"scheduler": {"strategy": {"name": "static", "batch_size": 2}}})
+    assert config == SchedulerConfig(max_running=4, max_waiting=8, policy="fair", strategy=StaticConfig(batch_size=2))
+    assert retuned(DEPLOYED, {}) == retuned(DEPLOYED, {"scheduler": None}) == DEPLOYED
+
+
+@pytest.mark.parametrize(
+    ("user_config", "message"),
+    [
+        ({"cache": {"memory_gib": 2}}, "user_config.cache: cannot change while a replica runs"),
+        ({"model": {}}, "user_config.model: cannot change while a replica runs"),
+        ({"strategy": "static"}, "user_config: must be {'scheduler': {...}}"),
+        ("static", "user_config: must be {'scheduler': {...}}; got 'static'"),
+        ({"scheduler": "static"}, "user_config.scheduler: got 'static'; must be settings by name"),
+        ({"scheduler": {"strategy": "magic"}}, "user_config.scheduler.strategy: got 'magic'; must be one of static"),
+        ({"scheduler": {"max_running": 0}}, "user_config.scheduler.max_running: got 0; must be greater than"),
+        ({"scheduler": {"max_waiting": 9}}, "user_config.scheduler: max_running + max_waiting is 13; Serve lets 12"),
+    ],
+)
+def test_a_user_config_that_cannot_be_is_refused_in_words(user_config: object, message: str) -> None:
+    with pytest.raises(InvalidSetup) as refused:
+        retuned(DEPLOYED, user_config)
+    assert refused.value.message.startswith(message)
+
+
+def test_the_user_configs_of_a_file_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    document = yaml.safe_load((DEPLOYMENTS / "serve.yaml").read_text())
+    document["applications"][0]["deployments"] = [
+        {"name": "ingress"},
+        {"name": "replica-demo", "user_config": {"scheduler": {"policy": "sjf", "max_runing": 3}}},
+    ]
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(InvalidSetup, match=r"user_config\.scheduler\.max_runing: no such setting"):
+        read_serve_file(path)

@@ -4,20 +4,22 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from typing import Any
 
 import pytest
 
+from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch
 from app.engine.engine import ModelRunner
 from app.engine.request import FinishReason, Request
-from app.errors import EngineStopped, InvalidRequest, Overloaded, StepFailed
+from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
 from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request
 
 
 @contextmanager
 def async_engine(
-    runner: ModelRunner | None = None, *, max_requests: int = 100, **settings: int
+    runner: ModelRunner | None = None, *, max_requests: int = 100, **settings: Any
 ) -> Iterator[AsyncEngine]:
     engine = AsyncEngine(build_fake_engine(runner=runner, **settings), max_requests=max_requests)
     try:
@@ -162,9 +164,9 @@ def test_a_failed_step_fails_its_requests_and_the_engine_lives_on() -> None:
 
 def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
     async def main(engine: AsyncEngine) -> None:
-        for _ in range(8):
+        for n in range(8):
             with pytest.raises(StepFailed):
-                await collect(engine, make_request())
+                await collect(engine, make_request((5, 6, 7 + n)))
         with pytest.raises(EngineStopped):
             await collect(engine, make_request())
         with pytest.raises(EngineStopped):
@@ -208,3 +210,162 @@ def test_an_engine_serves_several_event_loops() -> None:
         for thread in threads:
             thread.join()
     assert results == [expected_tokens((5, 6, 7), 4)] * 4
+
+
+def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
+    class Poisoned(CountingRunner):
+        def run(self, batch: Batch) -> list[int]:
+            if any(item.request_id == "bad" for item in batch.scheduled):
+                raise RuntimeError("poison")
+            return super().run(batch)
+
+    async def main(engine: AsyncEngine) -> None:
+        requests = [make_request((5, 6, n)) for n in range(3)]
+        good = [asyncio.create_task(collect(engine, request)) for request in requests]
+        bad = asyncio.create_task(collect(engine, make_request((9, 9), request_id="bad")))
+        for request, task in zip(requests, good, strict=True):
+            assert await task == expected_tokens(request.prompt_token_ids, 4)
+        with pytest.raises(StepFailed):
+            await bad
+        engine.check_health()
+
+    with async_engine(Poisoned()) as engine:
+        asyncio.run(main(engine))
+
+
+def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
+    class Poisoned(CountingRunner):
+        def run(self, batch: Batch) -> list[int]:
+            if any(item.token_ids[:1] == (9,) for item in batch.scheduled):
+                raise RuntimeError("poison")
+            return super().run(batch)
+
+    async def main(engine: AsyncEngine) -> None:
+        for expected in (StepFailed, StepFailed, *[Quarantined] * 20):
+            with pytest.raises(expected):
+                await collect(engine, make_request((9, 9)))
+        engine.check_health()
+
+    with async_engine(Poisoned()) as engine:
+        asyncio.run(main(engine))
+
+
+def test_a_partial_batch_goes_by_its_timer_without_anybody_polling() -> None:
+    async def main(engine: AsyncEngine) -> list[int]:
+        return await asyncio.wait_for(collect(engine, make_request()), timeout=10)
+
+    looks = 0
+    with async_engine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 300}) as engine:
+        inner = engine._engine
+        idle_s = type(inner).idle_s
+
+        class Watched(type(inner)):  # type: ignore[misc]
+            @property
+            def idle_s(self) -> float | None:
+                nonlocal looks
+                looks += 1
+                return idle_s.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+        inner.__class__ = Watched
+        assert len(asyncio.run(main(engine))) == 4
+    assert looks < 40  # a few for each step and each wait; a loop that spins has thousands
+
+
+def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch() -> None:
+    async def main(engine: AsyncEngine) -> None:
+        with pytest.raises(DeadlineMissed):
+            await asyncio.wait_for(collect(engine, make_request(deadline_s=0.1)), timeout=10)
+
+    with async_engine(strategy={"name": "static", "batch_size": 4, "max_wait_ms": 60_000}) as engine:
+        asyncio.run(main(engine))
+
+
+def test_prompts_beyond_the_token_bound_are_refused_unless_nobody_waits() -> None:
+    runner = GatedRunner()
+
+    async def main(engine: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(collect(engine, make_request((5,) * 30, request_id="large")))]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="prompts of 30 tokens are waiting") as refused:
+            await collect(engine, make_request())
+        assert refused.value.retry_after_s == 1.0  # nothing is known of the pace
+        runner.gate.release(100)
+        assert len(await tasks[0]) == 4
+        assert len(await collect(engine, make_request())) == 4
+
+    engine = AsyncEngine(build_fake_engine(runner=runner), max_requests=100, max_waiting_tokens=20)
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.shutdown()
+
+
+def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
+    runner = GatedRunner()
+
+    async def main(engine: AsyncEngine) -> None:
+        runner.gate.release(8)
+        for _ in range(2):
+            await collect(engine, make_request())
+        while engine.stats().total_finished < 2:
+            await asyncio.to_thread(threading.Event().wait, 0.001)
+        rate = engine.stats().ended_per_s
+        task = asyncio.create_task(collect(engine, make_request()))
+        await asyncio.sleep(0)
+        for turn in (1, 2, 3):
+            with pytest.raises(Overloaded) as refused:
+                await collect(engine, make_request())
+            assert refused.value.retry_after_s == pytest.approx(turn / rate, rel=0.2, abs=0.05)
+        runner.gate.release(100)
+        await task
+
+    with async_engine(runner, max_requests=1) as engine:
+        asyncio.run(main(engine))
+
+
+def test_new_settings_hold_when_reconfigure_returns_and_nobody_is_lost() -> None:
+    runner = GatedRunner()
+
+    async def main(engine: AsyncEngine) -> None:
+        requests = [make_request((5, 6, n), max_tokens=6) for n in range(5)]
+        tasks = [asyncio.create_task(collect(engine, request)) for request in requests]
+        await asyncio.sleep(0)
+        runner.gate.release(1)
+        change = asyncio.create_task(
+            engine.reconfigure(SchedulerConfig(strategy="static", policy="sjf", max_running=2, max_waiting=2))
+        )
+        runner.gate.release(100)
+        await change
+        assert (engine.stats().strategy, engine.stats().policy) == ("static", "sjf")
+        for request, task in zip(requests, tasks, strict=True):
+            assert await task == expected_tokens(request.prompt_token_ids, 6)
+        tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="4 requests"):
+            await collect(engine, make_request())
+        await asyncio.gather(*tasks)
+
+    with async_engine(runner) as engine:
+        asyncio.run(main(engine))
+
+
+def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_nobody_waits_for_ever() -> None:
+    runner = GatedRunner()
+
+    async def main(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(collect(engine, make_request()))
+        await asyncio.sleep(0.05)
+        change = asyncio.create_task(engine.reconfigure(SchedulerConfig()))
+        await asyncio.sleep(0)
+        stop = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        await asyncio.sleep(0.05)
+        runner.gate.release(10)
+        await stop
+        for waiting in (change, task):
+            with pytest.raises(EngineStopped):
+                await waiting
+        with pytest.raises(EngineStopped):
+            await engine.reconfigure(SchedulerConfig())
+
+    with async_engine(runner) as engine:
+        asyncio.run(main(engine))

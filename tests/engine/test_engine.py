@@ -44,27 +44,49 @@ def test_a_request_id_in_use_is_refused_and_can_be_used_again_later() -> None:
     engine.add(make_request(request_id="same"))
 
 
-class FailingRunner(CountingRunner):
-    """Raises once, in its second step."""
+class BreakableRunner(CountingRunner):
+    """Raises while it is broken."""
+
+    is_broken = False
 
     def run(self, batch: Batch) -> list[int]:
-        if len(self.batches) == 1:
-            self.batches.append(batch)
-            raise RuntimeError("out of memory")
+        if self.is_broken:
+            raise RuntimeError("a broken device")
         return super().run(batch)
 
 
-def test_a_failed_step_ends_its_requests_and_no_others() -> None:
-    engine = build_fake_engine(runner=FailingRunner(), max_running=2)
+def test_a_device_that_fails_on_every_request_ends_those_of_the_batch_and_no_others() -> None:
+    runner = BreakableRunner()
+    engine = build_fake_engine(runner=runner, max_running=2)
     first, second, waiting = (make_request((5, 6, n)) for n in (7, 8, 9))
     for request in (first, second, waiting):
         engine.add(request)
     engine.step()
+    runner.is_broken = True
     with pytest.raises(StepError) as failed:
         engine.step()
+    runner.is_broken = False
     assert set(failed.value.request_ids) == {first.request_id, second.request_id}
     assert isinstance(failed.value.__cause__, RuntimeError)
     outcome = run_to_end(engine)
     assert outcome.token_ids[waiting.request_id] == expected_tokens(waiting.prompt_token_ids, 4)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert engine.stats().total_failed == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"tenant": "x" * 257}, "tenant"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"deadline_s": -1.0}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"deadline_s": 1e9}, "deadline_s"),
+    ],
+)
+def test_a_place_in_the_queue_that_cannot_be_is_refused_by_name(fields, param) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidRequest, match=param) as refused:
+        build_fake_engine().add(make_request(**fields))
+    assert refused.value.param == param

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.engine import StepError
 from app.engine.request import FinishReason, Request
-from tests.fakes import CountingRunner, Outcome, build_fake_engine, expected_tokens, make_request
+from app.errors import DeadlineMissed, Quarantined, StepFailed
+from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request
+
+STRATEGIES: list[Any] = [
+    "continuous",
+    {"name": "continuous", "selective": True, "short_tokens": 4, "long_tokens": 6},
+    {"name": "hybrid", "prefill_share": 0.3},
+    {"name": "static", "batch_size": 3, "max_wait_ms": 40},
+    {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
+    {"name": "bucketed", "batch_size": 2, "bucket_boundaries": (2, 5), "max_wait_ms": 40},
+    {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
+]
+POLICIES = ["fcfs", "sjf", {"name": "priority", "ageing_s": 0.05}, "fair", "deadline"]
 
 
-class FailingOnDemand(CountingRunner):
-    def __init__(self, block_size: int) -> None:
-        super().__init__(block_size)
-        self.fails_next = False
+class FailingOnDemand(TimedRunner):
+    """Raises for every batch with a poisonous request in it; for all batches while it is broken."""
+
+    is_broken = False
+    poison: str | None = None
 
     def run(self, batch: Batch) -> list[int]:
-        if self.fails_next:
-            self.fails_next = False
+        if self.is_broken or any(item.request_id == self.poison for item in batch.scheduled):
             raise RuntimeError("asked to fail")
         return super().run(batch)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go and fail at random on a pool that is too small for them."""
+    """Requests come, go, expire and fail at random on a pool that is too small for them, and settings change."""
 
     requests = Bundle("requests")
     runner_class: type[FailingOnDemand] = FailingOnDemand
@@ -38,17 +52,34 @@ class EngineMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 12),
         chunk=st.integers(1, 9),
         prefix_caching=st.booleans(),
+        strategy=st.sampled_from(STRATEGIES),
+        policy=st.sampled_from(POLICIES),
     )
     def build(
-        self, num_blocks: int, block_size: int, max_running: int, spare_tokens: int, chunk: int, prefix_caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        spare_tokens: int,
+        chunk: int,
+        prefix_caching: bool,
+        strategy: Any,
+        policy: Any,
     ) -> None:
-        self.max_step_tokens = max_running + spare_tokens
-        self.max_running = max_running
+        self.settings = {
+            "max_running": max_running,
+            "max_step_tokens": max_running + spare_tokens,
+            "prefill_chunk_tokens": chunk,
+            "strategy": strategy,
+            "policy": policy,
+        }
         self.num_slots = num_blocks * block_size
-        self.runner = self.runner_class(block_size)
+        self.allowed = (max_running, max_running + spare_tokens)
+        self.clock = FakeClock()
+        self.runner = self.runner_class(self.clock, block_size=block_size)
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
-            max_running=max_running, max_step_tokens=self.max_step_tokens, prefill_chunk_tokens=chunk,
+            clock=self.clock, **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
@@ -58,19 +89,22 @@ class EngineMachine(RuleBasedStateMachine):
         target=requests,
         data=st.data(),
         salt=st.sampled_from(["", "other"]),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["a", "b", "c"]),
+        deadline_s=st.sampled_from([None, None, None, 0.05, 0.3]),
         stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     )
-    def add(self, data: st.DataObject, salt: str, stop_token_ids: tuple[int, ...], presence_penalty: float) -> str:
+    def add(self, data: st.DataObject, salt: str, **fields: Any) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
-        request = make_request(
-            prompt, max_tokens=max_tokens, cache_salt=salt, stop_token_ids=stop_token_ids,
-            presence_penalty=presence_penalty,
-        )  # fmt: skip
-        self.engine.add(request)
+        request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
+        try:
+            self.engine.add(request)
+        except Quarantined:
+            return request.request_id
         self.sent[request.request_id] = request
         return request.request_id
 
@@ -86,16 +120,44 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             if self.engine.has_work:
+                self.clock.advance(self.engine.idle_s or 0.0)
                 self.outcome.book(self.engine.step())
 
     @precondition(lambda self: self.engine.has_work)
     @rule()
-    def fail_a_step(self) -> None:
-        self.runner.fails_next = True
-        with pytest.raises(StepError) as failed:
-            self.engine.step()
-        assert failed.value.request_ids
-        self.ended_otherwise.update(failed.value.request_ids)
+    def break_the_device_for_a_step(self) -> None:
+        self.runner.is_broken = True
+        self.fail()
+        self.runner.is_broken = False
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(request_id=requests)
+    def poison_a_step(self, request_id: str) -> None:
+        self.runner.poison = request_id
+        self.fail()
+        self.runner.poison = None
+
+    def fail(self) -> None:
+        failed: list[str] = []
+        try:
+            self.outcome.book(self.engine.step())
+        except StepError as error:
+            failed = error.request_ids
+        assert self.runner.poison is None or failed in ([], [self.runner.poison])
+        self.ended_otherwise.update(failed)
+
+    @rule(seconds=st.sampled_from([0.01, 0.04, 0.5]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(strategy=st.sampled_from(STRATEGIES), policy=st.sampled_from(POLICIES), max_running=st.integers(1, 6))
+    def reconfigure(self, strategy: Any, policy: Any, max_running: int) -> None:
+        self.settings |= {"strategy": strategy, "policy": policy, "max_running": max_running}
+        self.settings["max_step_tokens"] = max(max_running, self.settings["max_step_tokens"])
+        # A step that is under way may be as large as before.
+        self.allowed = (max(max_running, self.allowed[0]), max(self.settings["max_step_tokens"], self.allowed[1]))
+        self.engine.reconfigure(SchedulerConfig(**self.settings))
+        self.runner.batches.clear()
 
     @invariant()
     def every_block_has_its_owners_and_no_others(self) -> None:
@@ -112,16 +174,25 @@ class EngineMachine(RuleBasedStateMachine):
         assert owned == {block_id: counted.count(block_id) for block_id in set(counted)}
 
     @invariant()
+    def those_who_wait_are_counted(self) -> None:
+        waiting = self.engine._scheduler._waiting
+        assert waiting.num_tokens == sum(bucket.num_tokens for bucket in waiting.buckets) >= 0
+        assert len(waiting) == sum(bucket.num_waiting for bucket in waiting.buckets)
+        assert (len(waiting) == 0) == (waiting.num_tokens == 0) == (waiting.work == 0)
+
+    @invariant()
     def no_step_exceeds_its_budget(self) -> None:
         if self.runner.batches:
             batch = self.runner.batches[-1]
-            assert 0 < batch.num_tokens <= self.max_step_tokens
-            assert len(batch.scheduled) <= self.max_running
+            assert 0 < batch.num_tokens <= self.allowed[1]
+            assert len(batch.scheduled) <= self.allowed[0]
 
     @invariant()
     def whoever_has_not_ended_is_waiting_or_running(self) -> None:
         stats = self.engine.stats()
-        open_requests = self.sent.keys() - self.outcome.reasons.keys() - self.ended_otherwise
+        scheduler = self.engine._scheduler
+        untold = {delta.request_id for delta in scheduler._ended}
+        open_requests = self.sent.keys() - self.outcome.reasons.keys() - self.ended_otherwise - untold
         assert stats.num_running + stats.num_waiting == len(open_requests)
         assert not self.ended_otherwise & self.outcome.reasons.keys()
 
@@ -131,11 +202,16 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.engine.has_work:
                 break
+            self.clock.advance(self.engine.idle_s or 0.0)
             self.outcome.book(self.engine.step())
         assert not self.engine.has_work, "some request never ends"
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
+        for request_id, error in self.outcome.errors.items():
+            assert isinstance(
+                error, StepFailed if self.sent[request_id].deadline_s is None else DeadlineMissed | StepFailed
+            )
         for request_id, request in self.sent.items():
-            if request_id in self.ended_otherwise:
+            if request_id in self.ended_otherwise or request_id in self.outcome.errors:
                 continue
             expected = expected_tokens(
                 request.prompt_token_ids, request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
@@ -145,6 +221,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True,
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip

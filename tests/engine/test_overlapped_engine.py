@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from app.engine.batch import Batch, ScheduledSequence
-from app.engine.engine import Engine, StepError
+from app.engine.engine import StepError
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason
+from app.errors import DeadlineMissed
 from tests.engine.test_invariants import EngineMachine, FailingOnDemand
-from tests.fakes import build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.fakes import FakeClock, Outcome, build_fake_engine, expected_tokens, make_request, run_to_end
 
 
 class LateRunner(FailingOnDemand):
@@ -24,8 +25,10 @@ class LateRunner(FailingOnDemand):
     `fails_next` fails a launch; `fails_later` fails the step that is launched next when it is waited for.
     """
 
-    def __init__(self, block_size: int = 4) -> None:
-        super().__init__(block_size)
+    fails_next = False
+
+    def __init__(self, clock: FakeClock | None = None, *, block_size: int = 4) -> None:
+        super().__init__(clock or FakeClock(), block_size=block_size)
         self.fails_later = False
         self.num_ahead = 0  # steps launched while another ran
         self._launched: deque[LateStep] = deque()
@@ -45,10 +48,14 @@ class LateRunner(FailingOnDemand):
 
     def compute(self, step: LateStep) -> list[int]:
         assert self._launched.popleft() is step, "steps are waited for in their order"
-        if step.fails:
-            self._drawn, self._has_failed = [2] * len(step.batch.sampled), True
-            raise RuntimeError("asked to fail later")
-        self._drawn = self.run(Batch(tuple(map(self._known, step.batch.scheduled)), step.batch.sequences))
+        known = Batch(tuple(map(self._known, step.batch.scheduled)), step.batch.sequences)
+        try:
+            if step.fails:
+                raise RuntimeError("asked to fail later")
+            self._drawn = self.run(known)
+        except RuntimeError:
+            self._drawn, self._has_failed = [2] * len(known.sampled), True
+            raise
         return self._drawn
 
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:
@@ -88,11 +95,8 @@ class OverlappedMachine(EngineMachine):
     def fail_a_step(self, is_late: bool) -> None:
         self.runner.fails_next, self.runner.fails_later = not is_late, is_late
         for _ in range(3):
-            try:
-                if self.engine.has_work:
-                    self.outcome.book(self.engine.step())
-            except StepError as error:
-                self.ended_otherwise.update(error.request_ids)
+            if self.engine.has_work:
+                self.outcome.book(self.engine.step())
         self.runner.fails_next = self.runner.fails_later = False
 
 
@@ -135,46 +139,85 @@ def test_penalties_are_waited_for_and_nothing_else_is() -> None:
         assert runner.num_ahead == num_ahead
 
 
-def test_a_failed_step_is_heard_of_once_and_the_next_goes_on() -> None:
+def test_a_step_that_fails_once_is_computed_again_and_nobody_notices() -> None:
+    for fails in ("fails_next", "fails_later"):
+        runner = LateRunner()
+        engine = build_fake_engine(runner=runner, max_running=2)
+        first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
+        engine.add(first)
+        engine.step()
+        engine.add(second)
+        setattr(runner, fails, True)
+        outcome = run_to_end(engine)
+        assert not outcome.errors
+        for request in (first, second):
+            assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 8)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+        assert engine.stats().total_generated_tokens == 16
+
+
+def test_a_poisonous_request_fails_alone_though_steps_were_launched_ahead() -> None:
     runner = LateRunner()
-    engine = build_fake_engine(runner=runner, max_running=2)
-    first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
-    engine.add(first)
-    runner.fails_later = True
-    engine.step()
-    engine.add(second)
-    with pytest.raises(StepError) as failed:
-        engine.step()  # launches a step with both, then hears that the one before failed
-    assert failed.value.request_ids == [first.request_id]
-    assert run_to_end(engine).token_ids == {second.request_id: expected_tokens((7, 8), 8)}
+    engine = build_fake_engine(runner=runner)
+    good = [make_request((5, 6, n), max_tokens=9) for n in range(4)]
+    bad = make_request((7, 8), max_tokens=9)
+    for request in (*good[:2], bad, *good[2:]):
+        engine.add(request)
+    outcome = Outcome()
+    for _ in range(4):
+        outcome.book(engine.step())
+    runner.poison = bad.request_id  # after some tokens
+    outcome.book([])
+    while engine.has_work:
+        outcome.book(engine.step())
+    assert set(outcome.errors) == {bad.request_id}
+    assert outcome.token_ids[bad.request_id] == expected_tokens((7, 8), 9)[: len(outcome.token_ids[bad.request_id])]
+    for request in good:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-class FailsAfterPreemption(LateRunner):
-    """Its first launch after a preemption fails."""
-
-    def launch(self, batch: Batch) -> LateStep:
-        self.fails_next = not self.has_failed and self.engine.stats().total_preemptions > 0
-        self.has_failed = self.has_failed or self.fails_next
-        return super().launch(batch)
-
-    has_failed = False
-    engine: Engine
-
-
-def test_whoever_is_preempted_while_its_token_is_drawn_joins_again_only_when_that_is_known() -> None:
-    """The failed launch gives the blocks back at once, so that there is room before the token is known."""
-    runner = FailsAfterPreemption()
-    engine = runner.engine = build_fake_engine(num_blocks=5, runner=runner)
-    first, second = make_request((5, 6, 7), max_tokens=12), make_request((7, 8, 9), max_tokens=12)
+def test_a_broken_device_fails_the_requests_of_its_step_and_no_others() -> None:
+    runner = LateRunner()
+    engine = build_fake_engine(runner=runner, max_running=1)
+    first, second = make_request((5, 6), max_tokens=8), make_request((7, 8), max_tokens=8)
     engine.add(first)
     engine.add(second)
-    tokens: list[int] = []
+    engine.step()
+    runner.is_broken = True
     failed: list[str] = []
-    while engine.has_work:
+    while not failed:
         try:
-            tokens += [token for d in engine.step() if d.request_id == second.request_id for token in d.token_ids]
+            engine.step()
         except StepError as error:
-            failed += error.request_ids
+            failed = error.request_ids
+    runner.is_broken = False
     assert failed == [first.request_id]
-    assert tokens == expected_tokens((7, 8, 9), 12)
+    assert run_to_end(engine).token_ids == {second.request_id: expected_tokens((7, 8), 8)}
+
+
+def test_whoever_misses_a_deadline_is_told_while_steps_are_launched_ahead() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=LateRunner(clock), clock=clock)
+    slow, other = make_request((5, 6), max_tokens=90, deadline_s=0.055), make_request((7, 8), max_tokens=9)
+    outcome = run_to_end(engine, slow, other, clock=clock)
+    assert isinstance(outcome.errors[slow.request_id], DeadlineMissed)
+    assert 0 < len(outcome.token_ids[slow.request_id]) <= 5
+    assert outcome.token_ids[other.request_id] == expected_tokens((7, 8), 9)
+
+
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"])
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+def test_the_tokens_are_the_same_ahead_under_every_strategy_and_policy(strategy: str, policy: str) -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(
+        runner=LateRunner(clock), clock=clock, num_blocks=10, max_running=4, strategy=strategy, policy=policy
+    )
+    requests = [
+        make_request((5, 6, n), max_tokens=6 + n, priority=n % 3 - 1, tenant="ab"[n % 2], deadline_s=1e4)
+        for n in range(14)
+    ]
+    outcome = run_to_end(engine, *requests, clock=clock)
+    assert engine.stats().total_preemptions > 0
+    for n, request in enumerate(requests):
+        assert outcome.token_ids[request.request_id] == expected_tokens((5, 6, n), 6 + n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -14,17 +15,26 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
-from app.engine.policy import SchedulingPolicy
+from app.engine.policies.policy import SchedulingPolicy
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
-from app.engine.strategy import Continuous
-from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.fakes import (
+    VOCAB_SIZE,
+    CountingRunner,
+    FakeClock,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
 
 NUM_RUNNING = 128
 NUM_WAITING = 3_000
@@ -52,11 +62,11 @@ class CountedNumber(float):
         return float(self) < float(other)
 
 
-class CountingPolicy:
+class CountingPolicy(SchedulingPolicy):
     def __init__(self) -> None:
         self.num_keys = 0
 
-    def key(self, sequence: Sequence) -> tuple[float, ...]:
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
         self.num_keys += 1
         return (CountedNumber(sequence.arrival),)
 
@@ -71,7 +81,6 @@ def build_engine(policy: SchedulingPolicy, *, max_running: int, runner: ModelRun
     scheduler = Scheduler(
         config=config,
         pool=BlockPool(num_blocks=16 * max_running, block_size=4),
-        strategy=Continuous(max_running=max_running),
         policy=policy,
         eos_token_ids=(),
     )
@@ -126,11 +135,57 @@ def work_of_steps(*, num_waiting: int) -> Work:
 def test_a_step_does_the_same_however_many_wait() -> None:
     alone, crowded = work_of_steps(num_waiting=0), work_of_steps(num_waiting=NUM_WAITING)
     assert alone.num_joined == crowded.num_joined > NUM_RUNNING // 2
-    assert alone.num_instructions == crowded.num_instructions > 0
+    # A queue that runs empty in between takes a branch or two less.
+    assert 0 < alone.num_instructions <= crowded.num_instructions < alone.num_instructions + 16 * NUM_STEPS
     assert alone.num_keys == crowded.num_keys
     # Taking the first out of the queue walks down a heap: the depth of the heap is all that may be added.
     allowed = (NUM_RUNNING + crowded.num_joined) * 2 * ceil(log2(NUM_WAITING))
     assert crowded.num_comparisons - alone.num_comparisons <= allowed
+
+
+def instructions_of_steps(strategy: str, policy: str, *, num_waiting: int) -> int:
+    """Bytecode of the engine's room for some steps in which as many leave as arrive, with `num_waiting` behind them."""
+    work = Work()
+    clock = FakeClock()
+    engine = build_fake_engine(
+        runner=SevensRunner(), clock=clock, strategy=strategy, policy=policy, num_blocks=16 * 16, max_running=16,
+        max_waiting=100_000, max_step_tokens=256, prefill_chunk_tokens=16,
+    )  # fmt: skip
+    draw = random.Random(1)
+
+    def arrive() -> None:
+        clock.advance(0.001)
+        prompt = tuple(draw.randrange(2, 50) for _ in range(8))
+        engine.add(
+            make_request(
+                prompt, max_tokens=3, priority=draw.randint(-2, 2), tenant=f"tenant-{draw.randrange(20)}",
+                deadline_s=draw.choice([None, 1000.0, 2000.0]),
+            )
+        )  # fmt: skip
+
+    for _ in range(32 + num_waiting):
+        arrive()
+    for _ in range(10):  # the adaptive strategy starts with small batches
+        for delta in engine.step():
+            if delta.finish_reason is not None:
+                arrive()
+    clock.advance(1)
+    for _ in range(30):
+        with counted_instructions(work):
+            deltas = engine.step()
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                arrive()
+    assert engine.stats().num_waiting >= num_waiting
+    return work.num_instructions
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "bucketed", "adaptive", "continuous", "hybrid"])
+def test_under_no_strategy_and_policy_does_a_step_cost_more_because_more_wait(strategy: str, policy: str) -> None:
+    few = instructions_of_steps(strategy, policy, num_waiting=100)
+    many = instructions_of_steps(strategy, policy, num_waiting=NUM_WAITING)
+    assert many < 1.3 * few  # who joins is another one, and with another number of tokens computed in each step
 
 
 def test_a_running_sequence_costs_a_step_a_few_instructions() -> None:
@@ -152,8 +207,8 @@ def test_a_waiting_request_weighs_little_beside_its_ids() -> None:
     assert (after - before) / len(requests) < 2_000  # a copy of the ids would take 7,200
 
 
-class EqualRank:
-    def key(self, sequence: Sequence) -> tuple[float, ...]:
+class EqualRank(SchedulingPolicy):
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
         return (0.0,)
 
 

@@ -1,7 +1,23 @@
 """The scheduler through the engine, with a runner whose tokens depend on every token in the KV cache."""
 
+import pytest
+
+from app.assembly import assemble
+from app.config import CacheConfig, SchedulerConfig
+from app.engine.facts import ModelFacts
 from app.engine.request import FinishReason, Request
-from tests.fakes import EOS, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+from app.errors import InvalidSetup
+from tests.fakes import (
+    EOS,
+    CountingRunner,
+    FakeClock,
+    Outcome,
+    TimedRunner,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+    run_to_end,
+)
 
 
 def prompt(length: int, first: int = 2) -> tuple[int, ...]:
@@ -198,7 +214,100 @@ def test_a_chunk_in_flight_of_an_aborted_request_is_dropped() -> None:
     request = make_request(prompt(4))
     engine.add(request)
     scheduler = engine._scheduler
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(now=1.0)
     scheduler.abort(request.request_id)
-    assert scheduler.update(batch, [3]) == []
+    assert scheduler.update(batch, [3], now=2.0) == []
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_the_queue_is_counted_in_requests_and_tokens_and_its_wait_follows_the_pace() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.1), clock=clock, max_running=2)
+    for n in range(2):
+        engine.add(make_request(prompt(4, first=n), max_tokens=10))
+    assert engine.stats().num_waiting_tokens == 8
+    for _ in range(8):
+        engine.step()
+    for n in range(4):
+        engine.add(make_request(prompt(4, first=9 + n), max_tokens=10))
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_waiting_tokens) == (4, 16)
+    assert stats.estimated_wait_s == pytest.approx(4 * 14 / (2 * (3 + 8) / 0.8), rel=0.1)
+    begin = clock.at
+    while engine.stats().num_waiting:
+        engine.step()
+    assert clock.at - begin < stats.estimated_wait_s + 1.0
+    assert engine.stats().ended_per_s == pytest.approx(2 / 1.0, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    "after", [("static", "fcfs"), ("bucketed", "fair"), ("hybrid", "priority"), ("continuous", "sjf")]
+)
+@pytest.mark.parametrize("before", [("adaptive", "deadline"), ("continuous", "fair"), ("dynamic", "fcfs")])
+def test_strategy_and_policy_change_between_two_steps_without_losing_a_request(
+    before: tuple[str, str], after: tuple[str, str]
+) -> None:
+    clock = FakeClock()
+    limits = {"max_running": 4, "max_step_tokens": 32, "prefill_chunk_tokens": 16}
+    engine = build_fake_engine(
+        runner=TimedRunner(clock), clock=clock, num_blocks=10, strategy=before[0], policy=before[1], **limits
+    )
+    requests = [
+        make_request(prompt(3 + n, first=n), max_tokens=9, tenant="ab"[n % 2], priority=n % 3) for n in range(9)
+    ]
+    outcome = Outcome()
+    for request in requests:
+        engine.add(request)
+    for strategy, policy in (after, before, after):
+        for _ in range(5):
+            clock.advance(engine.idle_s or 0.0)
+            outcome.book(engine.step())
+        engine.reconfigure(SchedulerConfig(strategy=strategy, policy=policy, **limits))
+        assert (engine.stats().strategy, engine.stats().policy) == (strategy, policy)
+    while engine.has_work:
+        clock.advance(engine.idle_s or 0.0)
+        outcome.book(engine.step())
+    for request in requests:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 9)
+
+
+def test_fewer_may_run_from_one_step_to_the_next_and_the_last_in_order_wait_again() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, max_running=6)
+    requests = [make_request(prompt(4, first=n), request_id=str(n), max_tokens=8) for n in range(6)]
+    outcome = Outcome()
+    for request in requests:
+        engine.add(request)
+    outcome.book(engine.step())
+    engine.reconfigure(SchedulerConfig(max_running=2, max_step_tokens=4, prefill_chunk_tokens=4))
+    outcome.book(engine.step())
+    assert [item.request_id for item in runner.batches[-1].scheduled] == ["0", "1"]
+    while engine.has_work:
+        outcome.book(engine.step())
+    for request in requests:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 8)
+
+
+def test_a_strategy_whose_settings_stay_keeps_what_it_has_learnt() -> None:
+    clock = FakeClock()
+    adaptive = {"name": "adaptive", "target_latency_ms": 10_000, "max_wait_ms": 0}
+    engine = build_fake_engine(runner=TimedRunner(clock), clock=clock, strategy=adaptive)
+    for _ in range(3):
+        run_to_end(engine, make_request(), clock=clock)
+    assert engine.stats().batch_size == 4
+    engine.reconfigure(SchedulerConfig(strategy=adaptive, policy="sjf", max_running=5))
+    assert engine.stats().batch_size == 4
+    engine.reconfigure(SchedulerConfig(strategy=adaptive | {"min_batch_size": 2}, policy="sjf", max_running=5))
+    assert engine.stats().batch_size == 2
+
+
+def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -> None:
+    sized_for = SchedulerConfig(max_running=8, max_step_tokens=64)
+    engine = assemble(
+        sized_for, CacheConfig(block_size=4), num_blocks=64, runner=CountingRunner(), largest_step=sized_for,
+        facts=ModelFacts(max_model_len=100, vocab_size=50, eos_token_ids=()),
+    )  # fmt: skip
+    engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=32))
+    with pytest.raises(InvalidSetup, match="max_step_tokens: got 128; this replica's memory was sized for 64"):
+        engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=128))
+    assert run_to_end(engine, make_request()).reasons

@@ -1,0 +1,93 @@
+"""Continuous and hybrid batching, and the selective option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+def prompt(length: int, first: int = 2) -> tuple[int, ...]:
+    return tuple(2 + (first + 3 * i) % 47 for i in range(length))
+
+
+def chunks(runner: CountingRunner) -> list[dict[str, int]]:
+    """Tokens of each request in each step."""
+    return [{item.request_id: len(item.token_ids) for item in batch.scheduled} for batch in runner.batches]
+
+
+def test_continuous_is_no_time_window() -> None:
+    """Whoever comes joins at the next step, beside those who run, without any wait."""
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner)
+    for n in range(4):
+        engine.add(make_request(prompt(3, first=n), request_id=str(n), max_tokens=10))
+        assert engine.idle_s == 0
+        engine.step()
+    assert [len(step) for step in chunks(runner)] == [1, 2, 3, 4]
+
+
+def hybrid(share: float) -> Any:
+    return {"name": "hybrid", "prefill_share": share}
+
+
+def test_hybrid_gives_prefill_its_share_of_a_step_while_anything_decodes() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, strategy=hybrid(0.25), max_step_tokens=32, prefill_chunk_tokens=32)
+    engine.add(make_request(prompt(2), request_id="decodes", max_tokens=8))
+    engine.step()
+    for name in ("a", "b"):
+        engine.add(make_request(prompt(20), request_id=name, max_tokens=1, cache_salt=name))
+    for _ in range(5):
+        engine.step()
+    assert chunks(runner) == [
+        {"decodes": 2},
+        {"decodes": 1, "a": 8},
+        {"decodes": 1, "a": 8},
+        {"decodes": 1, "a": 4, "b": 4},
+        {"decodes": 1, "b": 8},
+        {"decodes": 1, "b": 8},
+    ]
+
+
+def test_hybrid_leaves_prefill_the_whole_step_when_nothing_decodes() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, strategy=hybrid(0.25), max_step_tokens=32, prefill_chunk_tokens=32)
+    run_to_end(engine, make_request(prompt(30), request_id="a", max_tokens=1))
+    assert chunks(runner) == [{"a": 30}]
+
+
+def test_hybrid_never_stops_prefill_altogether() -> None:
+    engine = build_fake_engine(strategy=hybrid(0.001))
+    requests = [make_request(prompt(6, first=n), max_tokens=30) for n in range(3)]
+    outcome = run_to_end(engine, *requests)
+    for request in requests:
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 30)
+
+
+SELECTIVE = {"name": "continuous", "selective": True, "short_tokens": 8, "long_tokens": 16}
+
+
+def test_selective_keeps_short_sequences_and_long_prefill_in_steps_of_their_own_by_turns() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, strategy=SELECTIVE, prefill_chunk_tokens=8, num_blocks=100)
+    engine.add(make_request(prompt(3), request_id="short", max_tokens=4))
+    engine.step()
+    engine.add(make_request(prompt(24), request_id="long", max_tokens=2))
+    run_to_end(engine)
+    steps = [set(step) for step in chunks(runner)]
+    assert steps == [{"short"}, {"long"}, {"short"}, {"long"}, {"short"}, {"long"}, {"short", "long"}]
+
+
+def test_selective_leaves_alone_what_is_neither_short_nor_long() -> None:
+    runner = CountingRunner()
+    engine = build_fake_engine(runner=runner, strategy=SELECTIVE, prefill_chunk_tokens=8, num_blocks=100)
+    engine.add(make_request(prompt(10), request_id="middle", max_tokens=6))
+    engine.add(make_request(prompt(3), request_id="short", max_tokens=6))
+    engine.add(make_request(prompt(24), request_id="long", max_tokens=1))
+    outcome = run_to_end(engine)
+    for step in chunks(runner)[1:5]:
+        assert "middle" in step
+    for step in chunks(runner):
+        assert not ("short" in step and step.get("long", 0) > 1)
+    assert set(outcome.reasons) == {"middle", "short", "long"}

@@ -1,0 +1,212 @@
+"""Static, dynamic, bucketed and adaptive batching, on a clock that the tests turn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from app.engine.engine import Engine
+from app.engine.request import Request
+from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+class Bench:
+    """An engine on a fake clock, and who was in each of its steps."""
+
+    def __init__(self, strategy: Any, **settings: Any) -> None:
+        self.clock = FakeClock()
+        self.runner = TimedRunner(self.clock, step_s=0.01)
+        self.engine: Engine = build_fake_engine(
+            runner=self.runner, clock=self.clock, strategy=strategy, **({"num_blocks": 256} | settings)
+        )
+        self.outcome = Outcome()
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def step(self) -> list[str]:
+        """Step once and tell whose tokens were computed."""
+        before = len(self.runner.batches)
+        self.outcome.book(self.engine.step())
+        return [item.request_id for batch in self.runner.batches[before:] for item in batch.scheduled]
+
+    def finish(self) -> Outcome:
+        return run_to_end(self.engine, clock=self.clock)
+
+
+def requests(*names: str, num_tokens: int = 3, **fields: Any) -> list[Request]:
+    return [make_request((5,) * num_tokens, request_id=name, **({"max_tokens": 2} | fields)) for name in names]
+
+
+STATIC = {"name": "static", "batch_size": 3, "max_wait_ms": 50}
+
+
+def test_a_static_batch_goes_when_it_is_full() -> None:
+    bench = Bench(STATIC)
+    bench.add(*requests("a", "b"))
+    assert bench.step() == []
+    bench.add(*requests("c", "d"))
+    assert bench.engine.idle_s == 0
+    assert bench.step() == ["a", "b", "c"]
+
+
+def test_nobody_joins_until_the_whole_static_batch_has_left() -> None:
+    bench = Bench(STATIC)
+    bench.add(*requests("a", "b", max_tokens=1), *requests("c", max_tokens=4))
+    bench.step()
+    bench.add(*requests("d", "e", "f"))
+    assert [bench.step() for _ in range(4)] == [["c"], ["c"], ["c"], ["d", "e", "f"]]
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "bucketed", "adaptive"])
+def test_the_last_partial_batch_always_goes_when_the_oldest_has_waited_long_enough(name: str) -> None:
+    """The wait limit that is stored and never used, and the answer that only comes to who fills the batch."""
+    size = {"min_batch_size": 3} if name == "adaptive" else {"batch_size": 3}
+    bench = Bench({"name": name, "max_wait_ms": 50, **size})
+    bench.add(*requests("a"))
+    bench.clock.advance(0.03)
+    bench.add(*requests("b"))
+    assert bench.engine.idle_s == pytest.approx(0.02)  # since the oldest came, not since the last one
+    assert bench.step() == []
+    bench.clock.advance(0.0201)
+    assert bench.step() == ["a", "b"]
+    outcome = bench.finish()
+    assert set(outcome.reasons) == {"a", "b"}
+
+
+def test_a_batch_that_went_half_full_is_not_filled_up_by_latecomers() -> None:
+    bench = Bench(STATIC)
+    bench.add(*requests("a", max_tokens=3))
+    bench.clock.advance(0.06)
+    assert bench.step() == ["a"]
+    bench.add(*requests("b"))
+    assert [bench.step(), bench.step()] == [["a"], ["a"]]
+
+
+def test_a_batch_that_the_token_budget_does_not_take_at_once_fills_its_seats_in_the_next_steps() -> None:
+    bench = Bench(STATIC, max_step_tokens=16, prefill_chunk_tokens=16)
+    bench.add(*requests("a", "b", "c", num_tokens=12, max_tokens=5))
+    steps = [bench.step() for _ in range(3)]
+    assert steps[0] == ["a", "b"]
+    assert steps[-1] == ["a", "b", "c"]
+
+
+def test_a_preempted_member_of_a_batch_has_its_seat_back() -> None:
+    bench = Bench({"name": "static", "batch_size": 4, "max_wait_ms": 0}, num_blocks=10)  # 40 slots for 80 tokens
+    members = [make_request((5, 6, n), max_tokens=17) for n in range(4)]
+    outcome = run_to_end(bench.engine, *members, clock=bench.clock)
+    assert bench.engine.stats().total_preemptions > 0
+    for member in members:
+        assert outcome.token_ids[member.request_id] == expected_tokens(member.prompt_token_ids, 17)
+
+
+def test_a_batch_larger_than_the_running_slots_goes_in_their_size() -> None:
+    bench = Bench({"name": "static", "batch_size": 100, "max_wait_ms": 60_000}, max_running=2)
+    bench.add(*requests("a", "b", "c", max_tokens=1))
+    assert bench.step() == ["a", "b"]
+    assert bench.engine.idle_s == pytest.approx(60, abs=0.1)  # c is alone now
+
+
+def test_a_dynamic_batch_goes_when_it_has_enough_tokens_and_holds_no_more() -> None:
+    bench = Bench({"name": "dynamic", "batch_size": 8, "max_batch_tokens": 10, "max_wait_ms": 50})
+    bench.add(*requests("a", "b", num_tokens=4))
+    assert bench.step() == []
+    bench.add(*requests("c", num_tokens=4, max_tokens=1))
+    assert bench.step() == ["a", "b"]  # c would make 12
+    assert bench.step() == ["a", "b"]
+    bench.clock.advance(0.06)
+    assert bench.step() == ["c"]
+
+
+def test_a_prompt_above_a_dynamic_batchs_tokens_goes_alone() -> None:
+    bench = Bench({"name": "dynamic", "batch_size": 8, "max_batch_tokens": 10, "max_wait_ms": 50})
+    bench.add(*requests("long", num_tokens=14, max_tokens=1), *requests("a"))
+    assert bench.step() == ["long"]
+    bench.clock.advance(0.06)
+    assert bench.step() == ["a"]
+
+
+BUCKETED = {"name": "bucketed", "batch_size": 2, "max_wait_ms": 50, "bucket_boundaries": (4, 8)}
+
+
+def test_only_prompts_of_one_length_class_share_a_batch() -> None:
+    bench = Bench(BUCKETED)
+    bench.add(*requests("short", num_tokens=4, max_tokens=1), *requests("middle", num_tokens=5, max_tokens=1))
+    assert bench.step() == []
+    bench.add(*requests("short too", num_tokens=1, max_tokens=1))
+    assert bench.step() == ["short", "short too"]
+
+
+def test_every_bucket_has_its_own_timer() -> None:
+    """A lone request in a bucket is served in time, whatever the others do."""
+    bench = Bench(BUCKETED)
+    bench.add(*requests("long", num_tokens=12, max_tokens=1))
+    bench.clock.advance(0.04)
+    bench.add(*requests("short", num_tokens=2, max_tokens=1))
+    assert bench.engine.idle_s == pytest.approx(0.01)
+    bench.clock.advance(0.011)
+    assert bench.step() == ["long"]
+    assert bench.engine.idle_s == pytest.approx(0.029)
+    bench.clock.advance(0.03)
+    assert bench.step() == ["short"]
+
+
+def test_a_bucket_that_is_always_full_does_not_starve_the_others() -> None:
+    bench = Bench(BUCKETED)
+    bench.add(*requests("rare", num_tokens=12, max_tokens=1))
+    served: list[str] = []
+    for n in range(40):
+        while bench.engine.stats().num_waiting < 6:
+            bench.add(make_request((5, 6), request_id=f"frequent-{n}-{bench.engine.stats().num_waiting}", max_tokens=1))
+        served += bench.step()
+        if "rare" in served:
+            break
+    assert "rare" in served
+    assert bench.clock.at <= 100 + 0.05 + 0.02  # its timer, and the batch that ran then
+
+
+def test_the_adaptive_size_grows_while_batches_are_fast_and_shrinks_while_they_are_slow() -> None:
+    bench = Bench(
+        {
+            "name": "adaptive",
+            "min_batch_size": 1,
+            "max_batch_size": 5,
+            "target_latency_ms": 100,
+            "max_wait_ms": 1,
+        }
+    )
+    sizes = []
+    for _ in range(6):  # batches of 20 ms
+        bench.add(*(make_request(max_tokens=2) for _ in range(bench.engine.stats().batch_size)))
+        bench.finish()
+        sizes.append(bench.engine.stats().batch_size)
+    assert sizes == [2, 3, 4, 5, 5, 5]
+    sizes = []
+    for _ in range(8):  # and of 400 ms
+        bench.add(*(make_request(max_tokens=40) for _ in range(bench.engine.stats().batch_size)))
+        bench.finish()
+        sizes.append(bench.engine.stats().batch_size)
+    assert sizes[0] == 5  # the average is not yet above 1.2 times the target
+    assert sizes[-1] == 1
+    assert all(after in (before, before - 1) for before, after in pairwise(sizes))
+
+
+def test_idle_time_between_batches_is_no_latency() -> None:
+    bench = Bench({"name": "adaptive", "target_latency_ms": 100, "max_wait_ms": 0, "max_batch_size": 4})
+    for _ in range(4):
+        run_to_end(bench.engine, make_request(max_tokens=2), clock=bench.clock)
+        bench.clock.advance(10)
+    assert bench.engine.stats().batch_size == 4
+
+
+def test_an_idle_engine_waits_for_nobody_and_an_empty_step_computes_nothing() -> None:
+    bench = Bench(STATIC)
+    assert bench.engine.idle_s is None
+    bench.add(*requests("a"))
+    assert bench.step() == []
+    assert bench.engine.stats().total_steps == 0
+    bench.engine.abort("a")
+    assert bench.engine.idle_s is None

@@ -1,0 +1,38 @@
+"""The measured pace, and when those who were sent away should come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.pace import HORIZON_S, Pace, RetryTimes
+
+
+def test_averages_are_those_of_the_steps() -> None:
+    pace = Pace()
+    assert (pace.step_s, pace.tokens_per_s, pace.ended_per_s) == (0, 0, 0)
+    for _ in range(10):
+        pace.note_step(0.1, num_tokens=32, num_ended=0)
+        pace.note_step(0.3, num_tokens=32, num_ended=1)
+    assert pace.step_s == pytest.approx(0.2, rel=0.1)
+    assert pace.tokens_per_s == pytest.approx(160, rel=0.1)
+    assert pace.ended_per_s == pytest.approx(2.5, rel=0.15)
+
+
+def test_old_steps_fade() -> None:
+    pace = Pace()
+    pace.note_step(60.0, num_tokens=1, num_ended=0)  # compiled something
+    for _ in range(int(5 * HORIZON_S / 0.01)):
+        pace.note_step(0.01, num_tokens=1, num_ended=0)
+    assert pace.step_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_those_who_are_sent_away_come_back_one_after_the_other_as_places_become_free() -> None:
+    retry = RetryTimes()
+    waits = [retry.next_after(100.0, ended_per_s=4.0) for _ in range(4)]
+    assert waits == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert retry.next_after(100.5, ended_per_s=4.0) == pytest.approx(0.75)
+    assert retry.next_after(200.0, ended_per_s=4.0) == pytest.approx(0.25)
+
+
+def test_without_a_pace_it_is_a_second() -> None:
+    assert RetryTimes().next_after(5.0, ended_per_s=0.0) == 1.0
