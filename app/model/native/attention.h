@@ -47,8 +47,9 @@ struct Pages {
     int64_t num_kv_heads, key_units, value_dim, block_size;
 
     Pages(const AttentionShape& shape, void* keys, void* values)
-        : keys(static_cast<uint32_t*>(keys)), values(static_cast<uint32_t*>(values)), num_kv_heads(shape.num_kv_heads),
-          key_units(shape.key_dim / PER_UNIT<T>), value_dim(shape.value_dim), block_size(shape.block_size) {}
+        : keys(static_cast<uint32_t*>(keys)), values(static_cast<uint32_t*>(values)),
+          num_kv_heads(shape.num_kv_heads), key_units(shape.key_dim / PER_UNIT<T>), value_dim(shape.value_dim),
+          block_size(shape.block_size) {}
 
     // The key units of LANES tokens from `slot` on, `block_size` apart.
     const uint32_t* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
@@ -70,8 +71,8 @@ struct Pages {
 
 // Scores of ROWS query rows with GROUPS times LANES tokens; fetches the keys of the groups behind them.
 template <typename T, int ROWS, int GROUPS>
-inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t stride, float* scores,
-                  int64_t row_stride) {
+inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t stride,
+                  float* scores, int64_t row_stride) {
     Vector sums[ROWS][GROUPS] = {};
     for (int64_t unit = 0; unit < key_units; ++unit) {
         Words keys[GROUPS];

@@ -98,7 +98,8 @@ class Decoder {
                 keep_sampled(step);
                 num_rows = step.num_sampled;
             }
-            add_projection(attended_.data(), num_rows, {layers_[layer].output, query_size_ / PER_UNIT<T>, shape_.hidden_size},
+            add_projection(attended_.data(), num_rows,
+                           {layers_[layer].output, query_size_ / PER_UNIT<T>, shape_.hidden_size},
                            layers_[layer].output_bias);
             watch.spent(&DecoderTimes::linear);
             feed_forward(layers_[layer], num_rows, watch);
@@ -189,7 +190,8 @@ class Decoder {
                     [&](int64_t row, int64_t column, Vector gate, Vector up) {
                         gate = rounded(gate);
                         const Vector active = rounded(gate / (1.0f + exponential(-gate)));
-                        store(round_to(active * rounded(up), T{}), activated_.data() + row * shape_.intermediate_size + column / 2);
+                        T* to = activated_.data() + row * shape_.intermediate_size + column / 2;
+                        store(rounded(active * rounded(up)), to);
                     });
         add_projection(activated_.data(), num_rows,
                        {layer.down, shape_.intermediate_size / PER_UNIT<T>, shape_.hidden_size}, nullptr);

@@ -30,7 +30,8 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
         });
         team.share(num_segments * shape.num_kv_heads, [&](int64_t task) {
             const Segment& segment = segments[task / shape.num_kv_heads];
-            attend<T>(shape, pages, segment, tables + segment.table_offset, task % shape.num_kv_heads, queries, outputs);
+            const int32_t* table = tables + segment.table_offset;
+            attend<T>(shape, pages, segment, table, task % shape.num_kv_heads, queries, outputs);
         });
     });
 }

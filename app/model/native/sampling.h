@@ -131,7 +131,8 @@ inline Edge find_edge(DrawScratch& scratch, const float* weights, float most, fl
 inline Integers within(Vector scores, int64_t token, const Edge& edge) {
     const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t left = std::min<int64_t>(edge.token - token, LANES);  // tokens from here on that ties let through
-    return (scores > edge.score) | ((scores == edge.score) & (lane <= Integers{} + int32_t(std::max<int64_t>(left, -1))));
+    const Integers has_part = lane <= Integers{} + int32_t(std::max<int64_t>(left, -1));
+    return (scores > edge.score) | ((scores == edge.score) & has_part);
 }
 
 // What top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024) take away gets score -inf. top-p counts

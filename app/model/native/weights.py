@@ -18,6 +18,7 @@ from app.model.native.library import LANES, in_large_pages
 
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 
 
@@ -65,6 +66,8 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
     config = model.config
     if config.hidden_act != "silu":
         return f"its MLP is activated by {config.hidden_act}, not silu"
+    if model.model.rotary_emb.rope_type in _ROTARY_BY_LENGTH:
+        return f"its {model.model.rotary_emb.rope_type} rotary positions follow the longest sequence of a step"
     odd = [n for n in (config.hidden_size, config.intermediate_size, _head_dim(model)) if n % LANES]
     if odd:
         return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not"

@@ -16,7 +16,7 @@ from app.model.loader import LoadedModel, load_model
 from app.model.native.decoder import NativeDecoder
 from app.model.native.library import Team, is_fast
 from app.model.native.memory import NativePages
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(70)]
@@ -105,6 +105,15 @@ def test_models_it_does_not_know_run_on_transformers_code(tiny_model_path, caplo
     caplog.set_level("INFO")
     assert load(tiny_model_path("gemma2"), "float32").native is None
     assert "Gemma2ForCausalLM is none of" in caplog.text
+
+
+def test_rotary_positions_that_follow_the_batch_are_left_to_transformers(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO")
+    model = build_tiny_model("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path, "float32").native is None
+    assert "dynamic rotary positions" in caplog.text
 
 
 def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
