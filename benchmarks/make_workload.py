@@ -5,8 +5,7 @@
     shared_prefix   64 requests that share 384 prompt tokens, 32 of their own each, 64 to generate
 
 Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
-With --requests there are more or fewer of the same; with --tenants the first tenant sends half of them, the others share
-the rest.
+With --requests there are more or fewer of the same; with --tenants the first sends half of them, the others the rest.
 """
 
 from __future__ import annotations

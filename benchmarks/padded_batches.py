@@ -25,14 +25,13 @@ class PaddedBatches(StaticBatches):
     def __init__(
         self,
         model: Any,
-        grouping: Grouping,
         *,
         batch_size: int,
         window_s: float,
         start_clock: Callable[[], Clock] = MonotonicClock,
     ) -> None:
         super().__init__(model, batch_size=batch_size, start_clock=start_clock)
-        self._grouping = grouping
+        self.grouping: Grouping = "static"
         self._window_s = window_s
         self.joined_s: dict[str, float] = {}  # when each request's batch began, seconds after the start
         self._num_computed = 0
@@ -56,7 +55,7 @@ class PaddedBatches(StaticBatches):
             if due_s > now_s:
                 clock.wait_until(due_s)
                 continue
-            batch = take_batch(waiting, self._batch_size, by_length=self._grouping == "sorted")
+            batch = take_batch(waiting, self._batch_size, by_length=self.grouping == "sorted")
             self.joined_s |= {timed.request.request_id: now_s for timed in batch}
             rows = self._generate(batch)
             self._count(batch, rows)
@@ -67,10 +66,10 @@ class PaddedBatches(StaticBatches):
 
     def _due_s(self, waiting: Sequence[TimedRequest], arriving: Sequence[TimedRequest], now_s: float) -> float:
         """When the next batch goes, or when to look again."""
-        if len(waiting) >= self._batch_size or (self._grouping == "static" and not arriving):
+        if len(waiting) >= self._batch_size or (self.grouping == "static" and not arriving):
             return now_s
         times = [arriving[0].arrival_s] if arriving else []
-        if waiting and self._grouping != "static":
+        if waiting and self.grouping != "static":
             times.append(waiting[0].arrival_s + self._window_s)
         return min(times)
 

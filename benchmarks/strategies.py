@@ -181,11 +181,15 @@ def _runs(
     if model is None:
         return
     size = loaded.config.scheduler.max_running
-    for grouping in GROUPINGS:
-        padded = PaddedBatches(model, grouping, batch_size=size, window_s=BASELINE_WINDOW_S)
+    padded = PaddedBatches(model, batch_size=size, window_s=BASELINE_WINDOW_S)
+    for padded.grouping in GROUPINGS:
         run = padded.serve(workload)
         settings = {"batch_size": size, "window_s": BASELINE_WINDOW_S}
-        yield f"hf {grouping}", settings, Served(run=run, joined_s=padded.joined_s, padding_share=padded.padding_share)
+        yield (
+            f"hf {padded.grouping}",
+            settings,
+            Served(run=run, joined_s=padded.joined_s, padding_share=padded.padding_share),
+        )
 
 
 def _outcomes(
