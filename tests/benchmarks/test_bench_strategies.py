@@ -47,7 +47,7 @@ def test_every_strategy_and_policy_serves_the_same_arrivals_with_the_same_tokens
         assert 0 <= trial["bubble_share"] < 1
         assert trial["padding_share"] == 0
     by_name = {trial["name"]: trial for trial in found["trials"]}
-    assert by_name["static fcfs"]["num_steps"] > by_name["continuous fcfs"]["num_steps"]
+    assert by_name["static fcfs"]["bubble_share"] > by_name["continuous fcfs"]["bubble_share"]
     assert by_name["static fcfs"]["settings"]["strategy"]["batch_size"] == 2
     assert found["num_slots"] == 2
     assert found["settings"] == ["scheduler.max_running=2", "scheduler.strategy.max_wait_ms=5"]

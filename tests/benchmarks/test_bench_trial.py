@@ -49,7 +49,8 @@ def test_whole_batches_have_as_many_slots_as_the_others_unless_somebody_chose() 
 
 def test_a_parameter_that_is_set_goes_to_whoever_has_it() -> None:
     found = asked(
-        "scheduler.strategy.max_wait_ms=7", "scheduler.strategy.bucket_boundaries=8,16", "scheduler.policy.ageing_tokens_per_s=5",
+        "scheduler.strategy.max_wait_ms=7", "scheduler.strategy.bucket_boundaries=8,16",
+        "scheduler.policy.ageing_tokens_per_s=5",
         strategies="bucketed,continuous", policies="sjf,fcfs",
     )  # fmt: skip
     bucketed, policy = found[0].scheduler.strategy, found[0].scheduler.policy
