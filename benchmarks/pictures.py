@@ -60,7 +60,14 @@ def _latency_against_load(axes: Any, outcomes: Sequence[Outcome], figure: str, l
     for number, name in enumerate(dict.fromkeys(outcome.name for outcome in outcomes)):
         points = sorted((o.load, getattr(o.figures, figure)) for o in outcomes if o.name == name)
         known = [(load, seconds) for load, seconds in points if seconds is not None]
-        axes.plot(*zip(*known, strict=True), marker="o", markersize=3, color=colour_of(number % 20), label=name)
+        axes.plot(
+            [load for load, _ in known],
+            [s for _, s in known],
+            marker="o",
+            markersize=3,
+            color=colour_of(number % 20),
+            label=name,
+        )
     axes.set(xlabel="offered load", ylabel=label, yscale="log", title=f"{label.partition(',')[0]} against offered load")
     axes.legend(fontsize=6, ncols=2)
     axes.grid(alpha=0.3, which="both")

@@ -104,7 +104,8 @@ class LoggedLaunchingRunner(LoggedRunner):
         self._launcher = runner
 
     def launch(self, batch: Batch) -> PendingStep:
-        return _LoggedStep(self._launcher.launch(batch), self._log.begin(batch))
+        end = self._log.begin(batch)
+        return _LoggedStep(self._launcher.launch(batch), end)
 
 
 @dataclass(frozen=True, slots=True)

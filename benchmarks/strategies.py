@@ -64,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes, summary = measure(options, given)
         print(in_words(outcomes))
         line = json.dumps(summary)
+        print(line, flush=True)  # before any file: one that cannot be written must not cost the run
         if given.json is not None:
             _write(given.json, line)
         if given.plot is not None:
             from benchmarks import pictures  # only here: matplotlib is an extra
 
             pictures.draw(given.plot, outcomes, num_slots=summary["num_slots"])
-        print(line, flush=True)
     except (BenchmarkError, CarouselError) as error:
         return refused(error)
     return 0
