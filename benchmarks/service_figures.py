@@ -11,6 +11,8 @@ from benchmarks.run import Run, Timeline
 from benchmarks.step_log import Step
 from benchmarks.workload import Workload
 
+MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
@@ -105,10 +107,11 @@ class ServiceFigures:
         )
 
 
-def jain_over_tenants(workload: Workload, served: Served) -> float | None:
+def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MIN_CONTENDED_STEPS) -> float | None:
     """Jain's index over the tokens computed for each tenant in the steps in which every tenant had somebody waiting.
 
-    Over a whole run it would say nothing: in the end everybody gets all that was asked for.
+    Over a whole run it would say nothing: in the end everybody gets all that was asked for. None where there are fewer
+    such steps than `min_steps`.
     """
     tenant_of = {timed.request.request_id: timed.request.tenant for timed in workload.requests}
     if len(set(tenant_of.values())) < 2:
@@ -117,12 +120,16 @@ def jain_over_tenants(workload: Workload, served: Served) -> float | None:
     for timed in workload.requests:
         name = timed.request.request_id
         waits[timed.request.tenant].append((timed.arrival_s, served.joined_s.get(name, served.run.seconds)))
+    contended = [
+        step
+        for step in served.steps
+        if all(any(since <= step.began_s < until for since, until in waits[tenant]) for tenant in waits)
+    ]
     tokens = dict.fromkeys(waits, 0)
-    for step in served.steps:
-        if all(any(since <= step.began_s < until for since, until in waits[tenant]) for tenant in waits):
-            for name, number in step.num_tokens.items():
-                tokens[tenant_of[name]] += number
-    return jain(tokens.values())
+    for step in contended:
+        for name, number in step.num_tokens.items():
+            tokens[tenant_of[name]] += number
+    return jain(tokens.values()) if len(contended) >= min_steps else None
 
 
 def jain(shares: Iterable[float]) -> float | None:

@@ -80,14 +80,15 @@ def test_fairness_is_looked_at_only_while_every_tenant_waits() -> None:
     steps = [step(0, a=30, c=10), step(1, a=30, c=10), step(2, b=500)]
     run = Run(seconds=9, timelines={name: timeline(0, 9) for name in "abcd"})
     served = Served(run=run, joined_s={"a": 0, "b": 2, "c": 0, "d": 5}, steps=steps)
-    assert jain_over_tenants(work, served) == pytest.approx(jain([60, 20]))
-    assert jain_over_tenants(workload(a="x", b="x"), served) is None
+    assert jain_over_tenants(work, served, min_steps=2) == pytest.approx(jain([60, 20]))
+    assert jain_over_tenants(work, served, min_steps=3) is None
+    assert jain_over_tenants(workload(a="x", b="x"), served, min_steps=0) is None
 
 
 def test_without_contention_there_is_no_index() -> None:
     run = Run(seconds=1, timelines={"a": timeline(0, 1), "b": timeline(0, 1)})
     served = Served(run=run, joined_s={"a": 0, "b": 0}, steps=[step(0, a=1, b=1)])
-    assert jain_over_tenants(workload(a="x", b="y"), served) is None
+    assert jain_over_tenants(workload(a="x", b="y"), served, min_steps=0) is None
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1))
