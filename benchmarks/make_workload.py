@@ -5,6 +5,7 @@
     shared_prefix   64 requests that share 384 prompt tokens, 32 of their own each, 64 to generate
 
 Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
+With --requests there are more or fewer of the same; with --tenants the first sends half of them, the others the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchmarkError, refused
+from benchmarks.options import positive
 from benchmarks.progress import tell
 
 SEED = 1234
@@ -28,7 +30,9 @@ _VARIANT = 0  # of the tokens: other numbers give other tokens in prompts of the
 Line = dict[str, Any]
 
 
-def make_workload(name: str, *, vocab_size: int = VOCAB_SIZE, seed: int = SEED) -> list[Line]:
+def make_workload(
+    name: str, *, vocab_size: int = VOCAB_SIZE, seed: int = SEED, num_requests: int | None = None, num_tenants: int = 1
+) -> list[Line]:
     """The lines of a workload.
 
     Raises:
@@ -38,9 +42,11 @@ def make_workload(name: str, *, vocab_size: int = VOCAB_SIZE, seed: int = SEED) 
         raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} on; it must be larger")
     lengths = random.Random(f"{name}-{seed}")
     tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
+    requests = WORKLOADS[name](lengths, tokens, num_requests or NUM_REQUESTS[name])
     return [
         {"id": f"{name}-{number}", "prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True}
-        for number, (prompt, max_tokens) in enumerate(WORKLOADS[name](lengths, tokens))
+        | ({"tenant": f"tenant-{_tenant(number, num_tenants)}"} if num_tenants > 1 else {})
+        for number, (prompt, max_tokens) in enumerate(requests)
     ]
 
 
@@ -55,29 +61,35 @@ class Tokens:
         return self._source.choices(self._known, k=number)
 
 
-def _sharegpt(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
+def _sharegpt(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
     requests = []
-    for _ in range(64):
+    for _ in range(num_requests):
         num_prompt = _between(16, lengths.lognormvariate(4.75, 0.9), 512)
         num_output = _between(8, lengths.lognormvariate(4.25, 0.85), 256)
         requests.append((tokens.draw(num_prompt), num_output))
     return requests
 
 
-def _uniform(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
-    return [(tokens.draw(128), 64) for _ in range(32)]
+def _uniform(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
+    return [(tokens.draw(128), 64) for _ in range(num_requests)]
 
 
-def _shared_prefix(lengths: random.Random, tokens: Tokens) -> list[tuple[list[int], int]]:
+def _shared_prefix(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
     prefix = tokens.draw(384)
-    return [(prefix + tokens.draw(32), 64) for _ in range(64)]
+    return [(prefix + tokens.draw(32), 64) for _ in range(num_requests)]
 
 
-WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[tuple[list[int], int]]]] = {
+NUM_REQUESTS = {"sharegpt": 64, "uniform": 32, "shared_prefix": 64}
+WORKLOADS: dict[str, Callable[[random.Random, Tokens, int], list[tuple[list[int], int]]]] = {
     "sharegpt": _sharegpt,
     "uniform": _uniform,
     "shared_prefix": _shared_prefix,
 }
+
+
+def _tenant(number: int, num_tenants: int) -> int:
+    """Every second request is the first tenant's."""
+    return 0 if number % 2 == 0 else 1 + number // 2 % (num_tenants - 1)
 
 
 def _between(low: int, value: float, high: int) -> int:
@@ -94,9 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: as above")
+    parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="whose requests they are")
     given = parser.parse_args(arguments)
     try:
-        lines = make_workload(given.name, vocab_size=given.vocab, seed=given.seed)
+        lines = make_workload(
+            given.name,
+            vocab_size=given.vocab,
+            seed=given.seed,
+            num_requests=given.requests,
+            num_tenants=given.tenants,
+        )
     except BenchmarkError as error:
         return refused(error)
     out = Path(given.out)

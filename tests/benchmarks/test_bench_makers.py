@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     workload = read_workload(str(out))
     assert len(workload.requests) == 32
     assert all(timed.request.sampling.ignore_eos for timed in workload.requests)
+
+
+def test_more_requests_are_the_same_ones_and_others() -> None:
+    assert make_workload("sharegpt", num_requests=80)[:64] == make_workload("sharegpt")
+
+
+def test_the_first_tenant_sends_half_and_the_others_share_the_rest() -> None:
+    lines = make_workload("uniform", num_requests=40, num_tenants=3)
+    assert Counter(line["tenant"] for line in lines) == {"tenant-0": 20, "tenant-1": 10, "tenant-2": 10}
 
 
 def test_a_vocabulary_too_small_is_refused() -> None:

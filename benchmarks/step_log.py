@@ -1,0 +1,124 @@
+"""What an engine did with its slots, step by step: who took part, who was left waiting, how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from app.engine.batch import Batch
+from app.engine.engine import LaunchingRunner, ModelRunner, PendingStep
+from app.engine.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step, or (with nobody in it) a time in which the engine waited. Seconds after the log's start."""
+
+    began_s: float
+    ended_s: float
+    num_tokens: Mapping[str, int]  # computed in it, by request id
+    num_running: int  # that held a slot, whether or not they took part
+    num_waiting: int  # left outside
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+@dataclass(slots=True)
+class StepLog:
+    """All steps of one run, in order. `now` gives seconds of any steady clock, `stats` the state of the engine."""
+
+    now: Callable[[], float]
+    stats: Callable[[], EngineStats] | None = None
+    steps: list[Step] = field(default_factory=list)
+    _started_at: float = 0.0
+
+    def start(self) -> None:
+        self._started_at = self.now()
+
+    def elapsed_s(self) -> float:
+        return self.now() - self._started_at
+
+    def begin(self, batch: Batch | None = None) -> Callable[[], None]:
+        """A step of this batch begins, or a wait for something to do; call what is returned at its end."""
+        began_s = self.elapsed_s()
+        assert self.stats is not None, "a log is joined to its engine before the first step"
+        stats = self.stats()
+        num_tokens = {} if batch is None else {item.request_id: len(item.token_ids) for item in batch.scheduled}
+
+        def end() -> None:
+            # A step that was launched ahead begins when the one before it is done.
+            first_s = max(began_s, self.steps[-1].ended_s) if self.steps else began_s
+            self.steps.append(
+                Step(
+                    began_s=first_s,
+                    ended_s=max(first_s, self.elapsed_s()),
+                    num_tokens=num_tokens,
+                    num_running=stats.num_running,
+                    num_waiting=stats.num_waiting,
+                )
+            )
+
+        return end
+
+    def joined_s(self) -> dict[str, float]:
+        """When each request was first computed."""
+        joined: dict[str, float] = {}
+        for step in self.steps:
+            for request_id in step.num_tokens:
+                joined.setdefault(request_id, step.began_s)
+        return joined
+
+    def bubble_share(self, num_slots: int) -> float | None:
+        """Slot time held by nothing while somebody waited, of all slot time; None without steps."""
+        whole_s = sum(step.seconds for step in self.steps) * num_slots
+        empty_s = sum(step.seconds * max(0, num_slots - step.num_running) for step in self.steps if step.num_waiting)
+        return empty_s / whole_s if whole_s else None
+
+    def mean_running(self) -> float | None:
+        """Requests computed in a step, on average over the steps."""
+        sizes = [len(step.num_tokens) for step in self.steps if step.num_tokens]
+        return sum(sizes) / len(sizes) if sizes else None
+
+
+class LoggedRunner:
+    """A model runner whose steps are noted."""
+
+    def __init__(self, runner: ModelRunner, log: StepLog) -> None:
+        self._runner = runner
+        self._log = log
+
+    def run(self, batch: Batch) -> list[int]:
+        end = self._log.begin(batch)
+        token_ids = self._runner.run(batch)
+        end()
+        return token_ids
+
+
+class LoggedLaunchingRunner(LoggedRunner):
+    """The same for one whose device computes while the host goes on."""
+
+    def __init__(self, runner: LaunchingRunner, log: StepLog) -> None:
+        super().__init__(runner, log)
+        self._launcher = runner
+
+    def launch(self, batch: Batch) -> PendingStep:
+        end = self._log.begin(batch)
+        return _LoggedStep(self._launcher.launch(batch), end)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoggedStep:
+    step: PendingStep
+    end: Callable[[], None]
+
+    def result(self) -> list[int]:
+        token_ids = self.step.result()
+        self.end()
+        return token_ids
+
+
+def logged(runner: ModelRunner, log: StepLog) -> ModelRunner:
+    """The runner, noted in the log; one that can launch still can."""
+    return LoggedLaunchingRunner(runner, log) if isinstance(runner, LaunchingRunner) else LoggedRunner(runner, log)
