@@ -10,20 +10,30 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
 
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
 from app.engine.pace import RetryTimes
-from app.engine.request import Queued, Request, TokenDelta
+from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_IN_A_ROW = 8
+
+
+class Reader(Protocol):
+    """Hears what becomes of one request or of many. Called in its own event loop, in the order of the tokens."""
+
+    def put(self, delta: TokenDelta) -> None:
+        """A request's new tokens; the last delta has a finish reason, and with ERROR the error."""
+        ...
 
 
 class AsyncEngine:
@@ -42,12 +52,13 @@ class AsyncEngine:
         self._num_entering_tokens = 0  # of their prompts
         self._retry_times = RetryTimes()  # guarded by _wake
         self._calls: set[Future[None]] = set()  # commands whose callers wait for them; guarded by _wake
-        self._streams: dict[str, _Stream] = {}  # entered by callers, left by whoever ends the stream
+        self._readers: dict[str, _Place] = {}  # by request id; entered by callers, left by whoever ends the request
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
         self._wake = threading.Condition()
         self._stats = engine.stats()  # replaced as a whole by the engine's thread
         self._num_failed_in_a_row = 0
+        self._step_began_at: float | None = None  # by the engine's clock, while its thread is in a step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -60,15 +71,10 @@ class AsyncEngine:
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
-        Raises:
-            InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
-            Overloaded: the queue is full; it says when to come back. Nothing was queued.
-            DeadlineMissed: the request's deadline has passed or cannot be met.
-            StepFailed: this request made the model fail, or the device failed on its whole batch.
-            EngineStopped: the engine has shut down or died.
+        Raises: what `submit` raises before the first delta, and what the last delta of a request may say.
         """
-        stream = self._open(request)
-        queued: Queued | None = stream.queued
+        stream = _Stream()
+        queued: Queued | None = self.submit(request, stream)
         try:
             while True:
                 delta = await stream.next()
@@ -78,7 +84,43 @@ class AsyncEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._close(stream)
+            if not stream.has_ended:  # else the id may be another request's by now
+                self.abort(request.request_id)
+
+    def submit(self, request: Request, reader: Reader) -> Queued:
+        """Queue a request; `reader` hears of it in the event loop that runs now, until its end or until `abort`.
+
+        A request that ends otherwise than by stop or length ends with an error delta: DeadlineMissed, StepFailed (this
+        request made the model fail, or the device failed on its whole batch), EngineStopped (shut down or dead).
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
+            Overloaded: the queue is full; it says when to come back. Nothing was queued.
+            EngineStopped: the engine has shut down or died.
+        """
+        self.check_health()
+        self._engine.check(request)
+        if request.request_id in self._readers:
+            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
+        num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
+        place = _Place(asyncio.get_running_loop(), reader)
+        with self._wake:
+            self._check_room(num_tokens, arrived_at)
+            queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
+            self._command(lambda: self._enter(request, arrived_at))
+            self._num_entering += 1
+            self._num_entering_tokens += num_tokens
+            self._readers[request.request_id] = place
+        return queued
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks at the next step; its reader hears no more. Nothing if it has ended."""
+        if self._readers.pop(request_id, None) is None:
+            return
+        try:
+            self._command(lambda: self._abort(request_id))
+        except EngineStopped:
+            logger.debug("request %s aborted after the engine stopped", request_id)
 
     async def reconfigure(self, config: SchedulerConfig) -> None:
         """Schedule by other settings; returns once they hold, between two steps. No request is lost.
@@ -96,6 +138,12 @@ class AsyncEngine:
         """The snapshot the engine's thread took after its last step."""
         return self._stats
 
+    @property
+    def step_age_s(self) -> float:
+        """For how long the step that runs now has been running; 0 between two steps."""
+        began_at = self._step_began_at
+        return 0.0 if began_at is None else self._engine.now() - began_at
+
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""
         if self._is_stopping or not self._thread.is_alive():
@@ -110,26 +158,9 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ the callers' side
 
-    def _open(self, request: Request) -> _Stream:
-        self.check_health()
-        self._engine.check(request)
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
-        num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
-        loop = asyncio.get_running_loop()
-        with self._wake:
-            self._check_room(num_tokens, arrived_at)
-            position = self._stats.num_waiting + self._num_entering
-            stream = _Stream(request.request_id, loop, Queued(position, self._stats.estimated_wait_s))
-            self._command(lambda: self._enter(request, arrived_at))
-            self._num_entering += 1
-            self._num_entering_tokens += num_tokens
-            self._streams[request.request_id] = stream
-        return stream
-
     def _check_room(self, num_tokens: int, now: float) -> None:
         """Raise Overloaded when the queue is full."""
-        stats, num_requests = self._stats, len(self._streams)
+        stats, num_requests = self._stats, len(self._readers)
         num_waiting_tokens = stats.num_waiting_tokens + self._num_entering_tokens
         if num_requests >= self._max_requests:
             problem = f"{num_requests:,} requests are being served"
@@ -141,14 +172,6 @@ class AsyncEngine:
             f"{problem}; this engine takes no more at once",
             retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
         )
-
-    def _close(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.request_id, None) is None:
-            return  # it has ended by itself
-        try:
-            self._command(lambda: self._abort(stream.request_id))
-        except EngineStopped:
-            logger.debug("request %s closed after the engine stopped", stream.request_id)
 
     def _command(self, command: Callable[[], None]) -> None:
         """Have the engine's thread do something between two steps."""
@@ -184,7 +207,9 @@ class AsyncEngine:
         try:
             while self._obey():
                 if self._engine.idle_s == 0.0:
+                    self._step_began_at = self._engine.now()
                     self._step()
+                    self._step_began_at = None
                     self._stats = self._engine.stats()
         except Exception:
             logger.exception("the engine died")
@@ -195,7 +220,7 @@ class AsyncEngine:
             for call in calls:
                 if call.set_running_or_notify_cancel():
                     call.set_exception(EngineStopped("the engine stopped before it could be changed"))
-            self._fail(list(self._streams), EngineStopped("the engine stopped before the request was done"))
+            self._fail(list(self._readers), EngineStopped("the engine stopped before the request was done"))
 
     def _obey(self) -> bool:
         """Carry out what callers asked for, waiting for it, or for its time, while nothing is due; False to stop."""
@@ -240,40 +265,44 @@ class AsyncEngine:
         if self._engine.abort(request_id) is not None:
             logger.info("request %s aborted", request_id)
 
-    def _deliver(self, items: Iterable[TokenDelta]) -> None:
+    def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Hand a step's deltas to their readers: one call for each event loop, not one for each request."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta | CarouselError]]] = defaultdict(list)
-        for delta in items:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, TokenDelta]]] = defaultdict(list)
+        for delta in deltas:
             ended = delta.finish_reason is not None
-            stream = self._streams.pop(delta.request_id, None) if ended else self._streams.get(delta.request_id)
-            if stream is not None:
-                by_loop[stream.loop].append((stream, delta if delta.error is None else delta.error))
+            place = self._readers.pop(delta.request_id, None) if ended else self._readers.get(delta.request_id)
+            if place is not None:
+                by_loop[place.loop].append((place.reader, delta))
         for loop, puts in by_loop.items():
             _put_all(loop, puts)
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
-        for request_id in request_ids:
-            stream = self._streams.pop(request_id, None)
-            if stream is not None:
-                _put_all(stream.loop, [(stream, error)])
+        self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a request's deltas go."""
+
+    loop: asyncio.AbstractEventLoop
+    reader: Reader
 
 
 class _Stream:
-    """What one reader has not read yet. Touched only in the reader's event loop."""
+    """What the reader of one request has not read yet. Touched only in its event loop."""
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, queued: Queued) -> None:
-        self.request_id = request_id
-        self.queued = queued
-        self.loop = loop
+    def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []
         self._error: CarouselError | None = None
         self._filled = asyncio.Event()
+        self.has_ended = False
 
-    def put(self, item: TokenDelta | CarouselError) -> None:
-        if isinstance(item, CarouselError):
-            self._error = item
+    def put(self, delta: TokenDelta) -> None:
+        self.has_ended = delta.finish_reason is not None
+        if delta.error is not None:
+            self._error = delta.error
         else:
-            self._deltas.append(item)
+            self._deltas.append(delta)
         self._filled.set()
 
     async def next(self) -> TokenDelta:
@@ -283,12 +312,13 @@ class _Stream:
             deltas, self._deltas = self._deltas, []
             if self._error is None:
                 self._filled.clear()
-            return _joined(deltas)
+            return joined(deltas)
         assert self._error is not None, "a stream is woken by a delta or an error"
         raise self._error
 
 
-def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Deltas of one request that follow one another, as one."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
@@ -298,15 +328,17 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached_tokens=last.num_cached_tokens,
+        error=last.error,
+        queued=deltas[0].queued,
     )
 
 
-def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[_Stream, TokenDelta | CarouselError]]) -> None:
+def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[Reader, TokenDelta]]) -> None:
     def put() -> None:
-        for stream, item in puts:
-            stream.put(item)
+        for reader, delta in puts:
+            reader.put(delta)
 
     try:
         loop.call_soon_threadsafe(put)
     except RuntimeError:  # that loop has closed, and its readers with it
-        logger.debug("%d streams belong to a closed event loop", len(puts))
+        logger.debug("%d deltas belong to a closed event loop", len(puts))

@@ -86,6 +86,12 @@ class Engine:
             raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
         if max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
+        if len(request.generated_token_ids) >= max_tokens:
+            raise InvalidRequest(
+                f"{len(request.generated_token_ids):,} tokens are generated and max_tokens is {max_tokens:,}; "
+                f"nothing is left to generate",
+                param="max_tokens",
+            )
         if num_prompt + max_tokens > self.facts.max_model_len:
             raise ContextTooLong(
                 f"prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
@@ -195,6 +201,7 @@ class Engine:
         sampling = request.sampling
         return (
             ("prompt", request.prompt_token_ids),
+            ("generated_token_ids", request.generated_token_ids),
             ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
             ("stop_token_ids", sampling.stop_token_ids),
         )

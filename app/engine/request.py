@@ -56,11 +56,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller wants. `cache_salt` separates callers who must not share KV prefixes."""
+    """What a caller wants. `cache_salt` separates callers who must not share KV prefixes.
+
+    A request that has been generating elsewhere brings what it has got: the engine goes on after those tokens as if it
+    had drawn them itself (positions, penalties, `min_tokens`, `max_tokens`), and its deltas hold only new ones.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
     cache_salt: str = ""
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
     tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
@@ -87,7 +92,7 @@ class TokenDelta(NamedTuple):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
-    queued: Queued | None = None  # on the first delta of a stream
+    queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
 
 
 # The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.

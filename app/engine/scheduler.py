@@ -135,7 +135,8 @@ class Scheduler:
         sequence.rank = self._policy.rank(sequence)
         if sequence.deadline_at is not None:
             # Nobody is refused on a guess: without experience, only what is certain to be computed counts.
-            num_tokens = max(1, sampling.min_tokens) if num_predicted_tokens is None else num_predicted_tokens
+            num_tokens = sampling.min_tokens if num_predicted_tokens is None else num_predicted_tokens
+            num_tokens = max(1, num_tokens - sequence.num_generated_tokens)
             self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at, num_tokens))
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence

@@ -47,6 +47,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
+        self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
 

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
-from app.engine.batch import Batch
+from app.engine.batch import Batch, TokenHistory
 from app.engine.engine import StepError
+from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
 from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
 
@@ -90,3 +93,31 @@ def test_a_place_in_the_queue_that_cannot_be_is_refused_by_name(fields, param) -
     with pytest.raises(InvalidRequest, match=param) as refused:
         build_fake_engine().add(make_request(**fields))
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("num_done", [1, 3, 7])
+def test_a_request_that_was_generating_elsewhere_goes_on_after_its_tokens(num_done: int) -> None:
+    prompt = (5, 6, 7, 8, 9)
+    whole = expected_tokens(prompt, 8)
+    request = replace(make_request(prompt, max_tokens=8), generated_token_ids=tuple(whole[:num_done]))
+    outcome = run_to_end(build_fake_engine(), request)
+    assert outcome.token_ids[request.request_id] == whole[num_done:]
+    assert outcome.reasons[request.request_id] is FinishReason.LENGTH
+
+
+def test_what_was_generated_elsewhere_counts_for_min_tokens_and_penalties() -> None:
+    runner = CountingRunner()
+    request = replace(
+        make_request((5, 6), max_tokens=6, min_tokens=4, presence_penalty=0.5), generated_token_ids=(20, 21, 22)
+    )
+    run_to_end(build_fake_engine(runner=runner), request)
+    drawn = [item for batch in runner.batches for item in batch.sampled]
+    assert [bool(item.banned_token_ids) for item in drawn] == [True, False, False]
+    assert drawn[0].history == TokenHistory(prompt=(5, 6), generated=(20, 21, 22))
+    assert [item.end for item in drawn] == [5, 6, 7]
+
+
+def test_a_request_with_nothing_left_to_generate_is_refused_with_the_numbers() -> None:
+    request = replace(make_request(max_tokens=3), generated_token_ids=(4, 5, 6))
+    with pytest.raises(InvalidRequest, match="3 tokens are generated and max_tokens is 3"):
+        build_fake_engine().add(request)
