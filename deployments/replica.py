@@ -7,25 +7,37 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import cast
 
+from ray import serve
+
 from app.assembly import build_engine
-from app.config import EngineConfig
+from app.config import ServedModelConfig
+from app.dispatch import Group, group_of_rank
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
+from app.fleet import Frame, Outbox, Report
+from deployments.calls import FramesFrom
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.settings import retuned
+
+# An ingress whose line is down opens it again every few seconds; one that is gone does not.
+ORPHANED_AFTER_S = 15.0
 
 
 class Replica:
     """One Serve actor with one device and one engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, model: ServedModelConfig) -> None:
         """Load the weights and start the engine. Raises InvalidSetup when the model cannot be served as configured."""
         log_where_serve_does()
         keep_calls_on_loopback()
-        self._deployed = config.scheduler
-        self._engine = build_engine(config)
+        groups = [Group(group.name, group.share) for group in model.replicas.groups]
+        self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
+        self._deployed = model.scheduler_of(self._group)
+        self._max_requests = self._deployed.max_requests
+        self._outboxes: dict[str, Outbox] = {}  # by ingress
+        self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
 
@@ -35,10 +47,27 @@ class Replica:
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
         request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
         """
-        await self._engine.reconfigure(retuned(self._deployed, user_config))
+        config = retuned(self._deployed, user_config)
+        await self._engine.reconfigure(config)
+        self._max_requests = config.max_requests
+
+    async def serve(self, request: Request, ingress_id: str) -> None:
+        """Serve a request whose tokens go out in `frames` of its ingress; returns when it has ended.
+
+        Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
+        """
+        outbox = self._outbox(ingress_id)
+        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox), self._engine.abort)
+
+    async def frames(self, address: FramesFrom, ingress_id: str, heartbeat_s: float) -> AsyncIterator[Frame]:
+        """What happens to the requests of one ingress, and every `heartbeat_s` that nothing does."""
+        frames = cast(AsyncGenerator[Frame, None], self._outbox(ingress_id).frames(heartbeat_s=heartbeat_s))
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """Stream the tokens of `request`. Closing the stream aborts the request and frees its blocks."""
+        """Stream the tokens of `request` by a call of its own. Closing the stream aborts the request."""
         deltas = cast(AsyncGenerator[TokenDelta, None], self._engine.generate(request))
         async with aclosing(deltas):
             async for delta in deltas:
@@ -55,6 +84,30 @@ class Replica:
     def check_health(self) -> None:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
         self._engine.check_health()
+
+    def _outbox(self, ingress_id: str) -> Outbox:
+        outbox = self._outboxes.get(ingress_id)
+        if outbox is None:
+            outbox = self._outboxes[ingress_id] = Outbox(
+                self._report,
+                orphaned_after_s=ORPHANED_AFTER_S,
+                on_orphaned=lambda: self._outboxes.pop(ingress_id, None),
+            )
+        return outbox
+
+    def _report(self) -> Report:
+        stats = self._engine.stats()
+        return Report(
+            group=self._group,
+            num_requests=stats.num_running + stats.num_waiting,
+            max_requests=self._max_requests,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_kv_tokens=stats.num_blocks * stats.block_size,
+            kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
+            step_s=stats.step_s,
+            ended_per_s=stats.ended_per_s,
+            step_age_s=self._engine.step_age_s,
+        )
 
     def __del__(self) -> None:
         # Serve calls this once, after the replica has drained; it also runs when the constructor has failed.

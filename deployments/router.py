@@ -1,39 +1,29 @@
-"""Adapter from Serve's RequestRouter to `app.dispatch`: lives in the process that holds the handle, one per ingress.
+"""Adapter from Serve's RequestRouter to the fleet's board: lives in the process that holds the handle.
 
-Serve pickles this module by value into that process, so nothing here is shared with other modules of the process.
-Each ingress counts only what it has sent itself: its load signal is a ledger, not a poll, so it is never stale.
+Serve pickles this module by value into that process; `deployments.boards` is imported there, so it is shared.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.dispatch import ReplicaLoad, make_policy
-from app.engine.pace import RetryTimes
 from app.engine.request import Request
-from app.errors import Overloaded
+from app.errors import CarouselError, Overloaded, Unavailable
 
 
-class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Tries the replicas in the order that the dispatch policy gives; refuses at once when all of them are full."""
+class BoardRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Tries the replicas in the board's order; refuses at once when all of them are full."""
 
     # A replica that is busy computing may take longer than Serve's 0.1 s to say how full it is; the order is worth it.
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, *, dispatch: str) -> None:
-        """Called by Serve once, before any request, with the router's kwargs."""
-        self._rng = random.Random()
-        self._policy = make_policy(dispatch, self._rng)
-        self._ledger = Ledger()
-        self._ends = Ends()
-        self._retry_times = RetryTimes()
+    def initialize_state(self) -> None:
+        """Called by Serve once, before any request."""
+        from deployments.boards import board_of
+
+        self._board = board_of(self._deployment_id.name)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -42,158 +32,59 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [[replica] for replica in replicas.values()]
+        argument = pending_request.args[0] if pending_request.args else None
+        replica_id = getattr(argument, "replica_id", None)
+        if replica_id is not None:  # it is for one replica and no other
+            if replica_id not in replicas:
+                _refuse(pending_request, Unavailable(f"replica {replica_id} takes no more calls"))
+                return [candidate_replicas]
+            return [[replicas[replica_id]]]
         context = pending_request.routing_context
         if context.should_backoff and replicas and not self.select_available_replicas(candidate_replicas):
-            if not pending_request.future.done():
-                pending_request.future.set_exception(self._full(candidate_replicas))
-            # Serve looks at the future only when it is given a replica to try.
+            _refuse(pending_request, self._full(candidate_replicas))
             return [candidate_replicas]
         context.should_backoff = True
-        return [[replicas[replica_id]] for replica_id in self._order(list(replicas), pending_request)]
+        return [[replicas[replica_id]] for replica_id in self._order(list(replicas), argument)]
 
-    def _order(self, replica_ids: list[str], pending_request: PendingRequest) -> list[str]:
-        charge = Charge.of(pending_request)
-        if charge is None:
-            # A control call: any replica will do, and it takes nobody's turn.
-            return self._rng.sample(replica_ids, len(replica_ids))
-        self._ledger.drop(charge)
-        order = self._policy.order([self._ledger.load(replica_id) for replica_id in replica_ids])
-        if order:
-            # Booked before it is sent: requests placed in the same moment must see each other.
-            self._ledger.book(charge, order[0])
-        return order
+    def _order(self, replica_ids: list[str], argument: object) -> list[str]:
+        if self._board is None or not isinstance(argument, Request):
+            return random.sample(replica_ids, len(replica_ids))  # a control call: any replica will do
+        return self._board.order(argument.request_id, replica_ids)
+
+    def _full(self, replicas: list[RunningReplica]) -> Overloaded:
+        num_slots = sum(replica.max_ongoing_requests for replica in replicas)
+        if self._board is None:
+            return Overloaded(f"all {len(replicas)} replicas are full ({num_slots} calls)")
+        return self._board.full(num_slots)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        # Serve has no hook for "this request went to that replica after all" nor for "it went nowhere".
-        charge = Charge.of(pending_request)
+        # Serve has no hook for "this request goes to that replica" that comes before the replica has answered.
         try:
             replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except BaseException:
             self._remove_pending_request_from_indices(pending_request)
-            if charge is not None:
-                self._ledger.drop(charge)
             raise
-        if charge is not None:
-            self._ledger.book(charge, replica.replica_id.unique_id)
+        request = pending_request.args[0] if pending_request.args else None
+        if self._board is not None and isinstance(request, Request):
+            self._board.placed(request.request_id, replica.replica_id.unique_id)
         return replica
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Serve when a request that was sent has ended in any way."""
-        if self._ledger.complete(internal_request_id, replica_id.unique_id):
-            self._ends.note(time.monotonic())
-
-    def _full(self, replicas: list[RunningReplica]) -> Overloaded:
-        now = time.monotonic()
-        num_slots = sum(replica.max_ongoing_requests for replica in replicas)
-        return Overloaded(
-            f"all {len(replicas)} replicas are full ({num_slots} requests); try again shortly",
-            retry_after_s=self._retry_times.next_after(now, ended_per_s=self._ends.per_s(now)),
-        )
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""
         super().update_replicas(replicas)
-        self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas})
+        if self._board is not None:
+            self._board.set_replicas({replica.replica_id.unique_id: None for replica in replicas}.keys())
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Called by Serve when a call has found a replica dead, some time before the controller says so."""
+        super().on_replica_actor_died(replica_id)
+        if self._board is not None:
+            self._board.suspect(replica_id.unique_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """What one request adds to the load of its replica.
-
-    All calls made for one HTTP request share Serve's internal id; only our own request id tells them apart.
-    """
-
-    internal_request_id: str
-    request_id: str
-    num_tokens: int
-
-    @classmethod
-    def of(cls, pending_request: PendingRequest) -> Charge | None:
-        """The charge of the Request among the call's arguments; None for a control call."""
-        request = _find_request(pending_request.args)
-        if request is None:
-            return None
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        return cls(pending_request.metadata.internal_request_id, request.request_id, num_tokens)
-
-
-class Ledger:
-    """Which replica has which outstanding requests. One loop, no locks.
-
-    Entries leave when Serve reports the end of the call, when the request was placed nowhere, or with their replica.
-    """
-
-    def __init__(self) -> None:
-        self._placed: dict[str, dict[str, tuple[Charge, str]]] = {}  # internal id → request id → where it is
-        self._num_requests: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}
-
-    def load(self, replica_id: str) -> ReplicaLoad:
-        """What is outstanding on one replica."""
-        return ReplicaLoad(
-            replica_id=replica_id,
-            num_requests=self._num_requests.get(replica_id, 0),
-            num_tokens=self._num_tokens.get(replica_id, 0),
-        )
-
-    def book(self, charge: Charge, replica_id: str) -> None:
-        """Put a request on a replica; it leaves the one it was on."""
-        self.drop(charge)
-        self._placed.setdefault(charge.internal_request_id, {})[charge.request_id] = (charge, replica_id)
-        self._add(replica_id, 1, charge.num_tokens)
-
-    def drop(self, charge: Charge) -> None:
-        """Take a request off the replica it is on, if any."""
-        siblings = self._placed.get(charge.internal_request_id, {})
-        booked, replica_id = siblings.pop(charge.request_id, (None, ""))
-        if booked is not None:
-            self._add(replica_id, -1, -booked.num_tokens)
-        if not siblings:
-            self._placed.pop(charge.internal_request_id, None)
-
-    def complete(self, internal_request_id: str, replica_id: str) -> bool:
-        """Take one request with this internal id off this replica; which one makes no difference to the sums.
-
-        False when there is none.
-        """
-        for charge, place in self._placed.get(internal_request_id, {}).values():
-            if place == replica_id:
-                self.drop(charge)
-                return True
-        return False
-
-    def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget the replicas that are gone, with all they had."""
-        everything = [entry for siblings in self._placed.values() for entry in siblings.values()]
-        for charge, replica_id in everything:
-            if replica_id not in replica_ids:
-                self.drop(charge)
-
-    def _add(self, replica_id: str, num_requests: int, num_tokens: int) -> None:
-        self._num_requests[replica_id] = self._num_requests.get(replica_id, 0) + num_requests
-        self._num_tokens[replica_id] = self._num_tokens.get(replica_id, 0) + num_tokens
-        if self._num_requests[replica_id] == 0:
-            del self._num_requests[replica_id], self._num_tokens[replica_id]
-
-
-def _find_request(arguments: Iterable[Any]) -> Request | None:
-    return next((argument for argument in arguments if isinstance(argument, Request)), None)
-
-
-class Ends:
-    """When the last requests ended. While the replicas are full, that is how fast places become free."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=256)
-
-    def note(self, now: float) -> None:
-        """A request has ended."""
-        self._times.append(now)
-
-    def per_s(self, now: float) -> float:
-        """Requests that end in a second; 0 while too few have ended to tell."""
-        if len(self._times) < 2 or now <= self._times[0]:
-            return 0.0
-        return len(self._times) / (now - self._times[0])
+def _refuse(pending_request: PendingRequest, error: CarouselError) -> None:
+    """Serve looks at the future only when it is given a replica to try; the caller does so next."""
+    if not pending_request.future.done():
+        pending_request.future.set_exception(error)

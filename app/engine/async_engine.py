@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +19,7 @@ from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
 from app.engine.pace import RetryTimes
-from app.engine.request import FinishReason, Queued, Request, TokenDelta
+from app.engine.request import FinishReason, Queued, Request, TokenDelta, joined
 from app.engine.stats import EngineStats
 from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
 
@@ -315,22 +315,6 @@ class _Stream:
             return joined(deltas)
         assert self._error is not None, "a stream is woken by a delta or an error"
         raise self._error
-
-
-def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Deltas of one request that follow one another, as one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    last = deltas[-1]
-    return TokenDelta(
-        request_id=last.request_id,
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        num_cached_tokens=last.num_cached_tokens,
-        error=last.error,
-        queued=deltas[0].queued,
-    )
 
 
 def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[Reader, TokenDelta]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -70,6 +70,8 @@ class Request:
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
     tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
     deadline_s: float | None = None  # its last token is wanted within so many seconds of its arrival, or none at all
+    group: str = ""  # of replicas that its caller asks for
+    session: str = ""  # requests of one session like to meet the same replica
 
 
 class Queued(NamedTuple):
@@ -77,6 +79,8 @@ class Queued(NamedTuple):
 
     position: int  # requests that waited before it; under a policy that reorders, some of them may come after it
     estimated_wait_s: float
+    replica_id: str = ""  # where it waits
+    why_there: str = ""  # one line, with the numbers of all candidates
 
 
 class TokenDelta(NamedTuple):
@@ -93,6 +97,22 @@ class TokenDelta(NamedTuple):
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
     queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
+
+
+def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Deltas of one request that follow one another, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return TokenDelta(
+        request_id=last.request_id,
+        token_ids=tuple([token for delta in deltas for token in delta.token_ids]),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        num_cached_tokens=last.num_cached_tokens,
+        error=last.error,
+        queued=deltas[0].queued,
+    )
 
 
 # The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.

@@ -1,0 +1,74 @@
+"""One try to have a request served by one replica."""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.engine.request import Request, TokenDelta, joined
+from app.errors import CarouselError
+
+
+class Lost(Exception):
+    """The replica that had the request will say no more about it; another one can go on."""
+
+
+class Attempt:
+    """What has arrived of one try and is not read yet. Its id is its own: what is meant for another never gets here."""
+
+    def __init__(self, request: Request, *, began_at: float) -> None:
+        self.request = request
+        self.began_at = began_at
+        self.replica_id: str | None = None  # where it was sent
+        self.placed_at = began_at
+        self.is_accepted = False  # that replica has queued it
+        self.has_ended = False
+        self.is_done = False  # it ended by a stop or its limit, and its reader has seen it
+        self.sending: asyncio.Task[None] | None = None  # the call to the replica, open until the request ends there
+        self._deltas: list[TokenDelta] = []
+        self._error: Exception | None = None
+        self._filled = asyncio.Event()
+
+    @property
+    def attempt_id(self) -> str:
+        return self.request.request_id
+
+    def placed(self, replica_id: str, now: float) -> None:
+        """It was sent to a replica, which may still refuse it."""
+        self.replica_id = replica_id
+        self.placed_at = now
+
+    def put(self, delta: TokenDelta) -> None:
+        """The replica has something to say; nothing counts after an end."""
+        if self.has_ended:
+            return
+        self.is_accepted = True
+        self.has_ended = delta.finish_reason is not None
+        if delta.error is not None:
+            self._error = delta.error
+            delta = delta._replace(finish_reason=None, error=None)
+        if self._error is None or delta.token_ids:
+            self._deltas.append(delta)
+        self._filled.set()
+
+    def fail(self, error: CarouselError | Lost) -> None:
+        """It ends without the replica's word."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._error = error
+            self._filled.set()
+
+    async def next(self) -> TokenDelta:
+        """Everything that has accumulated, as one delta; an error comes after the tokens before it.
+
+        Raises:
+            Lost: the replica is gone.
+            CarouselError: the replica refused the request, or it ended with an error.
+        """
+        await self._filled.wait()
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            if self._error is None:
+                self._filled.clear()
+            return joined(deltas)
+        assert self._error is not None, "an attempt is woken by a delta or an error"
+        raise self._error

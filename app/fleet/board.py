@@ -1,0 +1,206 @@
+"""What one process knows of a model's replicas: which there are, how they are, and what was sent to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from app.dispatch import (
+    Decision,
+    DispatchPolicy,
+    GroupChooser,
+    Ledger,
+    OutputLengths,
+    PrefixIndex,
+    ReplicaLoad,
+    ReplicaReport,
+    RequestSize,
+    of_group,
+)
+from app.engine.pace import RetryTimes
+from app.engine.request import Request
+from app.errors import Overloaded
+from app.fleet.frame import Report
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A request that is to be placed, or was."""
+
+    request: Request
+    avoid: frozenset[str]  # replicas that have just refused or lost it: only where there is no other
+    size: RequestSize
+    group: str
+    num_generated: int = 0  # since it was placed
+    decision: Decision | None = None
+
+
+class Board:
+    """The replicas that may be sent requests, and in which order. One for each model in a process, one event loop.
+
+    Whoever routes asks for an order and says what became of it; whoever listens to the replicas notes what they report.
+    """
+
+    def __init__(
+        self, policy: DispatchPolicy, groups: GroupChooser, *, block_size: int, clock: Callable[[], float]
+    ) -> None:
+        """`block_size`: tokens of a KV block, by which prompts share prefixes."""
+        self._policy = policy
+        self._groups = groups
+        self._block_size = block_size
+        self._clock = clock
+        self._reports: dict[str, Report | None] = {}  # of every replica there is
+        self._suspects: set[str] = set()
+        self._expected: dict[str, _Expected] = {}  # by request id
+        self._ledger = Ledger()
+        self._lengths = OutputLengths()
+        self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
+        self._retry_times = RetryTimes()
+        self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
+        self.on_placed: Callable[[str, str], None] = lambda request_id, replica_id: None
+
+    @property
+    def replica_ids(self) -> Collection[str]:
+        """The replicas that take requests now. One that leaves is none of them, though it ends what it has."""
+        return self._reports.keys()
+
+    # ------------------------------------------------------------------ one request
+
+    def expect(self, request: Request, *, avoid: frozenset[str] = frozenset()) -> None:
+        """A request is about to be placed. Raises Overloaded when every replica is known to be full."""
+        sampling = request.sampling
+        num_generated = len(request.generated_token_ids)
+        size = RequestSize(
+            num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
+            num_expected_tokens=max(1, self._lengths.expected_tokens(sampling.max_tokens) - num_generated),
+        )
+        group = self._groups.choose(request.request_id, asked=request.group, param="group")
+        self._check_room()
+        self._expected[request.request_id] = _Expected(request, avoid, size, group)
+
+    def order(self, request_id: str, replica_ids: Sequence[str]) -> list[str]:
+        """These replicas, most preferred first; the first is charged with the request until another is `placed`."""
+        expected = self._expected.get(request_id)
+        if expected is None or not replica_ids:
+            return list(replica_ids)
+        request = expected.request
+        cached = {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
+        loads = self._loads(replica_ids, cached)
+        of_its_group = of_group(loads, expected.group).loads
+        shunned = self._suspects | expected.avoid
+        trusted = [load for load in of_its_group if load.replica_id not in shunned]
+        decision = self._policy.decide(trusted or of_its_group, expected.size)
+        expected.decision = decision
+        order = decision.order
+        self._charge(expected, order[0], cached.get(order[0], 0))
+        # Everybody else comes last: whoever is in trouble may still be better than nobody.
+        return order + [replica_id for replica_id in replica_ids if replica_id not in order]
+
+    def placed(self, request_id: str, replica_id: str) -> None:
+        """A request was sent to a replica, which may still refuse it."""
+        expected = self._expected.get(request_id)
+        if expected is None:
+            return
+        self._charge(expected, replica_id, 0)
+        if self._prefixes is not None:
+            request = expected.request
+            self._prefixes.add(replica_id, request.prompt_token_ids, salt=request.cache_salt)
+        self.on_placed(request_id, replica_id)
+
+    def decision(self, request_id: str) -> Decision | None:
+        """Why a request went where it did; None before it was placed."""
+        expected = self._expected.get(request_id)
+        return None if expected is None else expected.decision
+
+    def progress(self, request_id: str, num_tokens: int) -> None:
+        """New tokens of a request have come."""
+        expected = self._expected.get(request_id)
+        if expected is not None:
+            expected.num_generated += num_tokens
+            self._ledger.progress(request_id, num_tokens)
+
+    def end(self, request_id: str, *, by_itself: bool) -> None:
+        """A request has ended, in whatever way; `by_itself`: by a stop or its limit."""
+        expected = self._expected.pop(request_id, None)
+        self._ledger.end(request_id)
+        if by_itself and expected is not None:
+            num_tokens = len(expected.request.generated_token_ids) + expected.num_generated
+            self._lengths.learn(expected.request.sampling.max_tokens, num_tokens)
+
+    def _charge(self, expected: _Expected, replica_id: str, num_cached_tokens: int) -> None:
+        # Booked before it is sent: requests placed in the same moment must see each other.
+        self._ledger.place(
+            expected.request.request_id,
+            replica_id,
+            num_prompt_tokens=max(1, expected.size.num_prompt_tokens - num_cached_tokens),
+            num_expected_tokens=expected.size.num_expected_tokens,
+        )
+
+    def _loads(self, replica_ids: Sequence[str], num_cached_tokens: dict[str, int]) -> list[ReplicaLoad]:
+        reports = {each: report for each in replica_ids if (report := self._reports.get(each)) is not None}
+        return self._ledger.loads(
+            replica_ids,
+            now=self._clock(),
+            max_requests=max((report.max_requests for report in reports.values()), default=None),
+            num_cached_tokens=num_cached_tokens,
+            groups={replica_id: report.group for replica_id, report in reports.items()},
+        )
+
+    def _check_room(self) -> None:
+        loads = self._loads([each for each in self._reports if each not in self._suspects], {})
+        if loads and all(load.is_full for load in loads):
+            raise self.full(sum(load.num_requests for load in loads))
+
+    def full(self, num_requests: int) -> Overloaded:
+        """What a caller hears when nobody can take its request: how many are served, and when to come back."""
+        reports = [report for report in self._reports.values() if report is not None]
+        return Overloaded(
+            f"all {len(self._reports)} replicas are full ({num_requests:,} requests); try again shortly",
+            retry_after_s=self._retry_times.next_after(
+                self._clock(), ended_per_s=sum(report.ended_per_s for report in reports)
+            ),
+        )
+
+    # ------------------------------------------------------------------ the replicas
+
+    def set_replicas(self, replica_ids: Collection[str]) -> None:
+        """These replicas take requests from now on, and no others."""
+        self._reports = {replica_id: self._reports.get(replica_id) for replica_id in replica_ids}
+        self._suspects.intersection_update(replica_ids)
+        if self._prefixes is not None:
+            self._prefixes.keep_only(replica_ids)
+        self.on_replicas(self.replica_ids)
+
+    def note(self, replica_id: str, report: Report) -> None:
+        """What a replica says of itself; one that speaks is trusted again."""
+        self._suspects.discard(replica_id)
+        if replica_id not in self._reports:
+            return  # it is leaving
+        self._reports[replica_id] = report
+        if self._prefixes is None:
+            self._prefixes = PrefixIndex(block_size=self._block_size, max_tokens=report.num_kv_tokens)
+        self._ledger.correct(
+            replica_id,
+            ReplicaReport(
+                num_requests=report.num_requests,
+                num_prefill_tokens=report.num_waiting_tokens,
+                # Steps in a second: unlike tokens in a second they do not fall when a replica has little to do.
+                tokens_per_s=1.0 / report.step_s if report.step_s > 0 else 0.0,
+                kv_use=report.kv_use,
+            ),
+            now=self._clock(),
+        )
+
+    def suspect(self, replica_id: str) -> None:
+        """A replica has broken off or fallen silent: it is asked last until it is heard of again."""
+        self._suspects.add(replica_id)
+
+    @property
+    def reports(self) -> dict[str, Report]:
+        """The last report of each replica that has made one."""
+        return {replica_id: report for replica_id, report in self._reports.items() if report is not None}
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Replicas that are not to be relied on now."""
+        return frozenset(self._suspects)

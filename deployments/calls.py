@@ -1,0 +1,59 @@
+"""How a fleet reaches its replicas: Serve's handle for control, one stream for each replica for tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ray.serve.handle import DeploymentHandle
+
+from app.engine.request import Request
+from app.errors import EngineStopped, Unavailable
+from app.fleet import Frame, Lost
+from deployments.errors import to_carousel_error
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FramesFrom:
+    """The argument by which the router knows which replica a call for frames is meant for."""
+
+    replica_id: str
+
+
+class ServeCalls:
+    """`Calls` over the handle of one replica deployment."""
+
+    def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
+        """`ingress_id` tells this process from other ingresses, and from one that was here before it."""
+        self._handle = handle
+        self._streaming = handle.options(stream=True)
+        self._ingress_id = ingress_id
+
+    async def serve(self, request: Request) -> None:
+        """See `Calls`. Serve counts the call as ongoing until the request has ended: it drains and scales by that."""
+        response = self._handle.serve.remote(request, self._ingress_id)
+        try:
+            await response
+        except Exception as error:
+            shown = to_carousel_error(error)
+            if isinstance(shown, Unavailable | EngineStopped):
+                raise Lost(f"{type(error).__name__}: {error}") from error
+            raise shown from error
+        finally:
+            # Cancelling a call that has failed raises its error once more, as Serve's.
+            with suppress(Exception):
+                response.cancel()
+
+    async def frames(self, replica_id: str, *, heartbeat_s: float) -> AsyncIterator[Frame]:
+        """See `Calls`."""
+        response = self._streaming.frames.remote(FramesFrom(replica_id), self._ingress_id, heartbeat_s)
+        try:
+            async for frame in response:
+                yield frame
+        finally:
+            with suppress(Exception):
+                response.cancel()
