@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from app.dispatch import ReplicaLoad, make_policy
+from app.dispatch import Ends, Ledger, RequestSize, make_policy
 from app.engine.pace import RetryTimes
 from app.engine.request import Request
 from app.errors import Overloaded
@@ -27,11 +26,11 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     # A replica that is busy computing may take longer than Serve's 0.1 s to say how full it is; the order is worth it.
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, *, dispatch: str) -> None:
+    def initialize_state(self, *, dispatch: Mapping[str, Any]) -> None:
         """Called by Serve once, before any request, with the router's kwargs."""
         self._rng = random.Random()
         self._policy = make_policy(dispatch, self._rng)
-        self._ledger = Ledger()
+        self._calls = Calls()
         self._ends = Ends()
         self._retry_times = RetryTimes()
 
@@ -56,11 +55,12 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         if charge is None:
             # A control call: any replica will do, and it takes nobody's turn.
             return self._rng.sample(replica_ids, len(replica_ids))
-        self._ledger.drop(charge)
-        order = self._policy.order([self._ledger.load(replica_id) for replica_id in replica_ids])
+        self._calls.drop(charge)
+        loads = self._calls.ledger.loads(replica_ids, now=time.monotonic())
+        order = self._policy.decide(loads, charge.size).order
         if order:
             # Booked before it is sent: requests placed in the same moment must see each other.
-            self._ledger.book(charge, order[0])
+            self._calls.book(charge, order[0])
         return order
 
     async def _choose_replica_for_request(
@@ -73,15 +73,15 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         except BaseException:
             self._remove_pending_request_from_indices(pending_request)
             if charge is not None:
-                self._ledger.drop(charge)
+                self._calls.drop(charge)
             raise
         if charge is not None:
-            self._ledger.book(charge, replica.replica_id.unique_id)
+            self._calls.book(charge, replica.replica_id.unique_id)
         return replica
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Serve when a request that was sent has ended in any way."""
-        if self._ledger.complete(internal_request_id, replica_id.unique_id):
+        if self._calls.complete(internal_request_id, replica_id.unique_id):
             self._ends.note(time.monotonic())
 
     def _full(self, replicas: list[RunningReplica]) -> Overloaded:
@@ -95,7 +95,7 @@ class DispatchRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""
         super().update_replicas(replicas)
-        self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas})
+        self._calls.keep_only({replica.replica_id.unique_id for replica in replicas})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Charge:
 
     internal_request_id: str
     request_id: str
-    num_tokens: int
+    size: RequestSize
 
     @classmethod
     def of(cls, pending_request: PendingRequest) -> Charge | None:
@@ -115,85 +115,62 @@ class Charge:
         request = _find_request(pending_request.args)
         if request is None:
             return None
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        return cls(pending_request.metadata.internal_request_id, request.request_id, num_tokens)
+        size = RequestSize(
+            num_prompt_tokens=len(request.prompt_token_ids), num_expected_tokens=request.sampling.max_tokens
+        )
+        return cls(pending_request.metadata.internal_request_id, request.request_id, size)
 
 
-class Ledger:
-    """Which replica has which outstanding requests. One loop, no locks.
+class Calls:
+    """The ledger by Serve's internal ids. One loop, no locks.
 
     Entries leave when Serve reports the end of the call, when the request was placed nowhere, or with their replica.
     """
 
     def __init__(self) -> None:
-        self._placed: dict[str, dict[str, tuple[Charge, str]]] = {}  # internal id → request id → where it is
-        self._num_requests: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}
-
-    def load(self, replica_id: str) -> ReplicaLoad:
-        """What is outstanding on one replica."""
-        return ReplicaLoad(
-            replica_id=replica_id,
-            num_requests=self._num_requests.get(replica_id, 0),
-            num_tokens=self._num_tokens.get(replica_id, 0),
-        )
+        self.ledger = Ledger()
+        self._placed: dict[str, dict[str, str]] = {}  # internal id → request id → replica id
 
     def book(self, charge: Charge, replica_id: str) -> None:
         """Put a request on a replica; it leaves the one it was on."""
-        self.drop(charge)
-        self._placed.setdefault(charge.internal_request_id, {})[charge.request_id] = (charge, replica_id)
-        self._add(replica_id, 1, charge.num_tokens)
+        self._placed.setdefault(charge.internal_request_id, {})[charge.request_id] = replica_id
+        self.ledger.place(
+            charge.request_id,
+            replica_id,
+            num_prompt_tokens=charge.size.num_prompt_tokens,
+            num_expected_tokens=charge.size.num_expected_tokens,
+        )
 
     def drop(self, charge: Charge) -> None:
         """Take a request off the replica it is on, if any."""
-        siblings = self._placed.get(charge.internal_request_id, {})
-        booked, replica_id = siblings.pop(charge.request_id, (None, ""))
-        if booked is not None:
-            self._add(replica_id, -1, -booked.num_tokens)
-        if not siblings:
-            self._placed.pop(charge.internal_request_id, None)
+        self._end(charge.internal_request_id, charge.request_id)
 
     def complete(self, internal_request_id: str, replica_id: str) -> bool:
         """Take one request with this internal id off this replica; which one makes no difference to the sums.
 
         False when there is none.
         """
-        for charge, place in self._placed.get(internal_request_id, {}).values():
+        for request_id, place in self._placed.get(internal_request_id, {}).items():
             if place == replica_id:
-                self.drop(charge)
+                self._end(internal_request_id, request_id)
                 return True
         return False
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
-        everything = [entry for siblings in self._placed.values() for entry in siblings.values()]
-        for charge, replica_id in everything:
+        everything = [(call, *placed) for call, siblings in self._placed.items() for placed in siblings.items()]
+        for internal_request_id, request_id, replica_id in everything:
             if replica_id not in replica_ids:
-                self.drop(charge)
+                self._end(internal_request_id, request_id)
+        self.ledger.keep_only(replica_ids)
 
-    def _add(self, replica_id: str, num_requests: int, num_tokens: int) -> None:
-        self._num_requests[replica_id] = self._num_requests.get(replica_id, 0) + num_requests
-        self._num_tokens[replica_id] = self._num_tokens.get(replica_id, 0) + num_tokens
-        if self._num_requests[replica_id] == 0:
-            del self._num_requests[replica_id], self._num_tokens[replica_id]
+    def _end(self, internal_request_id: str, request_id: str) -> None:
+        siblings = self._placed.get(internal_request_id, {})
+        if siblings.pop(request_id, None) is not None:
+            self.ledger.end(request_id)
+        if not siblings:
+            self._placed.pop(internal_request_id, None)
 
 
 def _find_request(arguments: Iterable[Any]) -> Request | None:
     return next((argument for argument in arguments if isinstance(argument, Request)), None)
-
-
-class Ends:
-    """When the last requests ended. While the replicas are full, that is how fast places become free."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=256)
-
-    def note(self, now: float) -> None:
-        """A request has ended."""
-        self._times.append(now)
-
-    def per_s(self, now: float) -> float:
-        """Requests that end in a second; 0 while too few have ended to tell."""
-        if len(self._times) < 2 or now <= self._times[0]:
-            return 0.0
-        return len(self._times) / (now - self._times[0])
