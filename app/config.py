@@ -6,12 +6,22 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
@@ -53,6 +63,10 @@ class CacheConfig(Settings):
     )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
+
+
+def _twice(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
 def _split(value: Any) -> Any:
@@ -255,14 +269,73 @@ class EngineConfig(Settings):
     scheduler: SchedulerConfig = SchedulerConfig()
 
 
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]
+
+
+class RoundRobinConfig(Settings):
+    """Each replica in its turn."""
+
+    name: Literal["round_robin"] = "round_robin"
+
+
+class LeastLoadedConfig(Settings):
+    """The replica that would be done with the request first, by its outstanding tokens and its speed."""
+
+    name: Literal["least_loaded"] = "least_loaded"
+
+
+class PrefixAffinityConfig(Settings):
+    """The replica that has the longest beginning of the prompt cached, while its load is near the least."""
+
+    name: Literal["prefix_affinity"] = "prefix_affinity"
+    max_imbalance_tokens: int = Field(
+        4096,
+        ge=0,
+        le=10**9,
+        description="outstanding tokens more than on the least loaded, at most, for a cached prefix",
+    )
+
+
+DispatchConfig = RoundRobinConfig | LeastLoadedConfig | PrefixAffinityConfig
+
+
+class GroupConfig(Settings):
+    """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
+
+    name: Name = Field("a", description="what a caller may ask for in `group_header`")
+    share: float = Field(1.0, gt=0, le=1e6, description="of the requests and replicas, as a weight among the groups")
+    scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
+
+
 class ReplicasConfig(Settings):
     """How many copies of one engine run, on what, and how requests are spread over them."""
 
     num_replicas: int = Field(2, ge=1, le=1024, description="engines serving this model")
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
-    dispatch: Literal["round_robin", "least_loaded"] = Field("least_loaded", description="how a replica is chosen")
+    dispatch: Annotated[
+        DispatchConfig,
+        Field(discriminator="name"),
+        BeforeValidator(lambda value: _chosen(value, DispatchConfig)),
+    ] = Field(LeastLoadedConfig(), description="how a replica is chosen")
+    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
+    group_header: HeaderName = Field("x-carousel-group", description="HTTP header in which a caller names a group")
+    session_header: HeaderName | None = Field(
+        None, description="HTTP header that names a session: it keeps its group and, under prefix_affinity, its replica"
+    )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
+
+    @model_validator(mode="after")
+    def _every_group_gets_a_replica(self) -> ReplicasConfig:
+        twice = _twice(group.name for group in self.groups)
+        if twice:
+            raise ValueError(f"groups have the same name: {', '.join(twice)}; give each its own")
+        if len(self.groups) > self.num_replicas:
+            raise ValueError(
+                f"{len(self.groups)} groups and num_replicas={self.num_replicas}: every group needs a replica; "
+                f"raise num_replicas or remove groups"
+            )
+        return self
 
 
 class ServedModelConfig(Settings):
@@ -271,6 +344,27 @@ class ServedModelConfig(Settings):
     name: Name = Field("demo", description="what a client sends as `model`")
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
+
+    def scheduler_of(self, group: str) -> SchedulerConfig:
+        """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""
+        changes = next((each.scheduler for each in self.replicas.groups if each.name == group), {})
+        return SchedulerConfig.model_validate(self.engine.scheduler.model_dump() | changes)
+
+    @model_validator(mode="after")
+    def _groups_can_be_scheduled(self) -> ServedModelConfig:
+        max_requests = self.engine.scheduler.max_requests
+        for index, group in enumerate(self.replicas.groups):
+            where = f"replicas.groups[{index}].scheduler"
+            try:
+                scheduler = self.scheduler_of(group.name)
+            except ValidationError as error:
+                raise ValueError(f"{where}: {_in_words(error)}") from error
+            if scheduler.max_requests > max_requests:
+                raise ValueError(
+                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}; the model's replicas take "
+                    f"{max_requests:,} by engine.scheduler: raise it there"
+                )
+        return self
 
 
 class ApiConfig(Settings):
@@ -299,11 +393,23 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        names = [model.name for model in self.models]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = _twice(model.name for model in self.models)
         if twice:
             raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
         return self
+
+
+def _in_words(error: ValidationError) -> str:
+    """The first mistake, with its place and the value."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        text = first["msg"].removeprefix("Value error, ")
+    elif first["type"] == "extra_forbidden":
+        text = f"no such setting; there are {', '.join(SchedulerConfig.model_fields)}"
+    else:
+        text = f"got {first['input']!r}; {first['msg']}"
+    return f"{where}: {text}" if where else text
 
 
 def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:

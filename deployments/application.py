@@ -46,7 +46,7 @@ def _replica_deployment(model: ServedModelConfig) -> serve.Deployment:
         max_constructor_retry_count=MAX_START_ATTEMPTS,
         request_router_config=RequestRouterConfig(
             request_router_class="deployments.router.DispatchRouter",
-            request_router_kwargs={"dispatch": replicas.dispatch},
+            request_router_kwargs={"dispatch": replicas.dispatch.model_dump()},
         ),
     )
 

@@ -1,0 +1,185 @@
+"""What is outstanding on each replica, as one ingress knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from app.dispatch.load import ReplicaLoad
+
+REPORT_LIFE_S = 5.0  # what others have on a replica is forgotten when it has not been reported for so long
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """One request and what is left of it."""
+
+    replica_id: str
+    num_prefill_tokens: int
+    num_expected_tokens: int
+    num_generated: int = 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Expected still to come. Whoever runs generates at least one more, however long it has been."""
+        return max(1, self.num_expected_tokens - self.num_generated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What a replica says of itself at one moment: the work of all ingresses."""
+
+    num_requests: int
+    num_prefill_tokens: int  # of prompts, not computed yet
+    num_decode_tokens: int | None = None  # expected still to be generated; None: it does not know
+    tokens_per_s: float = 0.0  # see ReplicaLoad; 0: not known
+    kv_use: float = 0.0  # 0 to 1
+
+
+class Ledger:
+    """What this ingress has outstanding on each replica, and what replicas report beyond it. One thread, no locks.
+
+    What is ours is counted at once and exactly, so requests placed in the same moment see each other. Of what a
+    replica reports, only what exceeds our own share is added: it belongs to other ingresses. Time is told, in seconds
+    of any one clock.
+    """
+
+    def __init__(self) -> None:
+        self._placed: dict[str, Placed] = {}  # by request id
+        self._accounts: dict[str, _Account] = {}  # by replica id
+        self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
+
+    def __len__(self) -> int:
+        """Requests of ours that have not ended."""
+        return len(self._placed)
+
+    def place(self, request_id: str, replica_id: str, *, num_prompt_tokens: int, num_expected_tokens: int) -> None:
+        """A request goes to a replica; it leaves the one it was on.
+
+        `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
+        another replica had generated already. `num_expected_tokens`: to be generated from here on.
+        """
+        self.end(request_id)
+        placed = Placed(
+            replica_id=replica_id, num_prefill_tokens=num_prompt_tokens, num_expected_tokens=num_expected_tokens
+        )
+        self._placed[request_id] = placed
+        self._account(replica_id).add(placed, 1)
+        # Seen at any moment, half of a request is left on average.
+        self._usual_decode_tokens += 0.05 * (num_expected_tokens / 2 - self._usual_decode_tokens)
+
+    def progress(self, request_id: str, num_new_tokens: int) -> None:
+        """Tokens of a request have come; with the first, its prompt is known to be computed."""
+        placed = self._placed.get(request_id)
+        if placed is None:
+            return  # it has ended; these were on their way
+        account = self._account(placed.replica_id)
+        account.add(placed, -1)
+        placed.num_prefill_tokens = 0
+        placed.num_generated += num_new_tokens
+        account.add(placed, 1)
+
+    def end(self, request_id: str) -> Placed | None:
+        """A request has ended, in whatever way, or was placed nowhere: what it was, None when it was not here."""
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            self._account(placed.replica_id).add(placed, -1)
+        return placed
+
+    def correct(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
+        """Take in what a replica says of itself."""
+        self._account(replica_id).correct(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
+
+    def load(self, replica_id: str, *, now: float) -> ReplicaLoad:
+        """What is outstanding on one replica."""
+        return self.loads([replica_id], now=now)[0]
+
+    def loads(
+        self,
+        replica_ids: Iterable[str],
+        *,
+        now: float,
+        max_requests: int | None = None,
+        num_cached_tokens: Mapping[str, int] = _NONE,
+        groups: Mapping[str, str] = _NONE,
+        session_replica_id: str | None = None,
+    ) -> list[ReplicaLoad]:
+        """The load of each of these replicas, in their order, with what is known of this request there.
+
+        `max_requests`: what one replica takes before it refuses. `num_cached_tokens` and `groups` by replica id.
+        """
+        found = []
+        for replica_id in replica_ids:
+            account = self._accounts.get(replica_id) or _Account()
+            work = account.work(now)
+            found.append(
+                ReplicaLoad(
+                    replica_id=replica_id,
+                    num_requests=work.num_requests,
+                    num_prefill_tokens=work.num_prefill_tokens,
+                    num_decode_tokens=work.num_decode_tokens,
+                    tokens_per_s=account.tokens_per_s,
+                    num_cached_tokens=num_cached_tokens.get(replica_id, 0),
+                    holds_session=replica_id == session_replica_id,
+                    kv_use=account.kv_use,
+                    group=groups.get(replica_id, ""),
+                    is_full=max_requests is not None and work.num_requests >= max_requests,
+                )
+            )
+        return found
+
+    def keep_only(self, replica_ids: Collection[str]) -> None:
+        """Forget the replicas that are gone, with all they had."""
+        self._placed = {each: placed for each, placed in self._placed.items() if placed.replica_id in replica_ids}
+        self._accounts = {each: account for each, account in self._accounts.items() if each in replica_ids}
+
+    def _account(self, replica_id: str) -> _Account:
+        return self._accounts.setdefault(replica_id, _Account())
+
+
+@dataclass(slots=True)
+class _Work:
+    num_requests: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(
+            self.num_requests + other.num_requests,
+            self.num_prefill_tokens + other.num_prefill_tokens,
+            self.num_decode_tokens + other.num_decode_tokens,
+        )
+
+
+class _Account:
+    """One replica's: our work, the others', and how fast it is."""
+
+    def __init__(self) -> None:
+        self.ours = _Work()
+        self.others = _Work()
+        self.reported_at = float("-inf")
+        self.tokens_per_s = 0.0
+        self.kv_use = 0.0
+
+    def work(self, now: float) -> _Work:
+        return self.ours + self.others if now - self.reported_at <= REPORT_LIFE_S else self.ours
+
+    def add(self, placed: Placed, sign: int) -> None:
+        self.ours.num_requests += sign
+        self.ours.num_prefill_tokens += sign * placed.num_prefill_tokens
+        self.ours.num_decode_tokens += sign * placed.num_decode_tokens
+
+    def correct(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
+        num_requests = max(0, report.num_requests - self.ours.num_requests)
+        if report.num_decode_tokens is None:
+            num_decode_tokens = round(num_requests * usual_decode_tokens)
+        else:
+            num_decode_tokens = max(0, report.num_decode_tokens - self.ours.num_decode_tokens)
+        num_prefill_tokens = max(0, report.num_prefill_tokens - self.ours.num_prefill_tokens)
+        self.others = _Work(num_requests, num_prefill_tokens, num_decode_tokens)
+        self.reported_at = now
+        self.tokens_per_s = report.tokens_per_s
+        self.kv_use = report.kv_use

@@ -1,0 +1,60 @@
+"""Which prompt prefixes each replica should have in its KV memory, seen from what it was sent."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+
+class PrefixIndex:
+    """For each replica the prefixes it was sent, as chained hashes of whole blocks, the longest unused forgotten first.
+
+    The replica's own cache works by the same rules (blocks of `block_size` tokens, its least recently used leaves
+    evicted), so the index is a guess at it that costs no message. A wrong guess, or two prompts with equal hashes,
+    costs time and never content: the replica compares the tokens. The idea is the approximate radix tree of SGLang's
+    cache-aware router; hashes instead of a tree make a match one walk over the prompt, whatever was sent before.
+    """
+
+    def __init__(self, *, block_size: int, max_tokens: int) -> None:
+        """`max_tokens`: what the KV memory of one replica holds."""
+        self._block_size = block_size
+        self._max_blocks = max_tokens // block_size
+        # A prefix is touched after those that continue it. So whoever is in here has all its beginnings in here too.
+        self._blocks: dict[str, OrderedDict[int, None]] = {}
+
+    def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
+        """A replica has been sent this prompt, or has computed these tokens (a prompt and what it generated)."""
+        blocks = self._blocks.setdefault(replica_id, OrderedDict())
+        for block in reversed(self._chain(token_ids, salt)[: self._max_blocks]):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._max_blocks:
+            blocks.popitem(last=False)
+
+    def match(self, token_ids: Sequence[int], *, salt: str = "") -> dict[str, int]:
+        """How many tokens of a prompt each replica should have cached; replicas without any are left out."""
+        chain = self._chain(token_ids, salt)
+        found = {}
+        for replica_id, blocks in self._blocks.items():
+            num_blocks = _num_first_in(blocks, chain)
+            if num_blocks:
+                found[replica_id] = num_blocks * self._block_size
+        return found
+
+    def keep_only(self, replica_ids: Collection[str]) -> None:
+        """Forget the replicas that are gone."""
+        self._blocks = {each: blocks for each, blocks in self._blocks.items() if each in replica_ids}
+
+    def _chain(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        """One hash for each whole block, of that block and all before it."""
+        chain, block = [], hash(salt)
+        for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
+            block = hash((block, tuple(token_ids[start : start + self._block_size])))
+            chain.append(block)
+        return chain
+
+
+def _num_first_in(held: Collection[int], chain: Sequence[int]) -> int:
+    """How many of a chain are held. They are its first, so halving finds where they end."""
+    return bisect_left(chain, True, key=lambda block: block not in held)
