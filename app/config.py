@@ -324,6 +324,16 @@ class ReplicasConfig(Settings):
         None, description="HTTP header that names a session: it keeps its group and, under prefix_affinity, its replica"
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
+    max_resumes: int = Field(3, ge=0, le=100, description="times a request goes on elsewhere when its replica is lost")
+    silence_timeout_s: float = Field(
+        3.0, ge=0.2, le=3600, description="seconds without a sign of life after which a replica counts as lost"
+    )
+    step_timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="seconds one step may take before its replica counts as hung"
+    )
+    place_timeout_s: float = Field(
+        30.0, gt=0, le=86_400, description="seconds a request waits for a replica while there is none"
+    )
 
     @model_validator(mode="after")
     def _every_group_gets_a_replica(self) -> ReplicasConfig:
@@ -382,6 +392,9 @@ class IngressConfig(Settings):
 
     num_replicas: int = Field(1, ge=1, le=256, description="ingress processes")
     num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
+    transport: Literal["frames", "per_request"] = Field(
+        "frames", description="tokens on one stream from each replica, or a call each (no failover; for comparison)"
+    )
 
 
 class ApplicationConfig(Settings):

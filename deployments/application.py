@@ -7,7 +7,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.assembly import resolve_model_path
-from app.config import ApplicationConfig, EngineConfig, ServedModelConfig
+from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
 from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.settings import check, deployment_name
@@ -24,19 +24,21 @@ MAX_START_ATTEMPTS = 3
 def build(args: ApplicationConfig) -> Application:
     """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
     check(args)
-    engines = {model.name: _engine_config(model) for model in args.models}
-    replicas = {model.name: _replica_deployment(model).bind(engines[model.name]) for model in args.models}
-    paths = {name: engine.model.path for name, engine in engines.items()}
+    models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
+    replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
+    paths = {model.name: model.engine.model.path for model in models}
     return _ingress_deployment(args).bind(args, paths, replicas)
 
 
-def _replica_deployment(model: ServedModelConfig) -> serve.Deployment:
+def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:
     replicas, max_requests = model.replicas, model.engine.scheduler.max_requests
     return serve.deployment(Replica).options(
         name=deployment_name(model),
         num_replicas=replicas.num_replicas,
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
-        max_ongoing_requests=max_requests,
+        # The engine refuses what is beyond its limits. Each ingress keeps one call open for frames, while it is replaced
+        # there are twice as many, and control calls count too.
+        max_ongoing_requests=max_requests + 2 * ingress.num_replicas + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.num_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
@@ -44,10 +46,7 @@ def _replica_deployment(model: ServedModelConfig) -> serve.Deployment:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
-        request_router_config=RequestRouterConfig(
-            request_router_class="deployments.router.DispatchRouter",
-            request_router_kwargs={"dispatch": replicas.dispatch.model_dump()},
-        ),
+        request_router_config=RequestRouterConfig(request_router_class="deployments.router.BoardRouter"),
     )
 
 

@@ -553,6 +553,8 @@ class Scheduler:
             mean_length_error_tokens=self._lengths.mean_error_tokens,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+            step_s=self._pace.step_s,
             total_steps=totals.steps,
             total_prompt_tokens=totals.prompt_tokens,
             total_cached_tokens=totals.cached_tokens,

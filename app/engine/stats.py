@@ -20,6 +20,8 @@ class EngineStats:
     mean_length_error_tokens: float  # by how much output lengths are predicted wrong, of late
     num_free_blocks: int  # blocks that could be allocated now, cached ones without an owner included
     num_blocks: int
+    block_size: int  # tokens
+    step_s: float  # that a step takes, of late; 0 while not known
     total_steps: int
     total_prompt_tokens: int  # prompt tokens of admitted requests, cached ones included
     total_cached_tokens: int  # of these, found in the prefix cache

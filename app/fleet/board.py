@@ -84,7 +84,9 @@ class Board:
         if expected is None or not replica_ids:
             return list(replica_ids)
         request = expected.request
-        cached = {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
+        cached = (
+            {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
+        )
         loads = self._loads(replica_ids, cached)
         of_its_group = of_group(loads, expected.group).loads
         shunned = self._suspects | expected.avoid

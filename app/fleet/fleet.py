@@ -107,7 +107,7 @@ class Fleet:
                         return
             except Lost as lost:
                 self._note_loss(journal, attempt, lost)
-                avoid = _with(frozenset(), attempt.replica_id)
+                avoid = _with(avoid, attempt.replica_id)
             except DeadlineMissed:
                 raise
             except Overloaded as full:
@@ -177,6 +177,8 @@ class Fleet:
 
     def _note_loss(self, journal: Journal, attempt: Attempt, lost: Lost) -> None:
         """Count a loss; raises Unavailable when it was one too many."""
+        if attempt.replica_id is not None:
+            self._board.suspect(attempt.replica_id)  # until it is heard of again
         journal.num_resumes += 1
         journal.lost_at = self._clock()
         request_id = journal.request.request_id

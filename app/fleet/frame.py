@@ -1,4 +1,4 @@
-"""What a replica sends to an ingress: one frame for whatever has happened since the last. Frozen; it crosses processes."""
+"""What a replica sends to an ingress: one frame for whatever has happened since the last. It crosses processes."""
 
 from __future__ import annotations
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
-from collections.abc import AsyncGenerator
 
 from app.fleet.frame import Frame
 
@@ -76,7 +75,9 @@ class Line:
         self._is_silent = False
         self._heard_at = loop.time()
         self._reading = loop.create_task(self._read())
-        watching = loop.call_later(self._patience.silence_s, self._check_silence, loop.time() + self._patience.silence_s)
+        watching = loop.call_later(
+            self._patience.silence_s, self._check_silence, loop.time() + self._patience.silence_s
+        )
         self._watching = watching
         try:
             await self._reading

@@ -21,9 +21,12 @@ class Outbox:
     A reader who is slow gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
     """
 
-    def __init__(self, report: Callable[[], Report], *, orphaned_after_s: float) -> None:
-        """`report` is asked for each frame. Requests end when nobody has read for `orphaned_after_s`."""
+    def __init__(
+        self, report: Callable[[], Report], *, orphaned_after_s: float, on_orphaned: Callable[[], object]
+    ) -> None:
+        """`report` is asked for each frame. When nobody has read for `orphaned_after_s`, all requests end."""
         self._report = report
+        self._on_orphaned = on_orphaned
         self._orphaned_after_s = orphaned_after_s
         self._deltas: dict[str, list[TokenDelta]] = {}  # by request id, in the order of their first
         self._filled = asyncio.Event()
@@ -106,8 +109,11 @@ class Outbox:
     def _end_all(self) -> None:
         """Nobody listens: the ingress is gone, or the way to it. It will have resumed its requests elsewhere."""
         if self._ends:
-            logger.warning("%d requests end: their ingress has not read for %g s", len(self._ends), self._orphaned_after_s)
+            logger.warning(
+                "%d requests end: their ingress has not read for %g s", len(self._ends), self._orphaned_after_s
+            )
         self._deltas.clear()
+        self._on_orphaned()
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(Unavailable("the ingress of this request no longer listens"))

@@ -1,0 +1,168 @@
+"""Replicas in this process: real engines and outboxes behind `Calls`, which can be killed, hung, slowed and filled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from app.dispatch import Group, GroupChooser, make_policy
+from app.engine.async_engine import AsyncEngine
+from app.engine.batch import Batch
+from app.engine.request import Request
+from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
+from tests.fakes import CountingRunner, build_fake_engine
+
+
+class SteppedRunner(CountingRunner):
+    """A CountingRunner whose steps take a little time, and stop while it is held."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.going = threading.Event()
+        self.going.set()
+        self._step_s = step_s
+
+    def run(self, batch: Batch) -> list[int]:
+        self.going.wait()
+        time.sleep(self._step_s)
+        return super().run(batch)
+
+
+class LocalReplica:
+    """One engine with the outbox of the one ingress there is."""
+
+    def __init__(self, replica_id: str, *, step_s: float, max_requests: int, group: str = "") -> None:
+        self.replica_id = replica_id
+        self.runner = SteppedRunner(step_s)
+        self.engine = AsyncEngine(build_fake_engine(runner=self.runner, num_blocks=400), max_requests=max_requests)
+        self.max_requests = max_requests
+        self.group = group
+        self.is_dead = False
+        self.is_heard = asyncio.Event()  # else nothing comes through and nothing arrives
+        self.is_heard.set()
+        self.died = asyncio.Event()
+        self.num_served = 0
+        self.outbox = Outbox(self._report, orphaned_after_s=60.0, on_orphaned=lambda: None)
+
+    def _report(self) -> Report:
+        stats = self.engine.stats()
+        return Report(
+            group=self.group,
+            num_requests=stats.num_running + stats.num_waiting,
+            max_requests=self.max_requests,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_kv_tokens=1600,
+            kv_use=0.0,
+            step_s=stats.step_s,
+            ended_per_s=stats.ended_per_s,
+            step_age_s=self.engine.step_age_s,
+        )
+
+    def kill(self) -> None:
+        self.is_dead = True
+        self.died.set()
+
+    def stop(self) -> None:
+        self.runner.going.set()
+        self.engine.shutdown()
+
+
+class LocalCalls:
+    """`Calls` without a wire."""
+
+    def __init__(self, board: Board, replicas: list[LocalReplica]) -> None:
+        self.board = board
+        self.replicas = {replica.replica_id: replica for replica in replicas}
+        self.present = set(self.replicas)
+        self.is_somebody_there = asyncio.Event()
+        self.is_somebody_there.set()
+
+    async def serve(self, request: Request) -> None:
+        await self.is_somebody_there.wait()
+        replica = self.replicas[self.board.order(request.request_id, sorted(self.present))[0]]
+        self.board.placed(request.request_id, replica.replica_id)
+        await replica.is_heard.wait()
+        if replica.is_dead:
+            raise Lost("the actor died")
+        replica.num_served += 1
+        carrying = asyncio.ensure_future(
+            replica.outbox.carry(request, lambda r: replica.engine.submit(r, replica.outbox), replica.engine.abort)
+        )
+        dying = asyncio.ensure_future(replica.died.wait())
+        try:
+            await asyncio.wait({carrying, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                raise Lost("the actor died")
+            carrying.result()
+        finally:
+            dying.cancel()
+            carrying.cancel()
+            await asyncio.gather(carrying, dying, return_exceptions=True)
+
+    async def frames(self, replica_id: str, *, heartbeat_s: float) -> AsyncIterator[Frame]:
+        replica = self.replicas[replica_id]
+        if replica.is_dead:
+            raise RuntimeError("the actor died")
+        async with aclosing(replica.outbox.frames(heartbeat_s=heartbeat_s)) as frames:  # type: ignore[type-var]
+            async for frame in frames:
+                if replica.is_dead:
+                    raise RuntimeError("the actor died")
+                await replica.is_heard.wait()
+                yield frame
+
+    def leave(self, replica_id: str) -> None:
+        """It takes no more requests and ends what it has."""
+        self.present.discard(replica_id)
+        if not self.present:
+            self.is_somebody_there.clear()
+        self.board.set_replicas(self.present)
+
+
+class LocalFleet:
+    """A fleet over such replicas. Use it inside an event loop, `async with`."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        dispatch: Any = "least_loaded",
+        step_s: float = 0.001,
+        max_requests: int = 100,
+        max_resumes: int = 3,
+        silence_s: float = 0.5,
+        groups: tuple[Group, ...] = (),
+        place_timeout_s: float = 5.0,
+    ) -> None:
+        names = [group.name for group in groups]
+        self.replicas = [
+            LocalReplica(
+                f"r{n}", step_s=step_s, max_requests=max_requests, group=names[n % len(names)] if names else ""
+            )
+            for n in range(num_replicas)
+        ]
+        self.board = Board(
+            make_policy(dispatch, random.Random(1)), GroupChooser(groups), block_size=4, clock=time.monotonic
+        )
+        self.calls = LocalCalls(self.board, self.replicas)
+        self._limits = Limits(
+            max_resumes=max_resumes,
+            place_timeout_s=place_timeout_s,
+            patience=Patience(silence_s=silence_s, step_s=1.0),
+        )
+
+    async def __aenter__(self) -> LocalFleet:
+        self.fleet = Fleet(self.calls, self.board, self._limits)
+        self.board.set_replicas(self.calls.present)
+        await asyncio.sleep(0.02)
+        assert len(self.board.reports) == len(self.replicas), "every replica has been heard of"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.fleet.close()
+        for replica in self.replicas:
+            await asyncio.to_thread(replica.stop)
