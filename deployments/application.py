@@ -36,7 +36,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=deployment_name(model),
         num_replicas=replicas.num_replicas,
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
-        # The engine refuses what is beyond its limits. Each ingress keeps one call open for frames, while it is replaced
+        # The engine refuses what is beyond its limits. Each ingress keeps a call open for frames; while it is replaced
         # there are twice as many, and control calls count too.
         max_ongoing_requests=max_requests + 2 * ingress.num_replicas + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.

@@ -54,6 +54,8 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     furthest behind its share (Sainte-Laguë's method). How many replicas there are makes no difference to any of them:
     whoever is there keeps its group when another joins.
     """
+    if not groups:
+        return ""
     counts = [0] * len(groups)
     for current in range(rank + 1):
         if current < len(groups):
@@ -61,7 +63,7 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
         else:
             chosen = max(range(len(groups)), key=lambda index: groups[index].share / (2 * counts[index] + 1))
         counts[chosen] += 1
-    return groups[chosen].name if groups else ""
+    return groups[chosen].name
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from deployments.application import _replica_deployment, build
@@ -231,12 +232,12 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     ).models
     # Here it is the ingress of an application, which cannot have a router of its own under HAProxy. The version is what
     # Serve derives from a config file: as long as it is the same, replicas stay.
-    replicas = _replica_deployment(model).options(
+    replicas = _replica_deployment(model, IngressConfig()).options(
         request_router_config=RequestRouterConfig(), version="1", _internal=True
     )
 
     def deploy(scheduler: dict[str, Any]) -> Any:
-        application = replicas.options(user_config={"scheduler": scheduler}).bind(model.engine)
+        application = replicas.options(user_config={"scheduler": scheduler}).bind(model)
         handle = serve.run(application, name="retuned", route_prefix=None)
         handle = serve.get_deployment_handle("replica-retuned", "retuned")
         if not handle.is_initialized:
