@@ -40,6 +40,10 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
 
 def build_sync_engine(config: EngineConfig) -> Engine:
     """The same engine without its thread, for those who step it themselves."""
+    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config)
+
+
+def _build_torch(config: EngineConfig) -> Engine:
     import torch
 
     from app.model.fastest import build_runner
@@ -65,6 +69,27 @@ def build_sync_engine(config: EngineConfig) -> Engine:
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if model.device.type == "cuda" else None,
     )
+
+
+def _build_simulated(config: EngineConfig) -> Engine:
+    """Without torch: a simulated replica starts in a moment and is small."""
+    from app.model.description import read_description
+    from app.model.simulated import SimulatedModelRunner, num_simulated_blocks
+
+    costs = config.model.simulated
+    assert costs is not None, "only a configured simulation is built"
+    model = read_description(config.model, resolve_model_path(config.model.path))
+    num_blocks = num_simulated_blocks(config, model.facts)
+    logger.info("%s is simulated: %s; %d KV blocks of %d tokens",
+                config.model.path, costs, num_blocks, config.cache.block_size)  # fmt: skip
+    runner = SimulatedModelRunner(
+        costs,
+        text_token_ids=model.text_token_ids,
+        eos_token_ids=model.facts.eos_token_ids,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+    )
+    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=model.facts)
 
 
 def assemble(

@@ -33,6 +33,21 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class SimulatedConfig(Settings):
+    """A cost model in the place of a model: steps take the time it says, and nothing is computed."""
+
+    step_ms: float = Field(
+        10.0, ge=0, le=60_000, description="ms of any step; set one of these four and replicas simulate"
+    )
+    per_token_ms: float = Field(0.0, ge=0, le=60_000, description="simulated: ms more for each token of a step")
+    per_kv_token_ms: float = Field(
+        0.0, ge=0, le=60_000, description="simulated: ms more for each token in the KV memory that a step reads"
+    )
+    end_probability: float = Field(
+        0.0, ge=0, le=1, description="simulated: chance of an end token at each token, instead of text"
+    )
+
+
 class ModelConfig(Settings):
     """Which weights to serve and how to hold them."""
 
@@ -50,6 +65,9 @@ class ModelConfig(Settings):
     )
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
+    )
+    simulated: SimulatedConfig | None = Field(
+        None, description="compute by a cost model instead; of `path`, the tokenizer and config.json are used"
     )
 
 

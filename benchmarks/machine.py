@@ -1,4 +1,7 @@
-"""Where a figure was measured: the hardware, the versions, the commit. What is unknown is None."""
+"""Where a figure was measured: the hardware, the versions, the commit. What is unknown is None.
+
+torch is imported only where a GPU is asked about: a client that measures a service does without it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import os
 import platform
 import subprocess
 import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
-import transformers
 
 _PROJECT = Path(__file__).resolve().parent.parent
 
@@ -18,8 +19,8 @@ def versions() -> dict[str, str | None]:
     project = tomllib.loads((_PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {
         "carousel": str(project["version"]),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": _installed("torch"),
+        "transformers": _installed("transformers"),
         "python": platform.python_version(),
     }
 
@@ -33,7 +34,11 @@ def cpu_name() -> str | None:
 
 
 def gpu_name(device: str) -> str | None:
-    return torch.cuda.get_device_name() if device == "cuda" else None
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def commit() -> str | None:
@@ -70,7 +75,18 @@ def peak_rss_mb() -> int | None:
 
 def peak_device_mb(device: str) -> int | None:
     """The most this process had allocated on the GPU, in MiB."""
-    return torch.cuda.max_memory_allocated() // 2**20 if device == "cuda" else None
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated() // 2**20
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _descends(process: int | None, ancestor: int, parents: dict[int, int]) -> bool:

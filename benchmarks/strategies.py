@@ -28,6 +28,7 @@ from benchmarks.errors import BenchmarkError, refused
 from benchmarks.hf_model import check_greedy, load_hf_model
 from benchmarks.logged_carousel import LoggedCarousel
 from benchmarks.options import Options, add_run_options, add_settings_option
+from benchmarks.output import write_json
 from benchmarks.padded_batches import GROUPINGS, PaddedBatches
 from benchmarks.progress import tell
 from benchmarks.service_figures import Promise, Served, ServiceFigures
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = json.dumps(summary)
         print(line, flush=True)  # before any file: one that cannot be written must not cost the run
         if given.json is not None:
-            _write(given.json, line)
+            write_json(given.json, line)
         if given.plot is not None:
             from benchmarks import pictures  # only here: matplotlib is an extra
 
@@ -265,14 +266,6 @@ def _seconds(text: str) -> float:
 
 def _text(number: float | None, form: str) -> str:
     return "–" if number is None else form.format(number)
-
-
-def _write(path: str, line: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    except OSError as error:
-        raise BenchmarkError(f"--json {path} cannot be written: {error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

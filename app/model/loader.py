@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -14,6 +12,7 @@ from app.config import ModelConfig
 from app.engine.facts import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
+from app.model.description import as_token_ids, max_model_len
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.native.decoder import NativeDecoder
@@ -66,7 +65,9 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
         module=module,
         native=native,
         facts=ModelFacts(
-            max_model_len=_max_model_len(config, module.config.get_text_config()),
+            max_model_len=max_model_len(
+                config, getattr(module.config.get_text_config(), "max_position_embeddings", None)
+            ),
             vocab_size=probe.vocab_size,
             eos_token_ids=eos_token_ids(module),
         ),
@@ -259,26 +260,13 @@ def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((mine.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-9))
 
 
-def _max_model_len(config: ModelConfig, found: Any) -> int:
-    limit: int | None = getattr(found, "max_position_embeddings", None)
-    asked = config.max_model_len
-    longest = asked if asked is not None else limit
-    if longest is None:
-        raise InvalidSetup(f"{config.path} does not say how long its context is; set model.max_model_len")
-    if limit is not None and asked is not None and asked > limit:
-        raise InvalidSetup(f"model.max_model_len is {asked:,}; {config.path} accepts at most {limit:,} tokens")
-    return longest
-
-
 def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end generation: the generation config's, else the model config's."""
     generation = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
         found = module.config.get_text_config().eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, Iterable) else (int(found),)
+    return as_token_ids(found)
 
 
 def _first_line(error: BaseException) -> str:

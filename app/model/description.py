@@ -1,0 +1,108 @@
+"""What a model's folder says of the model without its weights: lengths, end tokens, vocabulary. No torch here.
+
+`AutoConfig` is not used: it imports torch, which a simulated replica never loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
+
+from app.config import ModelConfig
+from app.engine.facts import ModelFacts
+from app.errors import InvalidSetup
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model as its folder describes it."""
+
+    facts: ModelFacts
+    text_token_ids: tuple[int, ...]  # ordinary tokens that are text by themselves: neither special nor half a character
+
+
+def read_description(config: ModelConfig, location: str) -> ModelDescription:
+    """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
+
+    Raises:
+        InvalidSetup: they are not there, or leave something open.
+    """
+    whole = _read_json(config, location, "config.json")
+    if not whole:
+        raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
+    text: dict[str, Any] = whole.get("text_config") or whole
+    generation = _read_json(config, location, "generation_config.json")
+    texts = _token_texts(config, location)
+    vocab_size = int(text.get("vocab_size", len(texts)))
+    eos = as_token_ids(generation.get("eos_token_id", text.get("eos_token_id")))
+    usable = tuple(
+        token for token, shown in texts.items() if token < vocab_size and token not in eos and _is_text(shown)
+    )
+    if not usable:
+        raise InvalidSetup(f"the tokenizer of {config.path} has no token that is text by itself")
+    limit = next((text[name] for name in _LENGTH_NAMES if text.get(name) is not None), None)
+    facts = ModelFacts(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
+    return ModelDescription(facts, usable)
+
+
+def max_model_len(config: ModelConfig, limit: int | None) -> int:
+    """Tokens of prompt and output together: as configured, else the model's own limit, where it has one.
+
+    Raises:
+        InvalidSetup: neither says anything, or more is asked for than the model has.
+    """
+    asked = config.max_model_len
+    longest = asked if asked is not None else limit
+    if longest is None:
+        raise InvalidSetup(f"{config.path} does not say how long its context is; set model.max_model_len")
+    if limit is not None and asked is not None and asked > limit:
+        raise InvalidSetup(f"model.max_model_len is {asked:,}; {config.path} accepts at most {limit:,} tokens")
+    return longest
+
+
+def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
+    """End tokens as a configuration writes them: none, one or several."""
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, Iterable) else (int(found),)
+
+
+def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
+    """token id → what it decodes to alone; nothing for a special token."""
+    try:
+        pretrained = PreTrainedTokenizerFast.from_pretrained(
+            location, revision=config.revision, trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidSetup(f"no tokenizer could be loaded from {location!r}: {_first_line(error)}") from error
+    backend = pretrained.backend_tokenizer
+    token_ids = sorted(backend.get_vocab(with_added_tokens=True).values())
+    texts = backend.decode_batch([[token] for token in token_ids], skip_special_tokens=True)
+    return dict(zip(token_ids, texts, strict=True))
+
+
+def _is_text(shown: str) -> bool:
+    return bool(shown) and _INCOMPLETE not in shown
+
+
+def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
+    """One of the folder's JSON files; empty where there is none."""
+    try:
+        file = cached_file(location, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
+        found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidSetup(f"model.path {config.path!r}: {name} cannot be read: {_first_line(error)}") from error
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

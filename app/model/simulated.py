@@ -1,0 +1,115 @@
+"""A model runner that computes nothing and takes the time that a cost model says: fleets on a machine without GPUs.
+
+The time passes asleep, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
+the whole sequence through a simulated KV memory, as a real model's do: a wrong block, a wrong position or a sequence
+resumed wrongly shows in the tokens. Penalties, biases and filters are not simulated. No torch here.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+from app.config import EngineConfig, SimulatedConfig
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.facts import ModelFacts
+
+MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
+
+_MASK = 2**64 - 1
+_START = 0x9E3779B97F4A7C15  # the hash of no tokens
+_FACTOR = 0xD1342543DE82EF95
+# The finaliser of splitmix64 (Steele, Lea & Flood, 2014).
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class SimulatedModelRunner:
+    """Draws tokens from hashes: each slot of the KV memory holds a 64-bit hash of the tokens up to it."""
+
+    def __init__(
+        self,
+        costs: SimulatedConfig,
+        *,
+        text_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """text_token_ids: what is drawn, at least one. `clock` and `sleep` are in seconds."""
+        self._costs = costs
+        self._text = tuple(text_token_ids)
+        self._eos = tuple(eos_token_ids)
+        self._end_below = int(costs.end_probability * 2**32) if self._eos else 0
+        self._block_size = block_size
+        self._slots = array("Q", bytes(8 * num_blocks * block_size))
+        self._clock = clock
+        self._sleep = sleep
+
+    def run(self, batch: Batch) -> list[int]:
+        """One token id for each of `batch.sampled`, once the step's time has passed since the call."""
+        ends_at = self._clock() + self.step_s(batch)
+        for item in batch.scheduled:
+            self._write(item)
+        token_ids = [self._draw(item) for item in batch.sampled]
+        left_s = ends_at - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+        return token_ids
+
+    def step_s(self, batch: Batch) -> float:
+        """What a step takes, in seconds. A sequence's KV is read once, however many of its tokens are computed."""
+        costs = self._costs
+        num_kv_tokens = sum([item.end for item in batch.scheduled]) if costs.per_kv_token_ms else 0
+        cost_ms = costs.step_ms + costs.per_token_ms * batch.num_tokens + costs.per_kv_token_ms * num_kv_tokens
+        return cost_ms / 1000
+
+    def _write(self, item: ScheduledSequence) -> None:
+        """Hash on from the slot before the first token."""
+        slots, size, block_ids, position = self._slots, self._block_size, item.block_ids, item.start
+        prefix = _START
+        if position:
+            prefix = slots[block_ids[(position - 1) // size] * size + (position - 1) % size]
+        for token in item.token_ids:
+            prefix = ((prefix ^ token) * _FACTOR + 1) & _MASK
+            prefix ^= prefix >> 29
+            slots[block_ids[position // size] * size + position % size] = prefix
+            position += 1
+
+    def _draw(self, item: ScheduledSequence) -> int:
+        slots, size, block_ids, last = self._slots, self._block_size, item.block_ids, item.end - 1
+        key: int = slots[block_ids[last // size] * size + last % size]
+        num_before = last // size
+        if num_before:
+            # A model attends to all blocks. One of the earlier ones at each token, in turn, finds any that is wrong.
+            key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
+        if item.sampling.temperature:
+            key ^= (item.sampling.seed + 1) * _START & _MASK
+        key = _mix(key)
+        if key >> 32 < self._end_below and self._eos[0] not in item.banned_token_ids:
+            return self._eos[0]
+        token = self._text[key % len(self._text)]
+        if token in item.banned_token_ids:
+            return self._another(key, item.banned_token_ids)
+        return token
+
+    def _another(self, key: int, banned: Sequence[int]) -> int:
+        allowed = [token for token in self._text if token not in banned] or self._text
+        return allowed[key % len(allowed)]
+
+
+def num_simulated_blocks(config: EngineConfig, facts: ModelFacts) -> int:
+    """The pool's size: as configured, else room for every running request at its full length, within reason."""
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    num_tokens = min(config.scheduler.max_running * facts.max_model_len, MAX_DEFAULT_TOKENS)
+    return -(-max(num_tokens, facts.max_model_len) // config.cache.block_size)
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 30) * _MIX_1 & _MASK
+    x = (x ^ x >> 27) * _MIX_2 & _MASK
+    return x ^ x >> 31

@@ -1,0 +1,71 @@
+"""What the processes of a service have computed, from /proc. Linux only."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as it is now."""
+
+    pid: int
+    parent: int
+    session: int
+    cpu_s: float  # user and system, of all its threads since it began, to a clock tick (10 ms)
+    title: str
+
+
+def family(root: int) -> dict[int, Process]:
+    """A process, its descendants, and the sessions that any of them leads, by pid.
+
+    Sessions, because a daemon is nobody's child: only its session still says who began it.
+    """
+    everyone = {process.pid: process for process in _all()}
+    found = {root} & everyone.keys()
+    while True:
+        more = {
+            process.pid
+            for process in everyone.values()
+            if process.pid not in found and (process.parent in found or process.session in found)
+        }
+        if not more:
+            return {pid: everyone[pid] for pid in found}
+        found |= more
+
+
+def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
+    """CPU seconds by what processes call themselves; one that has ended in between is not seen."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for pid, process in after.items():
+        spent[process.title] += process.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
+    return dict(spent)
+
+
+def _all() -> Iterator[Process]:
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # ended in this moment
+        # pid (name with anything) state ppid pgrp session ... utime stime
+        head, _, rest = stat.rpartition(")")
+        fields = rest.split()
+        cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
+        yield Process(int(folder.name), int(fields[1]), int(fields[3]), cpu_s, _title(command, head.partition("(")[2]))
+
+
+def _title(command: bytes, name: str) -> str:
+    """`ray::ServeReplica:carousel:ingress` and the like; else the program's name."""
+    first, *others = command.decode(errors="replace").rstrip("\0").split("\0")
+    if first.startswith("ray::"):
+        return first.split()[0]
+    if "-m" in others[:-1]:
+        return others[others.index("-m") + 1]
+    script = next((Path(part).name for part in others if part.endswith(".py")), None)
+    return script or Path(first).name or name
