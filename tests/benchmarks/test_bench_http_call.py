@@ -101,7 +101,7 @@ def test_a_refusal_tells_when_to_come_back() -> None:
         ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), "broken_stream"),
         ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), "broken_stream"),
         ((HEAD + b"\r\n", *EVENTS[:4], b'data: {"error":{"message":"it broke"}}\n\n', EVENTS[-1]), "broken_stream"),
-        ((HEAD + b"\r\n", EVENTS[-1]), "broken_stream"),
+        ((HEAD + b"\r\n", *EVENTS[-2:]), "no_text"),
     ],
 )
 def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...], outcome: str) -> None:
