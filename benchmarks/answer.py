@@ -48,7 +48,9 @@ class Answer:
             return TIMEOUT
         if self.status is None:
             return "no_connection"
-        return "broken_stream" if self.status == 200 else str(self.status)
+        if self.status != 200:
+            return str(self.status)
+        return "no_text" if self.is_whole and self.failure is None else "broken_stream"
 
     @property
     def retry_after_s(self) -> float | None:

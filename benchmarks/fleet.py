@@ -165,14 +165,14 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int) -> FleetFigures:
+def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S) -> FleetFigures:
     """Warm up twice, wait idle, then the rounds one after the other."""
     requests = Requests(running.target, load)
     for _ in range(2):
         asyncio.run(play(running.target, requests, load, tokens=min(load.tokens, WARM_UP_TOKENS)))
     before = running.processes()
     began = time.perf_counter()
-    time.sleep(IDLE_S)
+    time.sleep(idle_s)
     idle_cpu_s = sum(cpu_between(before, running.processes()).values()) / (time.perf_counter() - began)
     before, client_before = running.processes(), _own_cpu_s()
     rounds = []

@@ -78,14 +78,12 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     arrivals = Arrivals.parse(given.arrival)
     factors = _factors(given)
     rate = given.rate if given.sweep is None else given.capacity
-    if rate is None and arrivals.needs_rate(workload):
-        raise BenchmarkError("say how fast requests come: --rate R in requests a second")
-    if rate is None and given.duration is not None and arrivals.kind != "trace":
-        raise BenchmarkError("--duration needs --rate")
+    _check_rate(given, arrivals, workload, rate)
     _allow_many_connections()
     asyncio.run(_warm_up(target, given, workload))
     outcomes = []
-    for factor in factors:
+    for number, factor in enumerate(factors):
+        time.sleep(_PAUSE_S if number else 0)
         outcomes.append(_run(given, target, workload, arrivals, factor=factor, rate=rate and rate * (factor or 1)))
     setup = {
         "base_url": given.base_url,
@@ -124,8 +122,8 @@ def in_words(outcomes: Sequence[Outcome]) -> str:
                 f"{found.output_tokens_per_s:,.0f}",
                 str(sum(number for name, number in found.errors.items() if name != "429")),
                 f"{found.lateness_p99_ms:.1f}",
-                _text(retry and retry.returned_admitted_share, "{:.0%}"),
-                _text(retry and retry.retry_error_median_s, "{:+.2f}"),
+                _text(None if retry is None else retry.returned_admitted_share, "{:.0%}"),
+                _text(None if retry is None else retry.retry_error_median_s, "{:+.2f}"),
             ]
         )
     return table(heads, rows)
@@ -141,11 +139,7 @@ def _run(
     rate: float | None,
 ) -> Outcome:
     played = schedule(workload, arrivals, Extent(given.requests, given.duration), rate=rate, seed=given.seed)
-    if not played.requests:
-        raise BenchmarkError(f"nobody arrives within --duration {given.duration:g} s at {rate:g} requests a second")
     slo = Slo(ttft_s=_seconds(given.slo_ttft_ms), itl_s=_seconds(given.slo_itl_ms))
-    if factor is not None and factor != _factors(given)[0]:
-        time.sleep(_PAUSE_S)
     outcome = asyncio.run(_measured(given, target, played, slo, factor=factor, rate=rate))
     found = outcome.figures
     tell(
@@ -202,6 +196,17 @@ def _allow_many_connections() -> None:
 def _own_cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def _check_rate(given: argparse.Namespace, arrivals: Arrivals, workload: Workload, rate: float | None) -> None:
+    if arrivals.rate is not None:
+        raise BenchmarkError(f"--arrival {given.arrival}: the rate is said by --rate or --capacity here")
+    if arrivals.kind == "trace" and given.sweep is not None:
+        raise BenchmarkError("--arrival trace has its own times; a sweep needs poisson or burst:N")
+    if rate is None and arrivals.needs_rate(workload):
+        raise BenchmarkError("say how fast requests come: --rate R in requests a second")
+    if rate is None and given.duration is not None and arrivals.kind != "trace":
+        raise BenchmarkError("--duration needs --rate")
 
 
 def _factors(given: argparse.Namespace) -> list[float | None]:

@@ -31,7 +31,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineFigures:
-    """Times are of requests that were answered whole, counted from when they were to be sent; shares are from 0 to 1."""
+    """Times are of requests that were answered whole, from when they were to be sent; shares are from 0 to 1."""
 
     seconds: float  # from the first arrival to the last end: what comes after the arrivals counts too
     num_requests: int

@@ -1,7 +1,7 @@
 """Requests sent when their time has come, whatever has become of those before: an open loop.
 
-A client that waits for answers slows down with the server and never sees how bad it gets. This one can only be late when
-it is itself overloaded, and says so.
+A client that waits for answers slows down with the server and never sees how bad it gets. This one is late only when it
+is overloaded itself, and says so.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: fl
     """The requests to send and when. A workload that is too short is repeated.
 
     Raises:
-        BenchmarkError: a trace, whose times are its own, is too short.
+        BenchmarkError: a trace, whose times are its own, is too short, or nobody arrives.
     """
     number = _num_needed(workload, arrivals, extent, rate)
     if arrivals.kind == "trace" and number > len(workload.requests):
@@ -88,7 +88,10 @@ def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: fl
     arranged = arrivals.arrange(repeated(workload, number), rate=rate, seed=seed)
     if extent.duration_s is None:
         return arranged
-    return Workload(tuple(timed for timed in arranged.requests if timed.arrival_s < extent.duration_s))
+    in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < extent.duration_s)
+    if not in_time:
+        raise BenchmarkError(f"nobody arrives within --duration {extent.duration_s:g} s; make it longer")
+    return Workload(in_time)
 
 
 def repeated(workload: Workload, number: int) -> Workload:

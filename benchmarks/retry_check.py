@@ -1,7 +1,7 @@
-"""Whether `Retry-After` is true: refused clients come back exactly when they were told, and a few look when they could have.
+"""Whether `Retry-After` is true: refused clients come back when they were told, and a few look when they could have.
 
-Those few send again and again, one of them at a time, until they are let in. Each of their refusals is one more promise for
-the server to keep, so they ask seldom.
+Those few send again and again, one of them at a time, until they are let in. Each of their refusals is one more promise
+for the server to keep, so they ask seldom.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -58,11 +59,22 @@ def service(application: Mapping[str, Any]) -> Iterator[Service]:
             stdout=sys.stderr,
         )
         try:
-            _wait_until_ready(launcher, port)
-            yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid)
+            with _ended_by_exception():
+                _wait_until_ready(launcher, port)
+                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid)
         finally:
             launcher.terminate()
             launcher.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """SIGTERM raises SystemExit meanwhile: whoever ends this process must not leave the service behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _serve_file(application: Mapping[str, Any], port: int) -> dict[str, Any]:

@@ -102,7 +102,10 @@ class SimulatedModelRunner:
 
 
 def num_simulated_blocks(config: EngineConfig, facts: ModelFacts) -> int:
-    """The pool's size: as configured, else room for every running request at its full length, within reason."""
+    """The pool's size: as configured in blocks, else room for every running request at its full length, within reason.
+
+    The settings of memory in bytes say nothing here: a simulated token has none.
+    """
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     num_tokens = min(config.scheduler.max_running * facts.max_model_len, MAX_DEFAULT_TOKENS)

@@ -1,0 +1,98 @@
+"""Servers for clients to be tested against: the real API over a simulated engine, and one that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from app.api import ServedModel, build_app
+from app.assembly import build_engine
+from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig
+from app.text import Tokenizer
+
+PATIENCE_S = 10.0
+
+
+@contextmanager
+def serving(app: Starlette) -> Iterator[str]:
+    """The base URL of an app on a port of its own."""
+    config = uvicorn.Config(app, port=0, ws="none", lifespan="off", loop="asyncio", log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+
+
+@contextmanager
+def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> Iterator[str]:
+    """One engine that only sleeps, behind the real API; its model is called `simulated`."""
+    engine = build_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(demo_path), simulated=SimulatedConfig(step_ms=step_ms)),
+            scheduler=SchedulerConfig(**scheduler),
+        )
+    )
+
+    async def is_ready() -> bool:
+        return True
+
+    model = ServedModel(
+        name="simulated",
+        tokenizer=Tokenizer.load(str(demo_path)),
+        facts=engine.facts,
+        generate=engine.generate,
+        created=0,
+    )
+    try:
+        with serving(build_app([model], ApiConfig(), is_ready)) as url:
+            yield url
+    finally:
+        engine.shutdown()
+
+
+def told_server(answer: Callable[[int], Response]) -> Starlette:
+    """Answers the n-th completion (from 0) as it is told."""
+    numbers = iter(range(1_000_000))
+
+    async def complete(_: Request) -> Response:
+        return answer(next(numbers))
+
+    return Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
+
+
+def stream(*, num_tokens: int, first_after_s: float = 0.0, gap_s: float = 0.0) -> Response:
+    """A text piece for each token, then usage as OpenAI sends it."""
+
+    async def events() -> object:
+        await asyncio.sleep(first_after_s)
+        for number in range(num_tokens):
+            if number:
+                await asyncio.sleep(gap_s)
+            yield b'data: {"choices":[{"index":0,"text":" a"}],"usage":null}\n\n'
+        usage = b'{"prompt_tokens":3,"completion_tokens":%d}' % num_tokens
+        yield b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % usage
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def refusal(*, retry_after_s: float) -> Response:
+    headers = {"Retry-After": "1", "retry-after-ms": str(round(retry_after_s * 1000))}
+    return JSONResponse({"error": {"message": "full"}}, status_code=429, headers=headers)
