@@ -1,6 +1,6 @@
 """What a dispatch policy is worth, in a simulated fleet: `python -m benchmarks.dispatch`.
 
-Three questions, each at a share of what the fleet could do (`--load`, found by giving one replica everything at once):
+Three questions, each at a share of what the fleet could do (`--load`, found by giving one replica much at once):
 
     equal          how much earlier than round_robin does least_loaded bring the first token, with equal replicas?
     slow           one replica is ten times slower: what share of the requests does it get? Fair: its share of speed
@@ -17,7 +17,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from benchmarks.make_workload import make_workload
 from benchmarks.options import positive
 from benchmarks.percentile import percentile
 from benchmarks.progress import tell
-from benchmarks.simulated_fleet import Cost, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
+from benchmarks.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
 
 _MAX_TOKENS = 256
 _VOCAB_SIZE = 49152
@@ -37,7 +37,7 @@ _NUM_SYSTEM_PROMPTS = 8
 _SYSTEM_TOKENS = 256
 _CONTEXT_TOKENS = 4096
 _MEAN_TURNS = 4
-_MEAN_PAUSE_S = 20.0
+_MEAN_PAUSE_S = 5.0
 
 Figures = dict[str, Any]
 
@@ -51,6 +51,7 @@ class Trial:
     num_requests: int
     load: float
     seed: int
+    capability: Capability
     num_slow: int = 0
 
     @property
@@ -66,6 +67,9 @@ def measure(trial: Trial) -> Figures:
         "ingresses": trial.num_ingresses,
         "requests": trial.num_requests,
         "load": trial.load,
+        "slots": trial.capability.max_running,
+        "step_ms": round(1000 * trial.capability.base_s, 3),
+        "token_ms": round(1000 * trial.capability.token_s, 3),
         "seed": trial.seed,
         "equal": _equal(trial),
         "slow": _slow(replace(trial, num_slow=1)),
@@ -93,26 +97,25 @@ def _slow(trial: Trial) -> Figures:
 
 def _conversations(trial: Trial) -> Figures:
     affinity = {"name": "prefix_affinity", "max_imbalance_tokens": _MAX_IMBALANCE_TOKENS}
-    figures = {}
-    for policy in ("round_robin", "least_loaded", affinity):
-        jobs = _serve(trial, policy, _turns(trial))
+    choices = {"round_robin": "round_robin", "least_loaded": "least_loaded", "prefix_affinity": affinity}
+    figures: Figures = {}
+    for name, choice in choices.items():
+        jobs = _serve(trial, choice, _turns(trial))
         num_cached = sum(job.num_cached for job in jobs)
-        name = policy if isinstance(policy, str) else policy["name"]
         figures[name] = {"hit_rate": round(num_cached / sum(len(job.prompt) for job in jobs), 4), **_ttft(jobs)}
     return figures
 
 
-def _serve(trial: Trial, policy: Any, jobs: Sequence[Job]) -> list[Job]:
-    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {policy} …")
-    cost = Cost()
-    slow = Cost(base_s=cost.base_s * _SLOWDOWN, token_s=cost.token_s * _SLOWDOWN)
+def _serve(trial: Trial, choice: str | Mapping[str, Any], jobs: Sequence[Job]) -> list[Job]:
+    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {choice} …")
+    usual, slow = trial.capability, trial.capability.slowed(_SLOWDOWN)
     replicas = [
-        SimulatedReplica(_replica_id(number), slow if number < trial.num_slow else cost, kv_tokens=_KV_TOKENS)
+        SimulatedReplica(_replica_id(number), slow if number < trial.num_slow else usual, kv_tokens=_KV_TOKENS)
         for number in range(trial.num_replicas)
     ]
     replica_ids = [replica.replica_id for replica in replicas]
     ingresses = [
-        SimulatedIngress(make_policy(policy, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
+        SimulatedIngress(make_policy(choice, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
         for n in range(trial.num_ingresses)
     ]
     return SimulatedFleet(replicas, ingresses, random.Random(trial.seed)).run(jobs)
@@ -157,7 +160,7 @@ def _num_per_s(trial: Trial, jobs: Sequence[Job]) -> float:
     sample = [_job(job.request_id, job.prompt, job.reply) for job in jobs[:500]]
     for number, job in enumerate(sample):
         job.prompt = [-number, *job.prompt[1:]]  # nothing is shared: the load is what it is without a cache
-    replica = SimulatedReplica("alone", Cost(), kv_tokens=_KV_TOKENS)
+    replica = SimulatedReplica("alone", trial.capability, kv_tokens=_KV_TOKENS)
     for job in sample:
         replica.add(job)
     seconds = 0.0
@@ -204,6 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ingresses", type=positive, default=1, metavar="N")
     parser.add_argument("--requests", type=positive, default=8000, metavar="N", help="for each question")
     parser.add_argument("--load", type=float, default=0.8, metavar="SHARE", help="of what the fleet could do")
+    parser.add_argument("--slots", type=positive, default=32, metavar="N", help="requests a replica computes at once")
+    parser.add_argument("--step-ms", type=float, default=10.0, metavar="MS", help="of a step, whatever is in it")
+    parser.add_argument("--token-ms", type=float, default=0.1, metavar="MS", help="of each token in a step")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
     trial = Trial(
@@ -212,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_requests=given.requests,
         load=given.load,
         seed=given.seed,
+        capability=Capability(max_running=given.slots, base_s=given.step_ms / 1000, token_s=given.token_ms / 1000),
     )
     print(json.dumps(measure(trial)))
     return 0

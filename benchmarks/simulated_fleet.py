@@ -10,27 +10,30 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from app.dispatch import DispatchPolicy, Ledger, OutputLengths, PrefixIndex, ReplicaReport, RequestSize
 from app.engine.pace import Pace
 
-_MAX_RUNNING = 32
 _MAX_STEP_TOKENS = 512
 _CHUNK_TOKENS = 256
 _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of a step: for itself, and for each of its tokens."""
+class Capability:
+    """How many requests a replica computes at once, and the seconds of a step: for itself, and for each token."""
 
+    max_running: int = 32
     base_s: float = 0.010
     token_s: float = 0.0001
 
     def step_s(self, num_tokens: int) -> float:
         return self.base_s + self.token_s * num_tokens
+
+    def slowed(self, factor: float) -> Capability:
+        return replace(self, base_s=self.base_s * factor, token_s=self.token_s * factor)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,9 +73,9 @@ class Step:
 class SimulatedReplica:
     """One replica: continuous batching, first come first served, with a prefix cache."""
 
-    def __init__(self, replica_id: str, cost: Cost, *, kv_tokens: int) -> None:
+    def __init__(self, replica_id: str, capability: Capability, *, kv_tokens: int) -> None:
         self.replica_id = replica_id
-        self._cost = cost
+        self._capability = capability
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._chunks: dict[str, int] = {}  # prompt tokens in the current step, by request id
@@ -85,7 +88,7 @@ class SimulatedReplica:
 
     def start_step(self) -> float:
         """Begin a step; how long it takes, 0 when there is nothing to compute."""
-        while self._waiting and len(self._running) < _MAX_RUNNING:
+        while self._waiting and len(self._running) < self._capability.max_running:
             self._admit(self._waiting.popleft())
         num_decoding = sum(job.is_prompt_computed for job in self._running)
         budget = _MAX_STEP_TOKENS - num_decoding
@@ -99,7 +102,7 @@ class SimulatedReplica:
         self.is_computing = num_tokens > 0
         if not self.is_computing:
             return 0.0
-        seconds = self._cost.step_s(num_tokens)
+        seconds = self._capability.step_s(num_tokens)
         self._pace.note_step(seconds, num_tokens=num_tokens, num_ended=0)
         return seconds
 
@@ -126,7 +129,8 @@ class SimulatedReplica:
         return ReplicaReport(
             num_requests=len(everyone),
             num_prefill_tokens=sum(len(job.prompt) - job.num_computed for job in everyone),
-            tokens_per_s=self._pace.tokens_per_s_at(_MAX_RUNNING),
+            max_running=self._capability.max_running,
+            tokens_per_s=self._pace.tokens_per_s_at(self._capability.max_running),
         )
 
     def _admit(self, job: Job) -> None:

@@ -54,12 +54,10 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     furthest behind its share (Sainte-Laguë's method). How many replicas there are makes no difference to any of them:
     whoever is there keeps its group when another joins.
     """
-    counts = [0] * len(groups)
-    for current in range(rank + 1):
-        if current < len(groups):
-            chosen = current
-        else:
-            chosen = max(range(len(groups)), key=lambda index: groups[index].share / (2 * counts[index] + 1))
+    counts = [1] * len(groups)
+    chosen = min(rank, len(groups) - 1)
+    for _ in range(len(groups), rank + 1 if groups else 0):
+        chosen = max(range(len(groups)), key=lambda index: groups[index].share / (2 * counts[index] + 1))
         counts[chosen] += 1
     return groups[chosen].name if groups else ""
 
