@@ -6,9 +6,10 @@ Three questions, each at a share of what the fleet could do (`--load`, found by 
     slow           one replica is ten times slower: what share of the requests does it get? Fair: its share of speed
     conversations  turns over a shared system prompt: how much of the prompts is cached under prefix_affinity?
 
-Lengths are those of `make_workload sharegpt`, arrivals are random (Poisson). A client asks for 256 tokens; how long a
-reply is, the ingress learns from those that have ended. The rules, the ledger and the measured speed are the service's
-own; replicas and their cost are `benchmarks/simulated_fleet.py`. One line of JSON; times are simulated seconds.
+Lengths are those of `make_workload sharegpt`, arrivals are random (Poisson); pauses between turns outlast the arrivals,
+so conversations stay below the load asked for. A client asks for 256 tokens; how long a reply is, the ingress learns
+from those that have ended. The rules, the ledger and the measured speed are the service's own; replicas and their cost
+are `benchmarks/simulated_fleet.py`. One line of JSON; times are simulated seconds.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ def _slow(trial: Trial) -> Figures:
 
 def _conversations(trial: Trial) -> Figures:
     affinity = {"name": "prefix_affinity", "max_imbalance_tokens": _MAX_IMBALANCE_TOKENS}
-    choices = {"round_robin": "round_robin", "least_loaded": "least_loaded", "prefix_affinity": affinity}
+    choices: dict[str, str | Mapping[str, Any]] = {
+        "round_robin": "round_robin",
+        "least_loaded": "least_loaded",
+        "prefix_affinity": affinity,
+    }
     figures: Figures = {}
     for name, choice in choices.items():
         jobs = _serve(trial, choice, _turns(trial))
@@ -205,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--replicas", type=positive, default=16, metavar="N")
     parser.add_argument("--ingresses", type=positive, default=1, metavar="N")
-    parser.add_argument("--requests", type=positive, default=8000, metavar="N", help="for each question")
+    parser.add_argument("--requests", type=positive, default=4000, metavar="N", help="for each question")
     parser.add_argument("--load", type=float, default=0.8, metavar="SHARE", help="of what the fleet could do")
     parser.add_argument("--slots", type=positive, default=32, metavar="N", help="requests a replica computes at once")
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="MS", help="of a step, whatever is in it")
