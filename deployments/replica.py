@@ -101,10 +101,11 @@ class Replica:
             group=self._group,
             num_requests=stats.num_running + stats.num_waiting,
             max_requests=self._max_requests,
+            max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,
             num_kv_tokens=stats.num_blocks * stats.block_size,
             kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
-            step_s=stats.step_s,
+            speed=stats.speed,
             ended_per_s=stats.ended_per_s,
             step_age_s=self._engine.step_age_s,
         )

@@ -18,6 +18,7 @@ class Candidate:
     replica_id: str
     num_prefill_tokens: int
     num_decode_tokens: int
+    num_ahead: int
     num_request_tokens: int  # that this request would add
     relative_speed: float  # 1: as fast as the middle one of those whose speed is known, or not known
     num_cached_tokens: int
@@ -30,13 +31,22 @@ class Candidate:
         return (self.num_prefill_tokens + self.num_decode_tokens) / self.relative_speed
 
     @property
+    def queue(self) -> float:
+        """Weighed tokens until this request would join those that are computed: so many must end before.
+
+        While a replica is full, one ends for as many tokens as a request has; this one stands for all.
+        """
+        return self.num_ahead * self.num_request_tokens / self.relative_speed
+
+    @property
     def score(self) -> float:
-        """Weighed tokens until this request would have ended, too; the least is best."""
-        return self.outstanding + self.num_request_tokens / self.relative_speed
+        """Weighed tokens for all that is there, the queue and this request; the least is best."""
+        return self.outstanding + self.queue + self.num_request_tokens / self.relative_speed
 
     def __str__(self) -> str:
         parts = f"{self.num_prefill_tokens:,} prompt + {self.num_decode_tokens:,} output"
         parts += f" + {self.num_request_tokens:,} own tokens at speed {self.relative_speed:.2f} = {self.score:,.0f}"
+        parts += f", {self.num_ahead:,} must end first" if self.num_ahead else ""
         parts += f", {self.num_cached_tokens:,} cached" if self.num_cached_tokens else ""
         parts += ", has the session" if self.holds_session else ""
         parts += ", full" if self.is_full else ""
@@ -75,6 +85,7 @@ def candidates_from(loads: Sequence[ReplicaLoad], size: RequestSize) -> list[Can
             replica_id=load.replica_id,
             num_prefill_tokens=load.num_prefill_tokens,
             num_decode_tokens=load.num_decode_tokens,
+            num_ahead=load.num_ahead,
             num_request_tokens=size.num_prompt_tokens + size.num_expected_tokens,
             relative_speed=load.tokens_per_s / usual if load.tokens_per_s > 0 else 1.0,
             num_cached_tokens=load.num_cached_tokens,

@@ -56,12 +56,10 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     """
     if not groups:
         return ""
-    counts = [0] * len(groups)
-    for current in range(rank + 1):
-        if current < len(groups):
-            chosen = current
-        else:
-            chosen = max(range(len(groups)), key=lambda index: groups[index].share / (2 * counts[index] + 1))
+    counts = [1] * len(groups)
+    chosen = min(rank, len(groups) - 1)
+    for _ in range(len(groups), rank + 1):
+        chosen = max(range(len(groups)), key=lambda index: groups[index].share / (2 * counts[index] + 1))
         counts[chosen] += 1
     return groups[chosen].name
 

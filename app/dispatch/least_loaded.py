@@ -12,9 +12,10 @@ from app.dispatch.load import ReplicaLoad, RequestSize
 class LeastLoaded:
     """The fewest tokens to compute until this request would have ended, by the speed of each replica.
 
-    So a slow replica is given what it can do in the time in which the others do theirs, and an idle slow one is left
-    alone while a fast one would be done earlier (shortest expected delay). Equals come in random order: several
-    ingresses that know the same would else all choose the same one.
+    Outstanding tokens tell neither whether there is a free place nor how fast they go: whoever must wait for a place
+    is charged for the wait, and everything is weighed by the replica's speed. So an idle slow replica is left alone
+    while a fast one would be done earlier (shortest expected delay), and where all have queues each gets its share of
+    the speed. Equals come in random order: several ingresses that know the same would else all choose the same one.
     """
 
     def __init__(self, rng: random.Random) -> None:

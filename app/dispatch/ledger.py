@@ -10,6 +10,8 @@ from typing import Any
 from app.dispatch.load import ReplicaLoad
 
 REPORT_LIFE_S = 5.0  # what others have on a replica is forgotten when it has not been reported for so long
+# Without work, its speed is forgotten after this: one that was slow for a while would else never be tried again.
+SPEED_LIFE_S = 30.0
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -35,6 +37,7 @@ class ReplicaReport:
     num_requests: int
     num_prefill_tokens: int  # of prompts, not computed yet
     num_decode_tokens: int | None = None  # expected still to be generated; None: it does not know
+    max_running: int | None = None  # requests that it computes at once; None: it does not know
     tokens_per_s: float = 0.0  # see ReplicaLoad; 0: not known
     kv_use: float = 0.0  # 0 to 1
 
@@ -121,7 +124,8 @@ class Ledger:
                     num_requests=work.num_requests,
                     num_prefill_tokens=work.num_prefill_tokens,
                     num_decode_tokens=work.num_decode_tokens,
-                    tokens_per_s=account.tokens_per_s,
+                    num_ahead=account.num_ahead(work.num_requests),
+                    tokens_per_s=account.tokens_per_s(now),
                     num_cached_tokens=num_cached_tokens.get(replica_id, 0),
                     holds_session=replica_id == session_replica_id,
                     kv_use=account.kv_use,
@@ -155,17 +159,25 @@ class _Work:
 
 
 class _Account:
-    """One replica's: our work, the others', and how fast it is."""
+    """One replica's: our work, the others', and what it can do."""
 
     def __init__(self) -> None:
         self.ours = _Work()
         self.others = _Work()
         self.reported_at = float("-inf")
-        self.tokens_per_s = 0.0
+        self.worked_at = float("-inf")
+        self.max_running: int | None = None
+        self.reported_tokens_per_s = 0.0
         self.kv_use = 0.0
 
     def work(self, now: float) -> _Work:
         return self.ours + self.others if now - self.reported_at <= REPORT_LIFE_S else self.ours
+
+    def tokens_per_s(self, now: float) -> float:
+        return self.reported_tokens_per_s if now - self.worked_at <= SPEED_LIFE_S else 0.0
+
+    def num_ahead(self, num_requests: int) -> int:
+        return 0 if self.max_running is None else max(0, num_requests + 1 - self.max_running)
 
     def add(self, placed: Placed, sign: int) -> None:
         self.ours.num_requests += sign
@@ -181,5 +193,8 @@ class _Account:
         num_prefill_tokens = max(0, report.num_prefill_tokens - self.ours.num_prefill_tokens)
         self.others = _Work(num_requests, num_prefill_tokens, num_decode_tokens)
         self.reported_at = now
-        self.tokens_per_s = report.tokens_per_s
+        self.max_running = report.max_running
+        self.reported_tokens_per_s = report.tokens_per_s
+        if report.num_requests:
+            self.worked_at = now
         self.kv_use = report.kv_use

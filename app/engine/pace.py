@@ -16,6 +16,8 @@ class Pace:
         self._num_steps = 0.0
         self._num_tokens = 0.0
         self._num_ended = 0.0
+        self._squared_tokens = 0.0
+        self._tokens_by_seconds = 0.0
 
     def note_step(self, seconds: float, *, num_tokens: int, num_ended: int) -> None:
         """A step took so long, computed so many tokens and was the last of so many requests."""
@@ -24,6 +26,8 @@ class Pace:
         self._num_steps = self._num_steps * fading + 1
         self._num_tokens = self._num_tokens * fading + num_tokens
         self._num_ended = self._num_ended * fading + num_ended
+        self._squared_tokens = self._squared_tokens * fading + num_tokens**2
+        self._tokens_by_seconds = self._tokens_by_seconds * fading + num_tokens * seconds
 
     @property
     def step_s(self) -> float:
@@ -33,6 +37,22 @@ class Pace:
     @property
     def tokens_per_s(self) -> float:
         return self._num_tokens / self._seconds if self._seconds > 0 else 0.0
+
+    def tokens_per_s_at(self, num_tokens: int) -> float:
+        """Tokens a second in steps of this many tokens; 0 while nothing is known.
+
+        By this, engines can be compared: `tokens_per_s` says as much of how full the batches were. The time of a step
+        is taken as a part of its own and one for each token, by least squares; neither is below 0.
+        """
+        if self._num_tokens <= 0 or self._seconds <= 0:
+            return 0.0
+        mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
+        variance = self._squared_tokens / self._num_steps - mean_tokens**2
+        covariance = self._tokens_by_seconds / self._num_steps - mean_tokens * mean_s
+        # Steps of one size say nothing about others: each token is taken to cost the same.
+        token_s = covariance / variance if variance > 0.01 * mean_tokens**2 else mean_s / mean_tokens
+        token_s = min(max(token_s, 0.0), mean_s / mean_tokens)
+        return num_tokens / (mean_s + token_s * (num_tokens - mean_tokens))
 
     @property
     def ended_per_s(self) -> float:

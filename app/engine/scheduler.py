@@ -23,7 +23,7 @@ from app.engine.policies.named import policy_of
 from app.engine.policies.policy import SchedulingPolicy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.stats import EngineStats
+from app.engine.stats import SPEED_STEP_TOKENS, EngineStats
 from app.engine.strategies.named import strategy_of
 from app.engine.strategies.strategy import BatchingStrategy, Situation, StepPlan
 from app.engine.waiting import WaitingRoom
@@ -554,7 +554,8 @@ class Scheduler:
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
-            step_s=self._pace.step_s,
+            max_running=self._config.max_running,
+            speed=self._pace.tokens_per_s_at(SPEED_STEP_TOKENS),
             total_steps=totals.steps,
             total_prompt_tokens=totals.prompt_tokens,
             total_cached_tokens=totals.cached_tokens,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+# Engines are compared by how fast steps of this size are: their usual ones say as much of how full they were.
+SPEED_STEP_TOKENS = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges are of this moment; `total_*` count since the engine started."""
@@ -21,7 +25,8 @@ class EngineStats:
     num_free_blocks: int  # blocks that could be allocated now, cached ones without an owner included
     num_blocks: int
     block_size: int  # tokens
-    step_s: float  # that a step takes, of late; 0 while not known
+    max_running: int  # requests computed in one step, at most
+    speed: float  # tokens a second in steps of `SPEED_STEP_TOKENS`, of late; 0 while not known
     total_steps: int
     total_prompt_tokens: int  # prompt tokens of admitted requests, cached ones included
     total_cached_tokens: int  # of these, found in the prefix cache

@@ -186,8 +186,8 @@ class Board:
             ReplicaReport(
                 num_requests=report.num_requests,
                 num_prefill_tokens=report.num_waiting_tokens,
-                # Steps in a second: unlike tokens in a second they do not fall when a replica has little to do.
-                tokens_per_s=1.0 / report.step_s if report.step_s > 0 else 0.0,
+                max_running=report.max_running,
+                tokens_per_s=report.speed,
                 kv_use=report.kv_use,
             ),
             now=self._clock(),

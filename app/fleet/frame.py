@@ -13,10 +13,11 @@ class Report(NamedTuple):
     group: str  # of an A/B trial; "" for none
     num_requests: int  # running and waiting, of all ingresses
     max_requests: int  # more are refused
+    max_running: int  # the others wait
     num_waiting_tokens: int  # of the prompts that wait
     num_kv_tokens: int  # that fit into its KV memory
     kv_use: float  # share of it that running requests hold, 0 to 1
-    step_s: float  # that a step takes, of late; 0 while not known
+    speed: float  # tokens a second in steps of one size, the same on all replicas; 0 while not known
     ended_per_s: float  # requests that end in a second of computing
     step_age_s: float  # for how long the step that runs now has been running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import yaml
 
 from app.config import SchedulerConfig, StaticConfig
+from app.dispatch import RequestSize, make_policy
 from app.errors import InvalidSetup
 from deployments.settings import parse, read_serve_file, retuned
 
+SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 
 
@@ -149,3 +152,62 @@ def test_the_user_configs_of_a_file_are_checked_before_anything_starts(tmp_path:
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(InvalidSetup, match=r"user_config\.scheduler\.max_runing: no such setting"):
         read_serve_file(path)
+
+
+def test_dispatch_is_a_name_or_a_name_with_its_parameters() -> None:
+    def dispatch(given: Any) -> Any:
+        return parse({"models": [{"replicas": {"dispatch": given}}]}).models[0].replicas.dispatch.model_dump()
+
+    assert dispatch("round_robin") == {"name": "round_robin"}
+    assert dispatch("prefix_affinity") == {"name": "prefix_affinity", "max_imbalance_tokens": 4096}
+    given = {"name": "prefix_affinity", "max_imbalance_tokens": 64}
+    assert dispatch(given) == given
+    for choice in ("round_robin", "least_loaded", "prefix_affinity"):
+        assert make_policy(dispatch(choice), random.Random(0)).decide([], SIZE).order == []
+
+
+def test_a_mistake_in_dispatch_is_told_with_what_there_is() -> None:
+    assert message_for(replicas={"dispatch": "fastest"}) == (
+        "models[0].replicas.dispatch: got 'fastest'; must be one of round_robin, least_loaded, prefix_affinity"
+    )
+    message = message_for(replicas={"dispatch": {"name": "prefix_affinity", "max_imbalance_tokens": -1}})
+    assert message.startswith("models[0].replicas.dispatch.max_imbalance_tokens: got -1; must be")
+
+
+A, B = {"name": "a"}, {"name": "b", "share": 0.25, "scheduler": {"policy": "sjf", "max_step_tokens": 256}}
+
+
+def test_the_groups_of_a_trial_differ_in_what_they_name() -> None:
+    model = parse({"models": [{"engine": {"scheduler": {"max_running": 16}}, "replicas": {"groups": [A, B]}}]}).models[
+        0
+    ]
+    assert model.scheduler_of("a") == model.engine.scheduler == model.scheduler_of("")
+    assert model.scheduler_of("b").policy.name == "sjf"
+    assert (model.scheduler_of("b").max_step_tokens, model.scheduler_of("b").max_running) == (256, 16)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([A, A], "replicas: groups have the same name: a; give each its own"),
+        ([A, B, {"name": "c"}], "replicas: 3 groups and num_replicas=2: every group needs a replica"),
+        ([A, B | {"share": 0}], "replicas.groups[1].share: got 0; must be greater than 0"),
+    ],
+)
+def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str) -> None:
+    assert message in message_for(replicas={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"policy": "magic"}, "policy: got 'magic'; must be one of"),
+        ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32"),
+        ({"speed": 8}, "speed: no such setting; there are strategy"),
+        ({"max_running": 0}, "max_running: got 0; "),
+        ({"max_waiting": 9999}, "max_running + max_waiting is 10,031; the model's replicas take 288"),
+    ],
+)
+def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
+    groups = [A, B | {"scheduler": scheduler}]
+    assert f"replicas.groups[1].scheduler: {message}" in message_for(replicas={"groups": groups})

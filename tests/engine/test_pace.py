@@ -36,3 +36,29 @@ def test_those_who_are_sent_away_come_back_one_after_the_other_as_places_become_
 
 def test_without_a_pace_it_is_a_second() -> None:
     assert RetryTimes().next_after(5.0, ended_per_s=0.0) == 1.0
+
+
+def pace_of(*steps: tuple[int, float]) -> Pace:
+    pace = Pace()
+    for _ in range(20):
+        for num_tokens, seconds in steps:
+            pace.note_step(seconds, num_tokens=num_tokens, num_ended=0)
+    return pace
+
+
+def test_speed_at_a_size_does_not_depend_on_how_full_the_steps_were() -> None:
+    def step_s(num_tokens: int) -> float:
+        return 0.010 + 0.0001 * num_tokens
+
+    empty = pace_of(*((size, step_s(size)) for size in (1, 2, 20)))
+    full = pace_of(*((size, step_s(size)) for size in (100, 200, 500)))
+    assert empty.tokens_per_s < 0.2 * full.tokens_per_s
+    assert empty.tokens_per_s_at(32) == pytest.approx(32 / step_s(32), rel=0.001)
+    assert full.tokens_per_s_at(32) == pytest.approx(32 / step_s(32), rel=0.001)
+
+
+def test_speed_at_a_size_is_positive_whatever_was_measured() -> None:
+    assert Pace().tokens_per_s_at(32) == 0
+    assert pace_of((8, 0.1)).tokens_per_s_at(32) == pytest.approx(80)  # one size: each token costs the same
+    assert pace_of((1, 0.3), (100, 0.1)).tokens_per_s_at(32) == pytest.approx(32 / 0.2, rel=0.05)  # falling: flat
+    assert pace_of((10, 0.01), (100, 1.0)).tokens_per_s_at(1) > 0

@@ -55,10 +55,11 @@ class LocalReplica:
             group=self.group,
             num_requests=stats.num_running + stats.num_waiting,
             max_requests=self.max_requests,
+            max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,
             num_kv_tokens=1600,
             kv_use=0.0,
-            step_s=stats.step_s,
+            speed=stats.speed,
             ended_per_s=stats.ended_per_s,
             step_age_s=self.engine.step_age_s,
         )
