@@ -290,12 +290,19 @@ class IngressConfig(Settings):
     num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
 
 
+class MetricsConfig(Settings):
+    """What /metrics tells."""
+
+    vllm_names: bool = Field(True, description="also under the names that vLLM's dashboards and gateways look for")
+
+
 class ApplicationConfig(Settings):
     """The `args` of the Serve application: what `deployments/serve.yaml` holds."""
 
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:

@@ -21,6 +21,7 @@ from app.text.tokenizer import Tokenizer
 from deployments.errors import to_carousel_error
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
+from deployments.metrics import IngressReport, MetricsCollector
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,19 @@ class Ingress:
         self._config = config
         self._paths = paths
         self._fleets = {name: Fleet(handle) for name, handle in handles.items()}
+        self._metrics = MetricsCollector(handles, config.metrics)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor; waits for a replica of every model."""
         models = [await self._served_model(model) for model in self._config.models]
-        return build_app(models, self._config.api, self._is_ready)
+        metrics = self._metrics
+        return build_app(models, self._config.api, self._is_ready, metrics=metrics.requests, expose=metrics.expose)
+
+    def metrics_report(self) -> IngressReport:
+        """What this process has measured, for the ingress that was asked for all of it."""
+        return self._metrics.report()
 
     async def _served_model(self, model: ServedModelConfig) -> ServedModel:
         tokenizer = await asyncio.to_thread(

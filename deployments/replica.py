@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import cast
 
+from ray import serve
+
 from app.assembly import build_engine
 from app.config import EngineConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
+from app.metrics import ReplicaReport
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.settings import retuned
@@ -51,6 +54,14 @@ class Replica:
     def stats(self) -> EngineStats:
         """A snapshot of the engine."""
         return self._engine.stats()
+
+    def metrics_report(self) -> ReplicaReport:
+        """What the engine counts and measures, for /metrics."""
+        return ReplicaReport(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            stats=self._engine.stats(),
+            measurements=self._engine.measurements(),
+        )
 
     def check_health(self) -> None:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
+from app.engine.measurements import EngineMeasurements
 from app.engine.pace import RetryTimes
 from app.engine.request import Queued, Request, TokenDelta
 from app.engine.stats import EngineStats
@@ -95,6 +96,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The snapshot the engine's thread took after its last step."""
         return self._stats
+
+    def measurements(self) -> EngineMeasurements:
+        """What the engine has measured since it started."""
+        return self._engine.measurements()
 
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""
