@@ -67,10 +67,15 @@ class Ingress:
         )
 
     async def _is_ready(self) -> bool:
-        """Whether every model has a replica that answers. A yes holds for a moment; callers share one question."""
+        """Whether every model has a replica that answers, or may sleep until the first request wakes it.
+
+        A yes holds for a moment; callers share one question.
+        """
         async with self._ready_lock:
             if time.monotonic() >= self._ready_until:
-                answers = await asyncio.gather(*(fleet.answers() for fleet in self._fleets.values()))
+                # To ask a model that sleeps would wake it.
+                awake = [self._fleets[model.name] for model in self._config.models if not model.replicas.may_sleep]
+                answers = await asyncio.gather(*(fleet.answers() for fleet in awake))
                 self._ready_until = time.monotonic() + READY_CACHE_S if all(answers) else 0.0
             return time.monotonic() < self._ready_until
 

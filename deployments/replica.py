@@ -15,6 +15,7 @@ from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.metrics import ReplicaReport
+from deployments.autoscaling import use_of
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.settings import retuned
@@ -62,6 +63,10 @@ class Replica:
             stats=self._engine.stats(),
             measurements=self._engine.measurements(),
         )
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve about once a second, for the autoscaling policy."""
+        return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""

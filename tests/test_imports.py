@@ -31,6 +31,7 @@ ALLOWED = {
         "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
         "starlette", "pydantic", "pydantic_core",
     },
+    "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
     "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
