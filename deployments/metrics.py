@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.config import MetricsConfig
-from app.metrics import RequestMetrics, Scrape, Snapshot, exposition
+from app.metrics import KnownReplicas, ReplicaReport, RequestMetrics, Scrape, Snapshot, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class IngressReport:
 
     ingress_id: str
     requests: Snapshot
+    replicas: Mapping[str, Mapping[str, ReplicaReport]]  # the last that it heard of each, by model and id
 
 
 class MetricsCollector:
@@ -35,31 +36,42 @@ class MetricsCollector:
         """`handles` are the replica deployments by the model's name."""
         self.requests = RequestMetrics(handles)
         self._handles = handles
+        self._known = {name: KnownReplicas() for name in handles}
         self._config = config
 
     def report(self) -> IngressReport:
         """What this process has measured."""
         return IngressReport(
-            ingress_id=serve.get_replica_context().replica_id.unique_id, requests=self.requests.snapshot()
+            ingress_id=serve.get_replica_context().replica_id.unique_id,
+            requests=self.requests.snapshot(),
+            replicas={name: known.last for name, known in self._known.items()},
         )
 
     async def expose(self) -> bytes:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
         context = serve.get_replica_context()
         this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
-        ingresses, *replicas = await asyncio.gather(
+        ingresses, *answers = await asyncio.gather(
             _reports(this_deployment), *(_reports(handle) for handle in self._handles.values())
         )
-        mine = self.report()
-        requests = {report.ingress_id: report.requests for report in (*ingresses.reports, mine)}
-        return exposition(
-            Scrape(
-                requests=list(requests.values()),
-                replicas={name: answers.reports for name, answers in zip(self._handles, replicas, strict=True)},
-                num_missing=sum(answers.num_missing for answers in (ingresses, *replicas)),
-            ),
-            vllm_names=self._config.vllm_names,
+        replicas = {name: each.reports for name, each in zip(self._handles, answers, strict=True)}
+        self._learn(ingresses.reports, replicas)
+        requests = {report.ingress_id: report.requests for report in (*ingresses.reports, self.report())}
+        scrape = Scrape(
+            requests=list(requests.values()),
+            replicas=replicas,
+            gone={
+                name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
+            },
+            num_missing=sum(each.num_missing for each in (ingresses, *answers)),
         )
+        return exposition(scrape, vllm_names=self._config.vllm_names)
+
+    def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[ReplicaReport]]) -> None:
+        for name, known in self._known.items():
+            for ingress in ingresses:
+                known.learn(ingress.replicas.get(name, {}).values())
+            known.learn(replicas[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ conventions keep it for rules: it is vLLM's, and can be switched off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import generate_latest
@@ -24,19 +24,10 @@ from prometheus_client.registry import Collector
 from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, together
 from app.engine.measurements import EngineMeasurements
 from app.engine.stats import EngineStats
+from app.metrics.replicas import ReplicaReport
 from app.metrics.requests import ModelSnapshot, Snapshot, merge
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """What one replica says of its engine."""
-
-    replica_id: str
-    stats: EngineStats
-    measurements: EngineMeasurements
-    group: str = ""  # of replicas, where there are several kinds for one model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +36,9 @@ class Scrape:
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[ReplicaReport]]  # by the model's name; those that answered
+    gone: Mapping[str, Sequence[ReplicaReport]] = field(
+        default_factory=dict
+    )  # those that did once: their counts remain
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
@@ -74,21 +68,31 @@ class _Model:
     name: str
     requests: ModelSnapshot
     replicas: Sequence[ReplicaReport]
+    gone: Sequence[ReplicaReport]
 
-    def total(self, value: Callable[[EngineStats], float]) -> float:
+    def now(self, value: Callable[[EngineStats], float]) -> float:
+        """A gauge, summed over the replicas that are there."""
         return sum(value(report.stats) for report in self.replicas)
 
+    def ever(self, value: Callable[[EngineStats], float]) -> float:
+        """A counter, summed over all that have been there."""
+        return sum(value(report.stats) for report in (*self.replicas, *self.gone))
+
     def distribution(self, value: Callable[[EngineMeasurements], Distribution], bounds: Bounds) -> Distribution:
-        return together((value(report.measurements) for report in self.replicas), bounds)
+        """Of all that have been there."""
+        return together((value(report.measurements) for report in (*self.replicas, *self.gone)), bounds)
 
     @property
     def kv_usage(self) -> float:
-        num_blocks = self.total(lambda stats: stats.num_blocks)
-        return 1.0 - self.total(lambda stats: stats.num_free_blocks) / num_blocks if num_blocks else 0.0
+        num_blocks = self.now(lambda stats: stats.num_blocks)
+        return 1.0 - self.now(lambda stats: stats.num_free_blocks) / num_blocks if num_blocks else 0.0
 
 
 def _models(scrape: Scrape) -> list[_Model]:
-    return [_Model(name, requests, scrape.replicas.get(name, ())) for name, requests in merge(scrape.requests).items()]
+    return [
+        _Model(name, requests, scrape.replicas.get(name, ()), scrape.gone.get(name, ()))
+        for name, requests in merge(scrape.requests).items()
+    ]
 
 
 # ---------------------------------------------------------------------- vLLM's names
@@ -113,13 +117,13 @@ def _vllm_families(models: Sequence[_Model]) -> Iterable[Metric]:
     def measured(name: str, text: str, value: Callable[[EngineMeasurements], Distribution], bounds: Bounds) -> Metric:
         return histogram(name, text, lambda model: model.distribution(value, bounds))
 
-    yield gauge("num_requests_running", "Requests in the engines' batches.", lambda m: m.total(_num_running))
-    yield gauge("num_requests_waiting", "Requests in the engines' queues.", lambda m: m.total(_num_waiting))
+    yield gauge("num_requests_running", "Requests in the engines' batches.", lambda m: m.now(_num_running))
+    yield gauge("num_requests_waiting", "Requests in the engines' queues.", lambda m: m.now(_num_waiting))
     yield _gauge(
         "vllm:num_requests_waiting_by_reason",
         "Requests in the engines' queues; all of them wait for a slot, for memory or for their batch.",
         ("model_name", "reason"),
-        [((model.name, "capacity"), model.total(_num_waiting)) for model in models],
+        [((model.name, "capacity"), model.now(_num_waiting)) for model in models],
     )
     yield gauge("kv_cache_usage_perc", "Used share of the KV memory, 0 to 1.", lambda m: m.kv_usage)
     yield gauge("gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", lambda m: m.kv_usage)
@@ -141,16 +145,16 @@ def _vllm_families(models: Sequence[_Model]) -> Iterable[Metric]:
         ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         [((model.name, "0", "", ""), 1) for model in models],
     )
-    yield counter("num_preemptions", "Times that a request's memory was taken back.", lambda m: m.total(_preemptions))
+    yield counter("num_preemptions", "Times that a request's memory was taken back.", lambda m: m.ever(_preemptions))
     yield counter(
         "prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        lambda m: m.total(lambda stats: stats.total_prompt_tokens),
+        lambda m: m.ever(lambda stats: stats.total_prompt_tokens),
     )
     yield counter(
         "prefix_cache_hits",
         "Prompt tokens found in the prefix cache.",
-        lambda m: m.total(lambda stats: stats.total_cached_tokens),
+        lambda m: m.ever(lambda stats: stats.total_cached_tokens),
     )
     yield counter("prompt_tokens", "Prompt tokens of requests.", lambda m: m.requests.prompt_tokens.total)
     yield counter("generation_tokens", "Tokens generated.", lambda m: m.requests.num_generated_tokens)
@@ -229,6 +233,7 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         ((name, each.replica_id, each.group), each) for name, several in scrape.replicas.items() for each in several
     ]
     yield _gauge("carousel_scrape_missing", "Who did not answer this scrape in time.", (), [((), scrape.num_missing)])
+    yield _gauge("carousel_ingresses", "Ingresses that answered this scrape.", (), [((), len(scrape.requests))])
     for name, text, value in _ENGINE_GAUGES:
         yield _gauge(f"carousel_{name}", text, _LABELS, [(labels, value(each)) for labels, each in reports])
     for name, text, count in _ENGINE_COUNTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 from ray import serve
 
 from deployments.application import build
+from deployments.metrics import _Answers, _reports
 from deployments.settings import parse
 from tests.metrics.test_exposition import parsed, value
 
@@ -52,7 +54,7 @@ def test_values_add_up_over_ingresses_replicas_and_models(url: str) -> None:
         response = httpx.get(f"{url}/metrics")
         text = response.content
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert value(text, "carousel_scrape_missing") == 0
+        assert (value(text, "carousel_scrape_missing"), value(text, "carousel_ingresses")) == (0, 2)
         for model, number in QUESTIONS.items():
             assert value(text, "vllm:generation_tokens_total", model_name=model) == number * MAX_TOKENS
             assert value(text, "vllm:prompt_tokens_total", model_name=model) == number * num_prompt_tokens
@@ -67,3 +69,25 @@ def test_a_scrape_is_quick(url: str) -> None:
     begin = time.monotonic()
     assert httpx.get(f"{url}/metrics").status_code == 200
     assert time.monotonic() - begin < 1.0
+
+
+def test_one_that_hangs_is_missing_and_the_others_are_heard(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HalfDeaf:  # in here, so that it is sent by value: replicas cannot import this module
+        async def metrics_report(self) -> str:
+            rank = serve.get_replica_context().rank.rank
+            if rank == 0:
+                await asyncio.Event().wait()
+            return f"report of {rank}"
+
+    monkeypatch.setattr("deployments.metrics.SCRAPE_TIMEOUT_S", 0.5)
+    deployment = serve.deployment(HalfDeaf).options(
+        num_replicas=2, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.1
+    )
+    handle = serve.run(deployment.bind(), name="half_deaf", route_prefix=None)
+
+    async def reports() -> _Answers:
+        return await _reports(handle)
+
+    answers = asyncio.run(reports())
+    assert (answers.reports, answers.num_missing) == (["report of 1"], 1)
+    serve.delete("half_deaf")

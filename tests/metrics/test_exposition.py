@@ -119,6 +119,18 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
     assert value(text, "vllm:kv_cache_usage_perc", model_name="idle") == 0
 
 
+def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
+    here, gone = report("a", 3), report("b", 2)
+    requests = [RequestMetrics(["demo"]).snapshot()]
+    both = exposition(Scrape(requests=requests, replicas={"demo": [here, gone]}))
+    one = exposition(Scrape(requests=requests, replicas={"demo": [here]}, gone={"demo": [gone]}))
+    for name in ("vllm:prefix_cache_queries_total", "vllm:iteration_tokens_total_sum", "vllm:num_preemptions_total"):
+        assert value(one, name) == value(both, name)
+    assert value(one, "vllm:prefix_cache_queries_total") == 5 * 3
+    assert (value(both, "vllm:num_requests_running"), value(one, "vllm:num_requests_running")) == (5, 3)
+    assert b'replica="b"' not in one
+
+
 def test_a_histogram_counts_upwards_to_all_of_its_values() -> None:
     text = exposition(after_one_request())
     counts = [
