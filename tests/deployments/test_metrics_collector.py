@@ -13,7 +13,7 @@ import pytest
 from ray import serve
 
 from deployments.application import build
-from deployments.metrics import _Answers, _reports
+from deployments.metrics import _reports
 from deployments.settings import parse
 from tests.metrics.test_exposition import parsed, value
 
@@ -84,10 +84,8 @@ def test_one_that_hangs_is_missing_and_the_others_are_heard(cluster: str, monkey
         num_replicas=2, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=0.1
     )
     handle = serve.run(deployment.bind(), name="half_deaf", route_prefix=None)
+    handle._init(_run_router_in_separate_loop=True)  # its own loop outlives this test's
 
-    async def reports() -> _Answers:
-        return await _reports(handle)
-
-    answers = asyncio.run(reports())
+    answers = asyncio.run(_reports(handle))
     assert (answers.reports, answers.num_missing) == (["report of 1"], 1)
     serve.delete("half_deaf")
