@@ -325,10 +325,40 @@ class GroupConfig(Settings):
     scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
 
 
+class AutoscalingConfig(Settings):
+    """How many replicas there are, by the work that is outstanding and the KV memory in use."""
+
+    min_replicas: int = Field(1, ge=0, le=1024, description="as few at least; 0: none while there is nothing to do")
+    max_replicas: int = Field(4, ge=1, le=1024, description="as many at most")
+    target_tokens: int = Field(
+        8192,
+        ge=1,
+        le=10**12,
+        description="tokens still to compute that one replica should have, of prompts and outputs",
+    )
+    target_kv_use: float = Field(0.8, gt=0, le=1, description="share of a replica's KV memory that should be in use")
+    upscale_delay_s: float = Field(10.0, ge=0, le=86_400, description="seconds of too much load before there are more")
+    downscale_delay_s: float = Field(
+        120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"
+    )
+    scale_to_zero_after_s: float = Field(
+        600.0, ge=0, le=86_400, description="seconds without any request before the last replica goes"
+    )
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} is above max_replicas={self.max_replicas}")
+        return self
+
+
 class ReplicasConfig(Settings):
     """How many copies of one engine run, on what, and how requests are spread over them."""
 
-    num_replicas: int = Field(2, ge=1, le=1024, description="engines serving this model")
+    num_replicas: int = Field(2, ge=1, le=1024, description="engines serving this model; with autoscaling, at first")
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="their number follows the load; default: it is fixed"
+    )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
     dispatch: Annotated[
@@ -364,6 +394,23 @@ class ReplicasConfig(Settings):
                 f"raise num_replicas or remove groups"
             )
         return self
+
+    @property
+    def max_replicas(self) -> int:
+        """As many as there can ever be."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+
+    @property
+    def initial_replicas(self) -> int:
+        """As many as there are at first: at least one, for the ingress asks it what the model allows."""
+        if self.autoscaling is None:
+            return self.num_replicas
+        return min(max(self.num_replicas, self.autoscaling.min_replicas), self.autoscaling.max_replicas)
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether there may be none while there is nothing to do."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
 
 class ServedModelConfig(Settings):
@@ -415,12 +462,19 @@ class IngressConfig(Settings):
     )
 
 
+class MetricsConfig(Settings):
+    """What /metrics tells."""
+
+    vllm_names: bool = Field(True, description="also under the names that vLLM's dashboards and gateways look for")
+
+
 class ApplicationConfig(Settings):
     """The `args` of the Serve application: what `deployments/serve.yaml` holds."""
 
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
@@ -446,11 +500,12 @@ def _in_words(error: ValidationError) -> str:
 def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every setting below a branch of the tree, by its dotted path; `[]` marks a list of branches.
 
-    Where there is a choice of branches, the choice itself is a setting and below it are the parameters of all kinds.
+    Where there is a choice of branches, the choice itself is a setting and below it are the parameters of all kinds. So
+    is a branch that may be left out.
     """
     for name, field in branch.model_fields.items():
         inner = branches_of(field)
-        if len(inner) != 1:
+        if len(inner) != 1 or field.default is None:
             yield f"{path}{name}", field
         if len(inner) == 1:
             yield from leaves(inner[0], f"{path}{name}{'[]' if get_origin(field.annotation) is tuple else ''}.")

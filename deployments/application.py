@@ -8,6 +8,7 @@ from ray.serve.config import RequestRouterConfig
 
 from app.assembly import resolve_model_path
 from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
+from deployments.autoscaling import number_of_replicas
 from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.settings import check, deployment_name
@@ -34,13 +35,13 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
     replicas, max_requests = model.replicas, model.engine.scheduler.max_requests
     return serve.deployment(Replica).options(
         name=deployment_name(model),
-        num_replicas=replicas.num_replicas,
+        **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
         # The engine refuses what is beyond its limits. Each ingress keeps a call open for frames; while it is replaced
         # there are twice as many, and control calls count too.
         max_ongoing_requests=max_requests + 2 * ingress.num_replicas + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
-        max_queued_requests=max_requests * replicas.num_replicas,
+        max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -51,7 +52,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    max_requests = sum(model.engine.scheduler.max_requests * model.replicas.num_replicas for model in config.models)
+    max_requests = sum(model.engine.scheduler.max_requests * model.replicas.max_replicas for model in config.models)
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,

@@ -94,8 +94,8 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas need {num_gpus:g} GPUs and this machine has {found:g}; lower replicas.num_replicas, or set "
-            f"replicas.num_gpus to 0 to serve on the CPU"
+            f"the replicas need {num_gpus:g} GPUs and this machine has {found:g}; lower replicas.num_replicas (with "
+            f"autoscaling, its max_replicas), or set replicas.num_gpus to 0 to serve on the CPU"
         )
 
 
@@ -192,12 +192,12 @@ def _address(config: ServeFile) -> str:
 
 
 def _num_cpus(config: ApplicationConfig) -> float:
-    replicas = sum(model.replicas.num_replicas * model.replicas.num_cpus for model in config.models)
+    replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
     return replicas + config.ingress.num_replicas * config.ingress.num_cpus
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
-    return sum(model.replicas.num_replicas * model.replicas.num_gpus for model in config.models)
+    return sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

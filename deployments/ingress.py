@@ -17,6 +17,7 @@ from app.text.tokenizer import Tokenizer
 from deployments.client import ModelClient
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
+from deployments.metrics import IngressReport, MetricsCollector
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,19 @@ class Ingress:
         self._clients = {
             name: ModelClient(models[name], handle, config.ingress.transport) for name, handle in handles.items()
         }
+        self._metrics = MetricsCollector(handles, config.metrics)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor; waits for a replica of every model."""
         models = [await self._served_model(model) for model in self._config.models]
-        return build_app(models, self._config.api, self._is_ready)
+        metrics = self._metrics
+        return build_app(models, self._config.api, self._is_ready, metrics=metrics.requests, expose=metrics.expose)
+
+    def metrics_report(self) -> IngressReport:
+        """What this process has measured, for the ingress that was asked for all of it."""
+        return self._metrics.report()
 
     async def _served_model(self, model: ServedModelConfig) -> ServedModel:
         tokenizer = await asyncio.to_thread(
@@ -58,9 +65,14 @@ class Ingress:
         )
 
     async def _is_ready(self) -> bool:
-        """Whether every model has a replica that answers. A yes holds for a moment; callers share one question."""
+        """Whether every model has a replica that answers, or may sleep until the first request wakes it.
+
+        A yes holds for a moment; callers share one question.
+        """
         async with self._ready_lock:
             if time.monotonic() >= self._ready_until:
-                answers = await asyncio.gather(*(client.answers() for client in self._clients.values()))
+                # To ask a model that sleeps would wake it.
+                awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
+                answers = await asyncio.gather(*(client.answers() for client in awake))
                 self._ready_until = time.monotonic() + READY_CACHE_S if all(answers) else 0.0
             return time.monotonic() < self._ready_until

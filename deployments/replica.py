@@ -16,6 +16,8 @@ from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.fleet import Frame, Outbox, Report
+from app.metrics import ReplicaReport
+from deployments.autoscaling import use_of
 from deployments.calls import FramesFrom
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
@@ -80,6 +82,18 @@ class Replica:
     def stats(self) -> EngineStats:
         """A snapshot of the engine."""
         return self._engine.stats()
+
+    def metrics_report(self) -> ReplicaReport:
+        """What the engine counts and measures, for /metrics."""
+        return ReplicaReport(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            stats=self._engine.stats(),
+            measurements=self._engine.measurements(),
+        )
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve about once a second, for the autoscaling policy."""
+        return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""

@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from app.config import ApplicationConfig, SchedulerConfig, ServedModelConfig, leaves, names_of
+from app.config import ApplicationConfig, SchedulerConfig, ServedModelConfig, branches_of, leaves, names_of
 from app.errors import InvalidSetup
 
 BUILDER = "deployments.application:build"
@@ -185,7 +186,13 @@ def _shown(value: object) -> str:
 def _suggestion(location: tuple[int | str, ...]) -> str:
     branch: Any = ApplicationConfig
     for part in location[:-1]:
-        branch = get_args(branch)[0] if isinstance(part, int) else branch.model_fields[part].annotation
+        branch = get_args(branch)[0] if isinstance(part, int) else _annotation(branch.model_fields[part])
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
     close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"
+
+
+def _annotation(field: FieldInfo) -> Any:
+    """What a setting holds; the branch itself where it may be left out."""
+    inner = branches_of(field)
+    return inner[0] if field.default is None and inner else field.annotation

@@ -24,10 +24,15 @@ ALLOWED = {
         "torch", "transformers", "triton",
     },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
+    "app.metrics": {
+        "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
+        "prometheus_client",
+    },
     "app.api": {
-        "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
         "starlette", "pydantic", "pydantic_core",
     },
+    "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
     "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip

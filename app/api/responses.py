@@ -13,6 +13,7 @@ from app.api.completions import Call, ServedModel
 from app.api.errors import error_body, log_error
 from app.api.sse import DONE, event
 from app.engine.request import Queued
+from app.metrics import CallMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Progress:
 
     call: Call
     request_id: str
+    metrics: CallMetrics
     answers: list[Answer] = field(init=False)
     queued: Queued | None = None  # as the first choice that was heard of found it
 
@@ -51,6 +53,10 @@ class Progress:
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         if keep_text:
             answer.text += piece.text
+        if piece.num_tokens:
+            self.metrics.tokens(piece.index, piece.num_tokens)
+        if piece.finish_reason is not None:
+            self.metrics.finished(piece.index, piece.finish_reason)
 
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
@@ -142,9 +148,10 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
 
 async def whole_response(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> Json:
     """Wait for all choices and write them as one response."""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            progress.add(piece, keep_text=True)
+    with progress.metrics:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                progress.add(piece, keep_text=True)
     progress.log_end()
     choices = [form.choice(index, answer) for index, answer in enumerate(progress.answers)]
     return _envelope(progress.call, form.object) | {"choices": choices, "usage": progress.usage()}
@@ -158,10 +165,11 @@ async def events(progress: Progress, pieces: AsyncGenerator[Piece, None], form: 
     """
     writer = _ChunkWriter(progress, form)
     try:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                for chunk in writer.chunks(piece):
-                    yield event(chunk)
+        with progress.metrics:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    for chunk in writer.chunks(piece):
+                        yield event(chunk)
         if progress.call.include_usage:
             yield event(writer.usage_chunk())
         progress.log_end()

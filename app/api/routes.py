@@ -34,7 +34,8 @@ from app.api.responses import (
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.api.sse import begin_event_stream, unless_disconnected
 from app.config import ApiConfig
-from app.errors import InvalidRequest, NotFound, Unavailable
+from app.errors import CarouselError, InvalidRequest, NotFound, Unavailable
+from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,21 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 Prepare = Callable[[RequestT, ServedModel, ApiConfig], Awaitable[Call]]
 
 
-def build_app(models: Sequence[ServedModel], config: ApiConfig, is_ready: Callable[[], Awaitable[bool]]) -> Starlette:
-    """The HTTP application over these models. `is_ready` answers whether a request could be served now."""
-    api = _Api(models, config, is_ready)
+def build_app(
+    models: Sequence[ServedModel],
+    config: ApiConfig,
+    is_ready: Callable[[], Awaitable[bool]],
+    *,
+    metrics: RequestMetrics | None = None,
+    expose: Callable[[], Awaitable[bytes]] | None = None,
+) -> Starlette:
+    """The HTTP application over these models.
+
+    `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
+    the text of /metrics; by default, what this process has measured.
+    """
+    metrics = metrics or RequestMetrics(model.name for model in models)
+    api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -53,6 +66,7 @@ def build_app(models: Sequence[ServedModel], config: ApiConfig, is_ready: Callab
             Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.ready, methods=["GET"]),
+            Route("/metrics", api.expose_metrics, methods=["GET"]),
         ],
         middleware=[Middleware(_Border)],
         exception_handlers={HTTPException: _on_http_exception},
@@ -65,11 +79,18 @@ class _Api:
     """The endpoints."""
 
     def __init__(
-        self, models: Sequence[ServedModel], config: ApiConfig, is_ready: Callable[[], Awaitable[bool]]
+        self,
+        models: Sequence[ServedModel],
+        config: ApiConfig,
+        is_ready: Callable[[], Awaitable[bool]],
+        metrics: RequestMetrics,
+        expose: Callable[[], Awaitable[bytes]],
     ) -> None:
         self._models = {model.name: model for model in models}
         self._config = config
         self._is_ready = is_ready
+        self._metrics = metrics
+        self._expose = expose
         self._unknown_fields = UnknownFields()
 
     async def chat(self, request: Request) -> Response:
@@ -99,24 +120,42 @@ class _Api:
             raise Unavailable("no replica is ready to serve; try again")
         return JSONResponse({"status": "ready"})
 
+    async def expose_metrics(self, request: Request) -> Response:
+        """What is measured, as Prometheus text."""
+        return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})
+
     async def _generate(
         self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT], form: Format
     ) -> Response:
-        body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
-        body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
-        parsed = parse(body, schema, self._unknown_fields)
-        if parsed.request_id is not None and "x-request-id" not in request.headers:
-            request.state.request_id = parsed.request_id
-        call = await prepare(parsed, self._model(parsed.model), self._config)
-        progress = Progress(call, request.state.request_id)
+        arrived_at = self._metrics.arrived()
+        call, is_streamed = await self._call(request, schema, prepare)
+        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
+        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
+        progress = Progress(call, request.state.request_id, metrics)
         pieces = generate_pieces(call)
         response: Response
-        if not parsed.stream:
+        if not is_streamed:
             response = JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
         else:  # no header goes out before the first text is here: until then a refusal is a real status
             response = await begin_event_stream(request.receive, events(progress, pieces, form))
         response.headers.update(progress.queue_headers())
         return response
+
+    async def _call(self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]) -> tuple[Call, bool]:
+        """What the body asks for, checked, and whether it wants it as a stream."""
+        model_name = NO_MODEL
+        try:
+            body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
+            body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
+            parsed = parse(body, schema, self._unknown_fields)
+            if parsed.request_id is not None and "x-request-id" not in request.headers:
+                request.state.request_id = parsed.request_id
+            model = self._model(parsed.model)
+            model_name = model.name
+            return await prepare(parsed, model, self._config), parsed.stream
+        except CarouselError as error:
+            self._metrics.model(model_name).refused(error)
+            raise
 
     def _model(self, name: str | None) -> ServedModel:
         """The model of that name; without a name the only one."""
@@ -130,6 +169,15 @@ class _Api:
                 f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
             )
         return self._models[name]
+
+
+def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
+    """Where there are no other processes to ask."""
+
+    async def expose() -> bytes:
+        return exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
+
+    return expose
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

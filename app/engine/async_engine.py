@@ -18,6 +18,7 @@ from typing import Protocol
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
+from app.engine.measurements import EngineMeasurements
 from app.engine.pace import RetryTimes
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, joined
 from app.engine.stats import EngineStats
@@ -143,6 +144,10 @@ class AsyncEngine:
         """For how long the step that runs now has been running; 0 between two steps."""
         began_at = self._step_began_at
         return 0.0 if began_at is None else self._engine.now() - began_at
+
+    def measurements(self) -> EngineMeasurements:
+        """What the engine has measured since it started."""
+        return self._engine.measurements()
 
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""

@@ -12,6 +12,7 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.facts import ModelFacts
 from app.engine.isolation import DeviceFailed, run_in_parts
+from app.engine.measurements import EngineMeasurements
 from app.engine.quarantine import Quarantine
 from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, TokenDelta
 from app.engine.scheduler import Scheduler
@@ -195,6 +196,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+    def measurements(self) -> EngineMeasurements:
+        """What has been measured since the start. Any thread may ask."""
+        return self._scheduler.measurements()
 
     @staticmethod
     def _token_ids(request: Request) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -18,6 +18,7 @@ from app.engine.batch import Batch, ScheduledSequence, TokenHistory
 from app.engine.blocks import Block, BlockPool
 from app.engine.deadlines import Deadlines, missed
 from app.engine.lengths import LengthPredictor
+from app.engine.measurements import EngineMeasurements, Measuring
 from app.engine.pace import Pace
 from app.engine.policies.named import policy_of
 from app.engine.policies.policy import SchedulingPolicy
@@ -98,6 +99,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._lengths = LengthPredictor()
         self._pace = Pace()
+        self._measuring = Measuring()
         self._last_step_at = 0.0  # when the last step's results were booked
         self._num_arrived = 0
         self._totals = _Totals()
@@ -203,7 +205,9 @@ class Scheduler:
         step = _Step(budget, budget if plan.max_prefill_tokens is None else plan.max_prefill_tokens)
         self._schedule_running(step, self._taking_part(plan, is_ahead=is_ahead))
         if plan.num_admissible and not step.has_preempted:  # else memory is short: whoever joined would go next
+            num_before = len(step.sequences)
             self._admit_waiting(step, plan)
+            self._measuring.joined(step.sequences[num_before:], now)
         return Batch(
             tuple(step.scheduled),
             tuple(step.sequences),
@@ -393,6 +397,7 @@ class Scheduler:
         began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
         self._pace.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        self._measuring.stepped(now, step_s=now - began_at, num_tokens=batch.num_scheduled_tokens)
         self._policy.computed(batch)
         if not self._running:
             self._strategy.emptied(now)
@@ -565,6 +570,14 @@ class Scheduler:
             total_aborted=totals.aborted,
             total_failed=totals.failed,
             total_missed=totals.missed,
+        )
+
+    def measurements(self) -> EngineMeasurements:
+        """What has been measured so far. Any thread may ask: what is read here is replaced or counted as a whole."""
+        return self._measuring.snapshot(
+            max_running=self._config.max_running,
+            block_size=self._pool.block_size,
+            num_outstanding_tokens=self._waiting.work + sum(map(attrgetter("remaining_work"), list(self._running))),
         )
 
     def _estimated_wait_s(self) -> float:

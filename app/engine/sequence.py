@@ -63,6 +63,12 @@ class Sequence:
         return self.num_prompt_tokens + self.num_predicted_tokens
 
     @property
+    def remaining_work(self) -> int:
+        """Tokens still to compute: of its prompt, and of its output as far as that was predicted."""
+        num_prompt_tokens = max(0, self.num_prompt_tokens - self.num_computed_tokens)
+        return num_prompt_tokens + max(0, self.num_predicted_tokens - len(self.generated_token_ids))
+
+    @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.generated_token_ids)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 # Engines are compared by how fast steps of this size are: their usual ones say as much of how full they were.
 SPEED_STEP_TOKENS = 64
 

@@ -1,0 +1,250 @@
+"""What one ingress measures of the requests that pass through it. No labels are looked up per token.
+
+Each ingress process has its own `RequestMetrics`. Snapshots of several add up to the service as its callers see it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any
+
+from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
+from app.engine.request import FinishReason
+from app.errors import CarouselError
+
+Clock = Callable[[], float]
+
+NO_MODEL = ""  # under which calls are counted that were refused before it was clear which model they meant
+BOUNDS = {
+    "first_token_s": SECONDS,
+    "inter_token_s": SECONDS,
+    "token_s": SECONDS,
+    "request_s": SECONDS,
+    "decode_s": SECONDS,
+    "prompt_tokens": TOKENS,
+    "generated_tokens": TOKENS,
+    "longest_choice_tokens": TOKENS,
+    "num_choices": SMALL_NUMBERS,
+    "deltas_per_frame": SMALL_NUMBERS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSnapshot:
+    """The requests of one model since the ingress started. A call with `n` choices is `n` requests here."""
+
+    num_in_flight: int
+    num_generated_tokens: int
+    finished: Mapping[str, int]  # requests by finish reason, aborted and failed ones too
+    refused: Mapping[str, int]  # calls that ended with an error before their first token, by what it was
+    failed: Mapping[str, int]  # calls that ended with one after it
+    dispatched: Mapping[str, int]  # decisions where to send a request, by what decided them
+    resumed: Mapping[str, int]  # requests that went on at another replica, by why they had to
+    first_token_s: Distribution  # from the arrival of the call to a request's first token
+    inter_token_s: Distribution  # between two tokens of a request
+    token_s: Distribution  # a request's mean time for a token after its first
+    request_s: Distribution  # from the arrival of the call to the end of a request that finished
+    decode_s: Distribution  # from its first token to its end
+    prompt_tokens: Distribution  # of requests that got a token
+    generated_tokens: Distribution  # of requests that finished
+    longest_choice_tokens: Distribution  # of calls that finished
+    num_choices: Distribution  # of all calls that were not refused
+    deltas_per_frame: Distribution  # requests that got tokens by one frame from a replica
+
+    def __add__(self, other: ModelSnapshot) -> ModelSnapshot:
+        """Both together."""
+        names = [field.name for field in fields(self)]
+        return ModelSnapshot(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
+
+
+def _sum(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, Mapping):
+        return {key: mine.get(key, 0) + theirs.get(key, 0) for key in sorted({*mine, *theirs})}
+    return mine + theirs
+
+
+Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
+
+
+def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
+    """What several ingresses have measured, as if it had been one."""
+    merged: dict[str, ModelSnapshot] = {}
+    for snapshot in snapshots:
+        for name, model in snapshot.items():
+            merged[name] = merged[name] + model if name in merged else model
+    return merged
+
+
+class RequestMetrics:
+    """What this process measures, model by model. For one event loop."""
+
+    def __init__(self, model_names: Iterable[str] = (), *, clock: Clock = time.perf_counter) -> None:
+        """A model that is named here has its zeros from the start; others come up with their first request."""
+        self._clock = clock
+        self._models: dict[str, ModelMetrics] = {}
+        for name in model_names:
+            self.model(name)
+
+    def model(self, name: str) -> ModelMetrics:
+        """The metrics of one model."""
+        if name not in self._models:
+            self._models[name] = ModelMetrics(self._clock)
+        return self._models[name]
+
+    def arrived(self) -> float:
+        """The time of a call's arrival, for `ModelMetrics.call`."""
+        return self._clock()
+
+    def snapshot(self) -> dict[str, ModelSnapshot]:
+        """All of it, frozen, by model; it can be sent to another process and merged with those of others."""
+        return {name: model.snapshot() for name, model in self._models.items()}
+
+
+class ModelMetrics:
+    """The requests of one model."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.num_in_flight = 0
+        self.num_generated_tokens = 0
+        self.finished = {reason.value: 0 for reason in FinishReason}
+        self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
+        self._refused: dict[str, int] = {}
+        self._failed: dict[str, int] = {}
+        self._dispatched: dict[str, int] = {}
+        self._resumed: dict[str, int] = {}
+
+    def call(self, prompt_tokens: Sequence[int], *, arrived_at: float) -> CallMetrics:
+        """The record of one call; `prompt_tokens` has the length of the prompt of each of its requests."""
+        return CallMetrics(self, prompt_tokens, arrived_at)
+
+    def refused(self, error: Exception) -> None:
+        """A call was answered with an error before anything else."""
+        _count(self._refused, reason_of(error))
+
+    def failed(self, error: Exception) -> None:
+        """A call ended with an error after it had begun to be answered."""
+        _count(self._failed, reason_of(error))
+
+    def dispatched(self, reason: str) -> None:
+        """A request was sent to a replica; `reason` is one of a few words for what decided which."""
+        _count(self._dispatched, reason)
+
+    def resumed(self, reason: str) -> None:
+        """A request goes on at another replica; `reason` is one of a few words for what happened to the one before."""
+        _count(self._resumed, reason)
+
+    def frame_received(self, num_deltas: int) -> None:
+        """A replica has sent a frame with tokens for so many requests."""
+        self.histograms["deltas_per_frame"].observe(num_deltas)
+
+    def snapshot(self) -> ModelSnapshot:
+        """All of it, frozen."""
+        return ModelSnapshot(
+            num_in_flight=self.num_in_flight,
+            num_generated_tokens=self.num_generated_tokens,
+            finished=dict(self.finished),
+            refused=dict(self._refused),
+            failed=dict(self._failed),
+            dispatched=dict(self._dispatched),
+            resumed=dict(self._resumed),
+            **{name: histogram.snapshot() for name, histogram in self.histograms.items()},
+        )
+
+
+class CallMetrics:
+    """One call on its way: `with` it around the answering, tell it of tokens and ends as they come.
+
+    Requests that have no end when it is left have failed, if an error leaves with it, or else were aborted.
+    """
+
+    def __init__(self, model: ModelMetrics, prompt_tokens: Sequence[int], arrived_at: float) -> None:
+        self._model = model
+        self._clock = model.clock
+        self._arrived_at = arrived_at
+        self._inter_token_s = model.histograms["inter_token_s"]
+        self._requests = [_RequestTimes(num_tokens) for num_tokens in prompt_tokens]
+
+    def __enter__(self) -> CallMetrics:
+        self._model.num_in_flight += len(self._requests)
+        return self
+
+    def tokens(self, index: int, num_tokens: int) -> None:
+        """One of the requests has got so many tokens more, at least one."""
+        now = self._clock()
+        request = self._requests[index]
+        self._model.num_generated_tokens += num_tokens
+        if request.num_tokens:
+            self._inter_token_s.observe((now - request.last_at) / num_tokens, num_tokens)
+        else:
+            self._first_tokens(request, now)
+        request.num_tokens += num_tokens
+        request.last_at = now
+
+    def _first_tokens(self, request: _RequestTimes, now: float) -> None:
+        request.first_at = now
+        self._model.histograms["first_token_s"].observe(now - self._arrived_at)
+        self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
+
+    def finished(self, index: int, reason: str) -> None:
+        """One of the requests has come to its end by itself."""
+        now = self._clock()
+        request, histograms = self._requests[index], self._model.histograms
+        self._end(request, reason)
+        histograms["request_s"].observe(now - self._arrived_at)
+        histograms["generated_tokens"].observe(request.num_tokens)
+        if request.num_tokens:
+            histograms["decode_s"].observe(now - request.first_at)
+        if request.num_tokens > 1:
+            histograms["token_s"].observe((request.last_at - request.first_at) / (request.num_tokens - 1))
+
+    def _end(self, request: _RequestTimes, reason: str) -> None:
+        request.has_ended = True
+        self._model.finished[reason] = self._model.finished.get(reason, 0) + 1
+        self._model.num_in_flight -= 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        open_requests = [request for request in self._requests if not request.has_ended]
+        if not isinstance(error, Exception):
+            self._left(open_requests, FinishReason.ABORT)
+        elif any(request.num_tokens for request in self._requests):
+            self._model.failed(error)
+            self._left(open_requests, FinishReason.ERROR)
+        else:
+            self._model.refused(error)
+            self._model.num_in_flight -= len(open_requests)
+
+    def _left(self, open_requests: Sequence[_RequestTimes], reason: FinishReason) -> None:
+        for request in open_requests:
+            self._end(request, reason.value)
+        histograms = self._model.histograms
+        histograms["num_choices"].observe(len(self._requests))
+        if not open_requests:
+            histograms["longest_choice_tokens"].observe(max(request.num_tokens for request in self._requests))
+
+
+class _RequestTimes:
+    """What is known of one request of a call."""
+
+    __slots__ = ("first_at", "has_ended", "last_at", "num_prompt_tokens", "num_tokens")
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
+        self.first_at = self.last_at = 0.0
+        self.has_ended = False
+
+
+def reason_of(error: Exception) -> str:
+    """An error as the value of a label: the name of its class for what is in our tree, `internal` for all else."""
+    if not isinstance(error, CarouselError):
+        return "internal"
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+
+
+def _count(counts: dict[str, int], reason: str) -> None:
+    counts[reason] = counts.get(reason, 0) + 1

@@ -1,0 +1,101 @@
+"""Gathers what all ingresses and replicas have measured: /metrics reaches one ingress and must tell of all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from app.config import MetricsConfig
+from app.metrics import KnownReplicas, ReplicaReport, RequestMetrics, Scrape, Snapshot, exposition
+
+logger = logging.getLogger(__name__)
+
+SCRAPE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressReport:
+    """What one ingress process has measured."""
+
+    ingress_id: str
+    requests: Snapshot
+    replicas: Mapping[str, Mapping[str, ReplicaReport]]  # the last that it heard of each, by model and id
+
+
+class MetricsCollector:
+    """One for each ingress process: has its measurements, and asks the others for theirs when somebody scrapes."""
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle], config: MetricsConfig) -> None:
+        """`handles` are the replica deployments by the model's name."""
+        self.requests = RequestMetrics(handles)
+        self._handles = handles
+        self._known = {name: KnownReplicas() for name in handles}
+        self._config = config
+
+    def report(self) -> IngressReport:
+        """What this process has measured."""
+        return IngressReport(
+            ingress_id=serve.get_replica_context().replica_id.unique_id,
+            requests=self.requests.snapshot(),
+            replicas={name: known.last for name, known in self._known.items()},
+        )
+
+    async def expose(self) -> bytes:
+        """The text of /metrics, summed over all ingresses and replicas that answer in time."""
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        ingresses, *answers = await asyncio.gather(
+            _reports(this_deployment), *(_reports(handle) for handle in self._handles.values())
+        )
+        replicas = {name: each.reports for name, each in zip(self._handles, answers, strict=True)}
+        self._learn(ingresses.reports, replicas)
+        requests = {report.ingress_id: report.requests for report in (*ingresses.reports, self.report())}
+        scrape = Scrape(
+            requests=list(requests.values()),
+            replicas=replicas,
+            gone={
+                name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
+            },
+            num_missing=sum(each.num_missing for each in (ingresses, *answers)),
+        )
+        return exposition(scrape, vllm_names=self._config.vllm_names)
+
+    def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[ReplicaReport]]) -> None:
+        for name, known in self._known.items():
+            for ingress in ingresses:
+                known.learn(ingress.replicas.get(name, {}).values())
+            known.learn(replicas[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What the replicas of one deployment reported, and how many did not."""
+
+    reports: Sequence[Any]
+    num_missing: int = 0
+
+
+async def _reports(handle: DeploymentHandle) -> _Answers:
+    """The reports of all replicas of a deployment that come in time."""
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            # Not `results_async`: when one replica hangs, it gives the answers of none.
+            calls = await handle.broadcast("metrics_report")._fetch_replica_results_async()
+    except DeploymentUnavailableError:  # it has no replicas now
+        return _Answers([])
+    except Exception as error:
+        logger.warning("no metrics of %s: %r", handle.deployment_name, error)
+        return _Answers([], num_missing=1)
+    tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
+    done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)
+    for task in late:
+        task.cancel()
+    reports = [task.result() for task in done if not task.cancelled() and task.exception() is None]
+    return _Answers(reports, num_missing=len(tasks) - len(reports))

@@ -1,0 +1,152 @@
+"""The text of /metrics, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.metrics import ReplicaReport, RequestMetrics, Scrape, exposition
+from tests.fakes import build_fake_engine, make_request
+
+# What tools outside look for, by family: the type, and the labels beside `model_name`.
+VLLM_NAMES: dict[str, tuple[str, set[str]]] = {
+    "num_requests_waiting": ("gauge", set()),
+    "num_requests_running": ("gauge", set()),
+    "kv_cache_usage_perc": ("gauge", set()),
+    "gpu_cache_usage_perc": ("gauge", set()),
+    "cache_config_info": ("gauge", {"block_size", "num_gpu_blocks"}),
+    "lora_requests_info": ("gauge", {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}),
+    "e2e_request_latency_seconds": ("histogram", set()),
+    "time_to_first_token_seconds": ("histogram", set()),
+    "inter_token_latency_seconds": ("histogram", set()),
+    "request_time_per_output_token_seconds": ("histogram", set()),
+    "request_queue_time_seconds": ("histogram", set()),
+    "request_prefill_time_seconds": ("histogram", set()),
+    "request_decode_time_seconds": ("histogram", set()),
+    "prompt_tokens": ("counter", set()),
+    "generation_tokens": ("counter", set()),
+    "request_success": ("counter", {"finished_reason"}),
+    "request_prompt_tokens": ("histogram", set()),
+    "request_generation_tokens": ("histogram", set()),
+    "request_max_num_generation_tokens": ("histogram", set()),
+    "iteration_tokens_total": ("histogram", set()),
+    "num_preemptions": ("counter", set()),
+    "admission_rejections": ("counter", {"reason"}),
+    "num_requests_waiting_by_reason": ("gauge", {"reason"}),
+    "prefix_cache_hits": ("counter", set()),
+    "prefix_cache_queries": ("counter", set()),
+}
+
+
+def report(replica_id: str, num_requests: int, **engine: Any) -> ReplicaReport:
+    """Of an engine in the middle of that many requests."""
+    fake = build_fake_engine(**engine)
+    for _ in range(num_requests):
+        fake.add(make_request(max_tokens=5))
+    for _ in range(2):
+        fake.step()
+    return ReplicaReport(replica_id=replica_id, stats=fake.stats(), measurements=fake.measurements())
+
+
+def after_one_request() -> Scrape:
+    metrics = RequestMetrics(["demo"])
+    with metrics.model("demo").call([3], arrived_at=metrics.arrived()) as call:
+        call.tokens(0, 2)
+        call.finished(0, "stop")
+    return Scrape(requests=[metrics.snapshot()], replicas={"demo": [report("a", 1)]})
+
+
+def parsed(text: bytes) -> dict[str, Metric]:
+    families = list(text_string_to_metric_families(text.decode()))
+    by_name = {family.name: family for family in families}
+    assert len(by_name) == len(families), "a family appears twice"
+    return by_name
+
+
+def value(text: bytes, sample_name: str, **labels: str) -> float:
+    """The one sample of that name that has these labels."""
+    [found] = [
+        sample.value
+        for family in parsed(text).values()
+        for sample in family.samples
+        if sample.name == sample_name and labels.items() <= sample.labels.items()
+    ]
+    return float(found)
+
+
+@pytest.mark.parametrize("name", VLLM_NAMES)
+def test_every_name_that_tools_look_for_is_there_after_one_request(name: str) -> None:
+    scrape = after_one_request()
+    scrape.requests[0]["demo"].refused["overloaded"] = 1  # type: ignore[index]
+    families = parsed(exposition(scrape))
+    kind, labels = VLLM_NAMES[name]
+    family = families[f"vllm:{name}"]
+    assert family.type == kind
+    assert family.samples
+    for sample in family.samples:
+        assert sample.labels.keys() - {"le"} == {"model_name", *labels}
+
+
+def test_no_series_appears_twice_and_every_counter_says_total() -> None:
+    text = exposition(after_one_request())
+    series = [line.rpartition(" ")[0] for line in text.decode().splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    counters = [family for family in parsed(text).values() if family.type == "counter"]
+    assert counters
+    assert all(sample.name.endswith("_total") for family in counters for sample in family.samples)
+
+
+def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> None:
+    scrape = Scrape(
+        requests=[RequestMetrics(["demo", "idle"]).snapshot()],
+        replicas={"demo": [report("a", 3), report("b", 12, num_blocks=16)]},
+        num_missing=2,
+    )
+    text = exposition(scrape)
+    running = [each.stats.num_running for each in scrape.replicas["demo"]]
+    free = [each.stats.num_free_blocks for each in scrape.replicas["demo"]]
+    assert value(text, "vllm:num_requests_running", model_name="demo") == sum(running)
+    assert value(text, "vllm:num_requests_waiting", model_name="demo") == 15 - sum(running) > 0
+    assert value(text, "vllm:kv_cache_usage_perc", model_name="demo") == pytest.approx(1 - sum(free) / 80)
+    assert [value(text, "carousel_slots_used", replica=replica) for replica in "ab"] == running
+    assert [value(text, "carousel_slots", replica=replica) for replica in "ab"] == [8, 8]
+    assert value(text, "vllm:iteration_tokens_total_count", model_name="demo") == 4
+    assert value(text, "carousel_scrape_missing") == 2
+    assert value(text, "vllm:num_requests_running", model_name="idle") == 0  # no replica at all
+    assert value(text, "vllm:kv_cache_usage_perc", model_name="idle") == 0
+
+
+def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
+    here, gone = report("a", 3), report("b", 2)
+    requests = [RequestMetrics(["demo"]).snapshot()]
+    both = exposition(Scrape(requests=requests, replicas={"demo": [here, gone]}))
+    one = exposition(Scrape(requests=requests, replicas={"demo": [here]}, gone={"demo": [gone]}))
+    for name in ("vllm:prefix_cache_queries_total", "vllm:iteration_tokens_total_sum", "vllm:num_preemptions_total"):
+        assert value(one, name) == value(both, name)
+    assert value(one, "vllm:prefix_cache_queries_total") == 5 * 3
+    assert (value(both, "vllm:num_requests_running"), value(one, "vllm:num_requests_running")) == (5, 3)
+    assert b'replica="b"' not in one
+
+
+def test_a_histogram_counts_upwards_to_all_of_its_values() -> None:
+    text = exposition(after_one_request())
+    counts = [
+        sample.value for sample in parsed(text)["vllm:request_prompt_tokens"].samples if sample.name.endswith("_bucket")
+    ]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 1)
+    assert value(text, "vllm:request_prompt_tokens_sum") == 3
+
+
+def test_vllms_names_can_be_switched_off() -> None:
+    assert b"vllm:" not in exposition(after_one_request(), vllm_names=False)
+
+
+def test_calls_without_a_model_are_counted_without_one() -> None:
+    metrics = RequestMetrics()
+    metrics.model("").refused(ValueError())
+    text = exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
+    assert value(text, "carousel_calls_refused_total", model_name="", reason="internal") == 1
