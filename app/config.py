@@ -450,6 +450,9 @@ class ApiConfig(Settings):
     max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one completions call")
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
+    heartbeat_s: float = Field(
+        15.0, ge=0.1, le=3600, description="seconds of silence on a stream after which a comment keeps it open"
+    )
 
 
 class IngressConfig(Settings):

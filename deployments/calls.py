@@ -41,7 +41,7 @@ class ServeCalls:
         except Exception as error:
             shown = to_carousel_error(error)
             if isinstance(shown, Unavailable | EngineStopped):
-                raise Lost(f"{type(error).__name__}: {error}") from error
+                raise Lost(f"{type(error).__name__}: {error}", reason="call_failed") from error
             raise shown from error
         finally:
             # Cancelling a call that has failed raises its error once more, as Serve's.

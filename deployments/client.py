@@ -18,7 +18,7 @@ from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
-from app.fleet import Board, Fleet, Limits, Patience
+from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
 from deployments import boards
 from deployments.calls import ServeCalls
 from deployments.errors import to_carousel_error
@@ -33,7 +33,11 @@ class ModelClient:
     """All replicas of one model, seen through their handle."""
 
     def __init__(
-        self, model: ServedModelConfig, handle: DeploymentHandle, transport: Literal["frames", "per_request"]
+        self,
+        model: ServedModelConfig,
+        handle: DeploymentHandle,
+        transport: Literal["frames", "per_request"],
+        metrics: FleetMetrics,
     ) -> None:
         """The handle must not have been used yet: its router asks for the board once."""
         replicas = model.replicas
@@ -56,7 +60,7 @@ class ModelClient:
                 place_timeout_s=replicas.place_timeout_s,
                 patience=Patience(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
             )
-            self.fleet = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits)
+            self.fleet = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits, metrics)
             self.generate = self.fleet.generate
         else:
             self.generate = CallPerRequest(handle, board).generate

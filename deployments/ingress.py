@@ -35,11 +35,13 @@ class Ingress:
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
-        models = {model.name: model for model in config.models}
-        self._clients = {
-            name: ModelClient(models[name], handle, config.ingress.transport) for name, handle in handles.items()
-        }
         self._metrics = MetricsCollector(handles, config.metrics)
+        self._clients = {
+            model.name: ModelClient(
+                model, handles[model.name], config.ingress.transport, self._metrics.requests.model(model.name)
+            )
+            for model in config.models
+        }
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -61,7 +63,13 @@ class Ingress:
         facts = await client.facts()
         logger.info("model %s: context %d, vocabulary %d", model.name, facts.max_model_len, facts.vocab_size)
         return ServedModel(
-            name=model.name, tokenizer=tokenizer, facts=facts, generate=client.generate, created=int(time.time())
+            name=model.name,
+            tokenizer=tokenizer,
+            facts=facts,
+            generate=client.generate,
+            created=int(time.time()),
+            group_header=model.replicas.group_header,
+            session_header=model.replicas.session_header,
         )
 
     async def _is_ready(self) -> bool:

@@ -34,6 +34,8 @@ class ServedModel:
     facts: ModelFacts
     generate: Generate
     created: int  # seconds since 1970
+    group_header: str = "x-carousel-group"
+    session_header: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

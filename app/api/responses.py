@@ -40,6 +40,7 @@ class Progress:
     metrics: CallMetrics
     answers: list[Answer] = field(init=False)
     queued: Queued | None = None  # as the first choice that was heard of found it
+    is_open: bool = False  # the headers went out before there was a token: no error has a status of its own any more
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in self.call.requests]
@@ -58,6 +59,11 @@ class Progress:
         if piece.finish_reason is not None:
             self.metrics.finished(piece.index, piece.finish_reason)
 
+    def open_if_queued(self) -> bool:
+        """Whether headers may go out before the first token: a replica has accepted the request."""
+        self.is_open = self.queued is not None
+        return self.is_open
+
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
         num_prompt_tokens = self.call.num_prompt_tokens
@@ -71,14 +77,20 @@ class Progress:
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
-    def queue_headers(self) -> dict[str, str]:
-        """What the call found in the queue of its replica when it arrived."""
-        if self.queued is None:
+    def placement_headers(self, *, explain: bool) -> dict[str, str]:
+        """Where the call's first request went, what it found in the queue there, and why there if asked."""
+        queued = self.queued
+        if queued is None:
             return {}
-        return {
-            "x-carousel-queue-position": str(self.queued.position),
-            "x-carousel-estimated-wait-ms": str(round(self.queued.estimated_wait_s * 1e3)),
+        headers = {
+            "x-carousel-queue-position": str(queued.position),
+            "x-carousel-estimated-wait-ms": str(round(queued.estimated_wait_s * 1e3)),
         }
+        if queued.replica_id:
+            headers["x-carousel-replica"] = queued.replica_id
+        if explain and queued.why_there:
+            headers["x-carousel-why"] = queued.why_there
+        return headers
 
     def log_end(self) -> None:
         """One line for a call that came to its end."""
@@ -174,7 +186,7 @@ async def events(progress: Progress, pieces: AsyncGenerator[Piece, None], form: 
             yield event(writer.usage_chunk())
         progress.log_end()
     except Exception as error:
-        if not writer.has_begun:
+        if not writer.has_begun and not progress.is_open:
             raise
         log_error(error, progress.request_id)
         yield event(error_body(error, progress.request_id))
@@ -198,6 +210,8 @@ class _ChunkWriter:
     def chunks(self, piece: Piece) -> list[Json]:
         """Book a piece and write what it adds to its choice; nothing when there is nothing to say yet."""
         self._progress.add(piece, keep_text=False)
+        if not piece.num_tokens and piece.finish_reason is None:
+            return []  # it is queued; no word goes out before there is a token
         choices = self._form.chunk_choices(piece, is_first=piece.index not in self._begun)
         if choices:
             self._begun.add(piece.index)

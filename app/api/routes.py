@@ -21,6 +21,7 @@ from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
+from app.api.hints import wants_explanation, with_hints
 from app.api.parameters import UnknownFields
 from app.api.responses import (
     ChatFormat,
@@ -136,9 +137,14 @@ class _Api:
         response: Response
         if not is_streamed:
             response = JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
-        else:  # no header goes out before the first text is here: until then a refusal is a real status
-            response = await begin_event_stream(request.receive, events(progress, pieces, form))
-        response.headers.update(progress.queue_headers())
+        else:  # no header goes out before the first text or a long wait: until then a refusal is a real status
+            response = await begin_event_stream(
+                request.receive,
+                events(progress, pieces, form),
+                heartbeat_s=self._config.heartbeat_s,
+                may_begin=progress.open_if_queued,
+            )
+        response.headers.update(progress.placement_headers(explain=wants_explanation(request.headers)))
         return response
 
     async def _call(self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]) -> tuple[Call, bool]:
@@ -152,7 +158,7 @@ class _Api:
                 request.state.request_id = parsed.request_id
             model = self._model(parsed.model)
             model_name = model.name
-            return await prepare(parsed, model, self._config), parsed.stream
+            return with_hints(await prepare(parsed, model, self._config), request.headers), parsed.stream
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
 
 T = TypeVar("T")
 
@@ -48,14 +50,34 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def begin_event_stream(receive: Receive, events: AsyncGenerator[bytes, None]) -> Response:
-    """Wait for the first event, so that an error before it can still have a status of its own."""
+async def begin_event_stream(
+    receive: Receive,
+    events: AsyncGenerator[bytes, None],
+    *,
+    heartbeat_s: float,
+    may_begin: Callable[[], bool],
+) -> Response:
+    """Wait for the first event, so that an error before it can still have a status of its own.
+
+    After `heartbeat_s` without one the stream begins all the same where it `may_begin`, for example when the request is
+    queued: its client and all that is between would else think that nobody is there. From then on a comment goes out
+    whenever nothing else has for `heartbeat_s`; that is also how a client that vanished without a word is noticed.
+    """
+    first = asyncio.ensure_future(anext(events))
     try:
-        first = await unless_disconnected(receive, anext(events))
+        while True:
+            await unless_disconnected(receive, asyncio.wait({first}, timeout=heartbeat_s))
+            if first.done():
+                first.result()
+                break
+            if may_begin():
+                break
     except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
         raise
-    return _EventStreamResponse(first, events)
+    return _EventStreamResponse(first, events, heartbeat_s=heartbeat_s)
 
 
 class _EventStreamResponse(Response):
@@ -66,22 +88,49 @@ class _EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None], *, heartbeat_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._heartbeat_s = heartbeat_s
+        self._sent_at = 0.0  # by the event loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            await unless_disconnected(receive, self._send_all(send))
+        self._sent_at = asyncio.get_running_loop().time()
+        keeping_open = asyncio.ensure_future(self._keep_open(send))
+        try:
+            async with aclosing(self._rest):
+                await unless_disconnected(receive, self._send_all(send))
+        finally:
+            self._first.cancel()
+            keeping_open.cancel()
+            await asyncio.gather(self._first, keeping_open, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            if not self._first.done():
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+            self._sent_at = clock()
+            await send({"type": "http.response.body", "body": await self._first, "more_body": True})
             async for data in self._rest:
+                self._sent_at = clock()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._sent_at = math.inf  # nothing may follow
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:  # how newer ASGI servers say that nobody reads
             raise ClientGone from error
+
+    async def _keep_open(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
+        clock = asyncio.get_running_loop().time
+        wait_s = self._heartbeat_s
+        while wait_s < math.inf:
+            await asyncio.sleep(wait_s)
+            wait_s = self._sent_at + self._heartbeat_s - clock()
+            if wait_s <= 0:
+                self._sent_at = clock()
+                wait_s = self._heartbeat_s
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})

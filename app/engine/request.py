@@ -11,6 +11,7 @@ from app.errors import CarouselError
 
 MAX_PRIORITY = 100  # priorities go from -100 to 100
 MAX_TENANT_LENGTH = 256
+MAX_SESSION_LENGTH = 256
 MAX_DEADLINE_S = 86_400.0
 
 

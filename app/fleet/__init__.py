@@ -2,9 +2,21 @@
 
 from app.fleet.attempt import Lost
 from app.fleet.board import Board
-from app.fleet.fleet import Calls, Fleet, Limits, Totals
+from app.fleet.fleet import Calls, Fleet, FleetMetrics, Limits, Totals
 from app.fleet.frame import Frame, Report
 from app.fleet.line import Patience
 from app.fleet.outbox import Outbox
 
-__all__ = ["Board", "Calls", "Fleet", "Frame", "Limits", "Lost", "Outbox", "Patience", "Report", "Totals"]
+__all__ = [
+    "Board",
+    "Calls",
+    "Fleet",
+    "FleetMetrics",
+    "Frame",
+    "Limits",
+    "Lost",
+    "Outbox",
+    "Patience",
+    "Report",
+    "Totals",
+]

@@ -11,6 +11,11 @@ from app.errors import CarouselError
 class Lost(Exception):
     """The replica that had the request will say no more about it; another one can go on."""
 
+    def __init__(self, message: str, *, reason: str) -> None:
+        """`reason` is one word for metrics; the message is for the log."""
+        super().__init__(message)
+        self.reason = reason
+
 
 class Attempt:
     """What has arrived of one try and is not read yet. Its id is its own: what is meant for another never gets here."""

@@ -15,6 +15,7 @@ from app.dispatch import (
     ReplicaLoad,
     ReplicaReport,
     RequestSize,
+    Sessions,
     of_group,
 )
 from app.engine.pace import RetryTimes
@@ -32,6 +33,7 @@ class _Expected:
     size: RequestSize
     group: str
     num_generated: int = 0  # since it was placed
+    charged_to: str = ""  # the replica on which the ledger has it
     decision: Decision | None = None
 
 
@@ -54,6 +56,7 @@ class Board:
         self._expected: dict[str, _Expected] = {}  # by request id
         self._ledger = Ledger()
         self._lengths = OutputLengths()
+        self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
         self._retry_times = RetryTimes()
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
@@ -74,7 +77,7 @@ class Board:
             num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
             num_expected_tokens=max(1, self._lengths.expected_tokens(sampling.max_tokens) - num_generated),
         )
-        group = self._groups.choose(request.request_id, asked=request.group, param="group")
+        group = self._groups.choose(request.session or request.request_id, asked=request.group, param="group")
         self._check_room()
         self._expected[request.request_id] = _Expected(request, avoid, size, group)
 
@@ -87,7 +90,8 @@ class Board:
         cached = (
             {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
         )
-        loads = self._loads(replica_ids, cached)
+        session_replica_id = self._sessions.replica_of(request.session) if request.session else None
+        loads = self._loads(replica_ids, cached, session_replica_id)
         of_its_group = of_group(loads, expected.group).loads
         shunned = self._suspects | expected.avoid
         trusted = [load for load in of_its_group if load.replica_id not in shunned]
@@ -103,9 +107,12 @@ class Board:
         expected = self._expected.get(request_id)
         if expected is None:
             return
-        self._charge(expected, replica_id, 0)
+        if replica_id != expected.charged_to:  # the first in order had no room
+            self._charge(expected, replica_id, 0)
+        request = expected.request
+        if request.session:
+            self._sessions.place(request.session, replica_id)
         if self._prefixes is not None:
-            request = expected.request
             self._prefixes.add(replica_id, request.prompt_token_ids, salt=request.cache_salt)
         self.on_placed(request_id, replica_id)
 
@@ -131,6 +138,7 @@ class Board:
 
     def _charge(self, expected: _Expected, replica_id: str, num_cached_tokens: int) -> None:
         # Booked before it is sent: requests placed in the same moment must see each other.
+        expected.charged_to = replica_id
         self._ledger.place(
             expected.request.request_id,
             replica_id,
@@ -138,7 +146,9 @@ class Board:
             num_expected_tokens=expected.size.num_expected_tokens,
         )
 
-    def _loads(self, replica_ids: Sequence[str], num_cached_tokens: dict[str, int]) -> list[ReplicaLoad]:
+    def _loads(
+        self, replica_ids: Sequence[str], num_cached_tokens: dict[str, int], session_replica_id: str | None = None
+    ) -> list[ReplicaLoad]:
         reports = {each: report for each in replica_ids if (report := self._reports.get(each)) is not None}
         return self._ledger.loads(
             replica_ids,
@@ -146,6 +156,7 @@ class Board:
             max_requests=max((report.max_requests for report in reports.values()), default=None),
             num_cached_tokens=num_cached_tokens,
             groups={replica_id: report.group for replica_id, report in reports.items()},
+            session_replica_id=session_replica_id,
         )
 
     def _check_room(self) -> None:
@@ -169,6 +180,7 @@ class Board:
         """These replicas take requests from now on, and no others."""
         self._reports = {replica_id: self._reports.get(replica_id) for replica_id in replica_ids}
         self._suspects.intersection_update(replica_ids)
+        self._sessions.keep_only(replica_ids)
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)
         self.on_replicas(self.replica_ids)

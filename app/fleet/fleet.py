@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.engine.request import Request, TokenDelta
+from app.engine.request import Queued, Request, TokenDelta
 from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, Unavailable
 from app.fleet.attempt import Attempt, Lost
 from app.fleet.board import Board
@@ -40,6 +40,19 @@ class Calls(Protocol):
         ...
 
 
+class FleetMetrics(Protocol):
+    """Who counts. Implemented by `app.metrics.ModelMetrics`."""
+
+    def dispatched(self, reason: str) -> None:
+        """A request was sent to a replica; one word for what decided which."""
+
+    def resumed(self, reason: str) -> None:
+        """A request goes on at another replica; one word for what happened to the one before."""
+
+    def frame_received(self, num_deltas: int) -> None:
+        """A frame has come, with news of so many requests."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How long a fleet waits and how often it tries. Seconds."""
@@ -53,8 +66,6 @@ class Limits:
 class Totals:
     """What has happened since the process began."""
 
-    frames: int = 0
-    deltas: int = 0
     fenced_deltas: int = 0  # late words of attempts that were given up
     losses: int = 0  # of streams from a replica
     resumes: int = 0  # requests that went on elsewhere after their first token
@@ -71,11 +82,18 @@ class Fleet:
     """
 
     def __init__(
-        self, calls: Calls, board: Board, limits: Limits, *, clock: Callable[[], float] = time.monotonic
+        self,
+        calls: Calls,
+        board: Board,
+        limits: Limits,
+        metrics: FleetMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._board = board
         self._limits = limits
+        self._metrics = metrics
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
         self._lines: dict[str, Line] = {}
@@ -101,6 +119,8 @@ class Fleet:
             try:
                 while True:
                     delta = journal.book(await attempt.next())
+                    if delta.queued is not None:
+                        delta = delta._replace(queued=self._with_place(attempt, delta.queued))
                     yield delta
                     if delta.finish_reason is not None:
                         attempt.is_done = True
@@ -144,6 +164,11 @@ class Fleet:
             attempt.sending = asyncio.get_running_loop().create_task(self._send(attempt))
             return attempt
 
+    def _with_place(self, attempt: Attempt, queued: Queued) -> Queued:
+        decision = self._board.decision(attempt.attempt_id)
+        why = "" if decision is None else decision.explain()
+        return queued._replace(replica_id=attempt.replica_id or "", why_there=why)
+
     async def _send(self, attempt: Attempt) -> None:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._limits.place_timeout_s, self._check_place, attempt)
@@ -156,7 +181,9 @@ class Fleet:
             attempt.fail(Failure("the request could not be sent to a replica"))
         else:
             if not attempt.has_ended:
-                loop.call_later(_LAST_TOKENS_S, attempt.fail, Lost("its last tokens did not arrive"))
+                loop.call_later(
+                    _LAST_TOKENS_S, attempt.fail, Lost("its last tokens did not arrive", reason="incomplete")
+                )
         finally:
             timer.cancel()
 
@@ -187,6 +214,7 @@ class Fleet:
             raise Unavailable(
                 f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
+        self._metrics.resumed(lost.reason)
         if journal.has_begun:
             self.totals.resumes += 1
         else:
@@ -234,12 +262,13 @@ class Fleet:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
             attempt.placed(replica_id, self._clock())
+            decision = self._board.decision(request_id)
+            self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)
 
     def _on_frame(self, replica_id: str, frame: Frame) -> None:
         self._board.note(replica_id, frame.report)
-        self.totals.frames += 1
-        self.totals.deltas += len(frame.deltas)
+        self._metrics.frame_received(len(frame.deltas))
         for delta in frame.deltas:
             attempt = self._attempts.get(delta.request_id)
             if attempt is None or attempt.has_ended:
@@ -249,12 +278,12 @@ class Fleet:
             if delta.token_ids:
                 self._board.progress(delta.request_id, len(delta.token_ids))
 
-    def _on_lost(self, replica_id: str, why: str) -> None:
+    def _on_lost(self, replica_id: str, lost: Lost) -> None:
         self._board.suspect(replica_id)
         self.totals.losses += 1
         for attempt in self._attempts.values():
             if attempt.replica_id == replica_id:
-                attempt.fail(Lost(why))
+                attempt.fail(lost)
         if replica_id not in self._board.replica_ids:
             line = self._lines.pop(replica_id, None)
             if line is not None:

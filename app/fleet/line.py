@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
+from app.fleet.attempt import Lost
 from app.fleet.frame import Frame
 
 logger = logging.getLogger(__name__)
@@ -17,10 +18,6 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 # A timer that is itself this late says that this process was busy or stopped, not that the replica is silent.
 _LATE_S = 0.2
-
-
-class LineBroken(Exception):
-    """What comes through cannot be trusted, or nothing comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +38,9 @@ class Line:
         *,
         patience: Patience,
         on_frame: Callable[[str, Frame], None],
-        on_lost: Callable[[str, str], None],
+        on_lost: Callable[[str, Lost], None],
     ) -> None:
-        """`on_lost(replica_id, why)` is called whenever the stream ends: frames may be missing from then on."""
+        """`on_lost(replica_id, lost)` is called whenever the stream ends: frames may be missing from then on."""
         self._replica_id = replica_id
         self._open_stream = open_stream
         self._patience = patience
@@ -62,14 +59,14 @@ class Line:
         delay_s = _FIRST_DELAY_S
         while True:
             began_at = asyncio.get_running_loop().time()
-            why = await self._until_lost()
-            logger.warning("replica %s: %s", self._replica_id, why)
-            self._on_lost(self._replica_id, why)
+            lost = await self._until_lost()
+            logger.warning("replica %s: %s", self._replica_id, lost)
+            self._on_lost(self._replica_id, lost)
             lasted_s = asyncio.get_running_loop().time() - began_at
             delay_s = _FIRST_DELAY_S if lasted_s > 2 * _LONGEST_DELAY_S else min(2 * delay_s, _LONGEST_DELAY_S)
             await asyncio.sleep(delay_s)
 
-    async def _until_lost(self) -> str:
+    async def _until_lost(self) -> Lost:
         """Read one stream to its end; returns why it ended."""
         loop = asyncio.get_running_loop()
         self._is_silent = False
@@ -85,14 +82,14 @@ class Line:
             if not self._is_silent:
                 self._reading.cancel()
                 raise
-            return f"silent for {loop.time() - self._heard_at:.1f} s"
-        except LineBroken as error:
-            return str(error)
+            return Lost(f"silent for {loop.time() - self._heard_at:.1f} s", reason="silent")
+        except Lost as lost:
+            return lost
         except Exception as error:
-            return f"its stream broke: {type(error).__name__}: {error}"
+            return Lost(f"its stream broke: {type(error).__name__}: {error}", reason="broken")
         finally:
             self._watching.cancel()
-        return "its stream ended"
+        return Lost("its stream ended", reason="ended")
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -101,10 +98,10 @@ class Line:
             async for frame in frames:
                 self._heard_at = loop.time()
                 if frame.number != number:
-                    raise LineBroken(f"frame {number} is missing, {frame.number} came")
+                    raise Lost(f"frame {number} is missing, {frame.number} came", reason="gap")
                 number += 1
                 if frame.report.step_age_s > self._patience.step_s:
-                    raise LineBroken(f"its step has been running for {frame.report.step_age_s:.1f} s")
+                    raise Lost(f"its step has been running for {frame.report.step_age_s:.1f} s", reason="stuck")
                 self._on_frame(self._replica_id, frame)
 
     def _check_silence(self, due_at: float) -> None:

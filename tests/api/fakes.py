@@ -62,7 +62,7 @@ class Service:
         *,
         generate: Generate | None = None,
         names: Sequence[str] = ("demo",),
-        **limits: int,
+        **limits: float,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
@@ -74,7 +74,7 @@ class Service:
             )
             for name in names
         ]
-        self.app: Starlette = build_app(self.models, ApiConfig(**limits), self._is_ready)
+        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(limits), self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready

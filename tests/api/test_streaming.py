@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from app.api import build_app
+from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
@@ -334,3 +337,72 @@ def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
             assert [json.loads(body[6:])["choices"][0]["text"] for body in bodies] == ["0", "1"]
 
     asyncio.run(main())
+
+
+def test_a_stream_that_waits_long_in_a_queue_is_kept_open_by_comments(tokenizer: Tokenizer) -> None:
+    async def slowly(request: Request) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0, replica_id="r1", why_there="least_loaded: r1"))
+        await asyncio.sleep(0.35)
+        yield TokenDelta(request.request_id, tuple(tokenizer.encode("3 4", add_special_tokens=False)))
+        await asyncio.sleep(0.25)
+        yield TokenDelta(request.request_id, (), finish_reason=FinishReason.LENGTH)
+
+    service = Service(tokenizer, generate=slowly, heartbeat_s=0.1)
+    answer = service.complete(stream=True)
+    assert answer.status == 200
+    assert answer.headers["x-carousel-replica"] == "r1"
+    assert answer.headers["x-carousel-queue-position"] == "3"
+    lines = answer.body.decode().removesuffix("\n\n").split("\n\n")
+    assert lines[:3] == [": still here"] * 3
+    assert lines.count(": still here") >= 4
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_error_after_a_long_wait_in_a_queue_is_an_event(tokenizer: Tokenizer) -> None:
+    async def slowly(request: Request) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0))
+        await asyncio.sleep(0.25)
+        raise DeadlineMissed("too late")
+
+    service = Service(tokenizer, generate=slowly, heartbeat_s=0.1)
+    answer = service.complete(stream=True)
+    lines = [line for line in answer.body.decode().split("\n\n") if line and not line.startswith(":")]
+    assert answer.status == 200
+    assert json.loads(lines[0].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert lines[1:] == ["data: [DONE]"]
+
+
+def test_an_error_in_a_queue_before_any_comment_has_its_own_status(tokenizer: Tokenizer) -> None:
+    async def refused(request: Request) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0))
+        raise DeadlineMissed("too late")
+
+    service = Service(tokenizer, generate=refused)
+    assert service.complete(stream=True).status == 408
+
+
+def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer) -> None:
+    async def placed(request: Request) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta(request.request_id, (), queued=Queued(0, 0.0, replica_id="r1", why_there="least_loaded: r1"))
+        yield TokenDelta(request.request_id, (5,), finish_reason=FinishReason.LENGTH)
+
+    service = Service(tokenizer, generate=placed)
+    body = {"prompt": "x", "stream": True}
+    for explain, why in (("1", "least_loaded: r1"), ("true", "least_loaded: r1"), ("0", None), ("", None)):
+        answer = service.call("POST", "/v1/completions", body, {"x-carousel-explain": explain})
+        assert answer.headers.get("x-carousel-why") == why
+        assert answer.headers["x-carousel-replica"] == "r1"
+
+
+def test_groups_and_sessions_come_from_the_headers_that_the_model_names(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"))
+    service.models[0] = replace(service.models[0], session_header="x-user-session")
+    service.app = build_app(service.models, ApiConfig(), service._is_ready)
+    body = {"prompt": "x", "n": 2}
+    headers = {"x-carousel-group": "new", "x-user-session": "s" * 256}
+    assert service.call("POST", "/v1/completions", body, headers).status == 200
+    assert {(request.group, request.session) for request in service.generate.requests} == {("new", "s" * 256)}
+    headers["x-user-session"] += "s"
+    refused = service.call("POST", "/v1/completions", body, headers)
+    assert (refused.status, refused.error["param"]) == (400, "x-user-session")

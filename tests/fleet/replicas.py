@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -89,7 +90,7 @@ class LocalCalls:
         self.board.placed(request.request_id, replica.replica_id)
         await replica.is_heard.wait()
         if replica.is_dead:
-            raise Lost("the actor died")
+            raise Lost("the actor died", reason="call_failed")
         replica.num_served += 1
         carrying = asyncio.ensure_future(
             replica.outbox.carry(request, lambda r: replica.engine.submit(r, replica.outbox), replica.engine.abort)
@@ -98,7 +99,7 @@ class LocalCalls:
         try:
             await asyncio.wait({carrying, dying}, return_when=asyncio.FIRST_COMPLETED)
             if dying.done():
-                raise Lost("the actor died")
+                raise Lost("the actor died", reason="call_failed")
             carrying.result()
         finally:
             dying.cancel()
@@ -122,6 +123,24 @@ class LocalCalls:
         if not self.present:
             self.is_somebody_there.clear()
         self.board.set_replicas(self.present)
+
+
+class Counts:
+    """What a fleet tells its metrics."""
+
+    def __init__(self) -> None:
+        self.placed: Counter[str] = Counter()
+        self.resumes: Counter[str] = Counter()
+        self.num_frames = 0
+
+    def dispatched(self, reason: str) -> None:
+        self.placed[reason] += 1
+
+    def resumed(self, reason: str) -> None:
+        self.resumes[reason] += 1
+
+    def frame_received(self, num_deltas: int) -> None:
+        self.num_frames += 1
 
 
 class LocalFleet:
@@ -149,6 +168,7 @@ class LocalFleet:
         self.board = Board(
             make_policy(dispatch, random.Random(1)), GroupChooser(groups), block_size=4, clock=time.monotonic
         )
+        self.counts = Counts()
         self.calls = LocalCalls(self.board, self.replicas)
         self._limits = Limits(
             max_resumes=max_resumes,
@@ -157,7 +177,7 @@ class LocalFleet:
         )
 
     async def __aenter__(self) -> LocalFleet:
-        self.fleet = Fleet(self.calls, self.board, self._limits)
+        self.fleet = Fleet(self.calls, self.board, self._limits, self.counts)
         self.board.set_replicas(self.calls.present)
         await asyncio.sleep(0.02)
         assert len(self.board.reports) == len(self.replicas), "every replica has been heard of"

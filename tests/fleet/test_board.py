@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from app.dispatch import Group, GroupChooser, make_policy
+from app.errors import InvalidRequest, Overloaded
+from app.fleet import Board, Report
+from tests.fakes import FakeClock, make_request
+
+REPLICAS = ("a", "b")
+
+
+def report(*, group: str = "", num_requests: int = 0, max_requests: int = 10) -> Report:
+    return Report(
+        group=group,
+        num_requests=num_requests,
+        max_requests=max_requests,
+        max_running=8,
+        num_waiting_tokens=0,
+        num_kv_tokens=4096,
+        kv_use=0.0,
+        speed=100.0,
+        ended_per_s=4.0,
+        step_age_s=0.0,
+    )
+
+
+def make_board(
+    dispatch: str = "least_loaded", *, groups: Sequence[Group] = (), clock: FakeClock | None = None
+) -> Board:
+    settings = {"name": dispatch} | ({"max_imbalance_tokens": 1000} if dispatch == "prefix_affinity" else {})
+    board = Board(make_policy(settings, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock())
+    board.set_replicas(REPLICAS)
+    for replica_id in REPLICAS:
+        board.note(replica_id, report())
+    return board
+
+
+def place(board: Board, prompt: tuple[int, ...] = (5, 6, 7), **fields: str) -> tuple[str, str]:
+    """Place a request where the board prefers it; its id and the replica's."""
+    request = replace(make_request(prompt), **fields)  # type: ignore[arg-type]
+    board.expect(request)
+    [first, *_] = board.order(request.request_id, REPLICAS)
+    board.placed(request.request_id, first)
+    return request.request_id, first
+
+
+def test_requests_of_the_same_moment_see_each_other() -> None:
+    board = make_board()
+    assert sorted(place(board)[1] for _ in range(8)) == ["a"] * 4 + ["b"] * 4
+
+
+def test_a_request_that_went_elsewhere_is_charged_there() -> None:
+    board = make_board()
+    request = make_request((5,) * 100)
+    board.expect(request)
+    [first, second] = board.order(request.request_id, REPLICAS)
+    board.placed(request.request_id, second)
+    assert place(board)[1] == first
+    board.end(request.request_id, by_itself=False)
+
+
+def test_a_suspect_is_asked_last_until_it_speaks() -> None:
+    board = make_board()
+    board.suspect("a")
+    assert {place(board)[1] for _ in range(6)} == {"b"}
+    board.note("a", report())
+    assert place(board)[1] == "a"
+
+
+def test_whoever_has_just_refused_is_asked_last() -> None:
+    board = make_board()
+    for _ in range(5):
+        request = make_request()
+        board.expect(request, avoid=frozenset({"b"}))
+        assert board.order(request.request_id, REPLICAS) == ["a", "b"]
+
+
+def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
+    board = make_board("prefix_affinity")
+    prompt = tuple(range(2, 42))
+    request_id, first = place(board, prompt)
+    board.end(request_id, by_itself=True)
+    assert {place(board, (*prompt, n))[1] for n in range(6)} == {first}
+    board = make_board("prefix_affinity")
+    _, first = place(board, (9,), session="mine")
+    assert {place(board, (n,), session="mine")[1] for n in range(6)} == {first}
+
+
+def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> None:
+    board = make_board()
+    request_id, first = place(board)
+    decision = board.decision(request_id)
+    assert decision is not None
+    line = decision.explain()
+    assert line.startswith(f"least_loaded: {first}")
+    assert all(replica_id in line for replica_id in REPLICAS)
+    board.end(request_id, by_itself=True)
+    assert board.decision(request_id) is None
+
+
+def test_when_all_are_full_it_says_so_before_anybody_is_asked() -> None:
+    board = make_board()
+    for replica_id in REPLICAS:
+        board.note(replica_id, report(num_requests=10))
+    with pytest.raises(Overloaded, match=r"all 2 replicas are full \(20 requests\)") as refused:
+        board.expect(make_request())
+    assert refused.value.retry_after_s == pytest.approx(1 / 8)  # two replicas end four a second each
+    with pytest.raises(Overloaded) as refused:
+        board.expect(make_request())
+    assert refused.value.retry_after_s == pytest.approx(2 / 8)
+    board.note("b", report(num_requests=9))
+    board.expect(make_request())
+
+
+def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
+    board = make_board(groups=(Group("old", 1.0), Group("new", 1.0)))
+    board.note("a", report(group="old", max_requests=100))
+    board.note("b", report(group="new", max_requests=100))
+    assert {place(board, group="new")[1] for _ in range(5)} == {"b"}
+    assert {place(board)[1] for _ in range(40)} == {"a", "b"}
+    request = replace(make_request(), group="new")
+    board.expect(request)
+    assert board.order(request.request_id, ["a"]) == ["a"]
+    with pytest.raises(InvalidRequest, match="there is no group 'newest'; there are old, new"):
+        board.expect(replace(make_request(), group="newest"))
+
+
+def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
+    board = make_board()
+    told: list[list[str]] = []
+    board.on_replicas = lambda replica_ids: told.append(sorted(replica_ids))
+    board.set_replicas(["b", "c"])
+    board.note("a", report())  # it is still ending what it has
+    assert told == [["b", "c"]]
+    assert sorted(board.replica_ids) == ["b", "c"]
+    assert list(board.reports) == ["b"]
