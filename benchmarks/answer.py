@@ -69,16 +69,21 @@ class Answer:
 
 
 async def ask(
-    target: Target, request: bytes, *, timeout_s: float, clock: Callable[[], float] = time.perf_counter
+    target: Target,
+    request: bytes,
+    *,
+    timeout_s: float,
+    on_status: Callable[[Answer], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
     """Send a streaming request of the OpenAI API and follow its answer to the end. Never raises for the server's part.
 
-    request: as `Target.request` makes it.
+    request: as `Target.request` makes it. on_status: called as soon as the status is known.
     """
     answer = Answer(begun_s=clock())
     try:
         async with asyncio.timeout(timeout_s):
-            await call(target, request, _AnswerReader(answer), clock=clock)
+            await call(target, request, _AnswerReader(answer, on_status), clock=clock)
     except TimeoutError:
         answer.failure = TIMEOUT
     except OSError as error:
@@ -90,12 +95,15 @@ async def ask(
 class _AnswerReader:
     """Fills in an answer from its bytes."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, on_status: Callable[[Answer], None] | None) -> None:
         self._answer = answer
+        self._on_status = on_status
         self._held = b""
 
     def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
         self._answer.status, self._answer.headers, self._answer.answered_s = status, headers, at_s
+        if self._on_status is not None:
+            self._on_status(self._answer)
 
     def body(self, data: bytes, *, at_s: float) -> None:
         answer = self._answer

@@ -6,8 +6,9 @@
 
 Requests are sent when their time comes, however slow the answers are, each on a connection of its own; a late client
 shows in `lateness_*`. One run prints one JSON object. A sweep is a run for each multiple of the capacity, one after the
-other, and prints a table and then the JSON object with its rows. With --retry-check refused clients come back exactly
-when Retry-After said, and some probe for when they could have; what becomes of them counts in the `retry` figures only.
+other, and prints a table and then the JSON object with its rows. With --retry-check the same arrivals come once more:
+this time refused clients come back exactly when Retry-After said, and some probe for when they could have. That is more
+load, so only the `retry` figures are of that run.
 """
 
 from __future__ import annotations
@@ -140,33 +141,36 @@ def _run(
 ) -> Outcome:
     played = schedule(workload, arrivals, Extent(given.requests, given.duration), rate=rate, seed=given.seed)
     slo = Slo(ttft_s=_seconds(given.slo_ttft_ms), itl_s=_seconds(given.slo_itl_ms))
-    outcome = asyncio.run(_measured(given, target, played, slo, factor=factor, rate=rate))
-    found = outcome.figures
+    found = asyncio.run(_measured(given, target, played, slo))
     tell(
         f"{len(played.requests):,} requests in {found.seconds:.1f} s: {found.num_answered:,} answered, "
         f"{found.goodput_requests_per_s:.2f}/s well; errors: {found.errors or 'none'}; "
         f"this client was late by at most {found.lateness_max_ms:.1f} ms"
     )
-    return outcome
+    retry = asyncio.run(_retried(given, target, played)) if given.retry_check and "429" in found.errors else None
+    return Outcome(factor, rate, found, retry)
 
 
-async def _measured(
-    given: argparse.Namespace, target: Target, played: Workload, slo: Slo, *, factor: float | None, rate: float | None
-) -> Outcome:
+async def _measured(given: argparse.Namespace, target: Target, played: Workload, slo: Slo) -> OnlineFigures:
+    requests, arrivals_s = _prepared(given, target, played)
+    cpu_began = _own_cpu_s()
+    sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=given.timeout_s)
+    return OnlineFigures.of(sent, slo, client_cpu_s=_own_cpu_s() - cpu_began)
+
+
+async def _retried(given: argparse.Namespace, target: Target, played: Workload) -> RetryFigures:
+    """The same arrivals, with refused clients that come back."""
+    requests, arrivals_s = _prepared(given, target, played)
+    start_s = time.perf_counter() + LEAD_S
+    retries = RetryCheck(target, start_s + arrivals_s[-1], given.timeout_s)
+    await play(target, requests, arrivals_s, start_s=start_s, timeout_s=given.timeout_s, after=retries.after)
+    return retries.figures()
+
+
+def _prepared(given: argparse.Namespace, target: Target, played: Workload) -> tuple[list[bytes], list[float]]:
+    """Everything that can be made before the clock runs: the bytes to send, and when."""
     requests = [completion_request(target, given.model, timed.request) for timed in played.requests]
-    arrivals_s = [timed.arrival_s for timed in played.requests]
-    start_s, cpu_began = time.perf_counter() + LEAD_S, _own_cpu_s()
-    retries = RetryCheck(target, start_s + arrivals_s[-1], given.timeout_s) if given.retry_check else None
-    sent = await play(
-        target,
-        requests,
-        arrivals_s,
-        start_s=start_s,
-        timeout_s=given.timeout_s,
-        after=None if retries is None else retries.after,
-    )
-    figures = OnlineFigures.of(sent, slo, client_cpu_s=_own_cpu_s() - cpu_began)
-    return Outcome(factor, rate, figures, None if retries is None else retries.figures())
+    return requests, [timed.arrival_s for timed in played.requests]
 
 
 async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload) -> None:
