@@ -53,8 +53,14 @@ def desired_replicas(situation: Situation, config: AutoscalingConfig) -> int:
         # Whoever has not told yet may be full.
         knows_all = len(situation.uses) >= situation.num_running
         wanted = min(situation.target, _whole(need / SHRINK_TO)) if knows_all else situation.target
-    lowest = config.min_replicas if situation.num_requests == 0 else max(1, config.min_replicas)
+    lowest = config.min_replicas if _may_sleep(situation) else max(1, config.min_replicas)
     return min(max(wanted, lowest), config.max_replicas)
+
+
+def _may_sleep(situation: Situation) -> bool:
+    """Whether nobody wants anything. One that is still starting was wanted by somebody: it is let come up first."""
+    is_starting = situation.target > 0 and situation.num_running == 0
+    return situation.num_requests == 0 and not is_starting
 
 
 def needed(situation: Situation, config: AutoscalingConfig) -> float:

@@ -92,6 +92,13 @@ def test_there_is_none_only_when_there_is_no_request_anywhere(situation: Situati
         assert (situation.num_requests, config.min_replicas) == (0, 0)
 
 
+def test_one_that_is_still_starting_is_not_stopped_for_want_of_requests() -> None:
+    config = AutoscalingConfig(min_replicas=0)
+    starting = Situation(target=1, num_running=0, uses=[], num_queued=0, num_slots=SLOTS)
+    assert desired_replicas(starting, config) == 1
+    assert desired_replicas(load(0, target=1, requests=0), config) == 0
+
+
 @given(st.integers(1, 100), configs())
 def test_the_first_request_asks_for_one(num_queued: int, config: AutoscalingConfig) -> None:
     asleep = Situation(target=0, num_running=0, uses=[], num_queued=num_queued, num_slots=SLOTS)

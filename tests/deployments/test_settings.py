@@ -78,6 +78,36 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
 
 
 @pytest.mark.parametrize(
+    ("autoscaling", "message"),
+    [
+        ({"max_replica": 3}, ".max_replica: no such setting; did you mean 'max_replicas'?"),
+        ({"min_replicas": -1}, ".min_replicas: got -1; must be greater than or equal to 0"),
+        ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
+        (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
+    ],
+)
+def test_a_branch_that_may_be_left_out_is_checked_like_the_others(autoscaling: object, message: str) -> None:
+    assert message_for(replicas={"autoscaling": autoscaling}) == f"models[0].replicas.autoscaling{message}"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "first_and_most"),
+    [
+        ({"num_replicas": 3}, (3, 3)),
+        ({"num_replicas": 3, "autoscaling": {"max_replicas": 5}}, (3, 5)),
+        ({"num_replicas": 3, "autoscaling": {"max_replicas": 2}}, (2, 2)),
+        ({"num_replicas": 3, "autoscaling": {"min_replicas": 4}}, (4, 4)),
+        ({"num_replicas": 1, "autoscaling": {"min_replicas": 0}}, (1, 4)),
+    ],
+)
+def test_autoscaling_begins_with_the_fixed_number_within_its_limits(
+    replicas: dict[str, Any], first_and_most: tuple[int, int]
+) -> None:
+    [model] = parse({"models": [{"replicas": replicas}]}).models
+    assert (model.replicas.initial_replicas, model.replicas.max_replicas) == first_and_most
+
+
+@pytest.mark.parametrize(
     ("device", "num_gpus", "words"),
     [("cuda", 0, "set num_gpus to 1"), ("cpu", 1, "set num_gpus to 0"), ("auto", 2, "at most 1")],
 )
