@@ -89,6 +89,7 @@ class Replica:
             replica_id=serve.get_replica_context().replica_id.unique_id,
             stats=self._engine.stats(),
             measurements=self._engine.measurements(),
+            group=self._group,
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
