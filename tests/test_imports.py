@@ -27,7 +27,7 @@ ALLOWED = {
         "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "starlette", "pydantic", "pydantic_core",
     },
-    "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
+    "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
     "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 

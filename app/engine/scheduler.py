@@ -14,7 +14,7 @@ from itertools import count
 from operator import attrgetter
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence, TokenHistory
+from app.engine.batch import Batch, HoldUp, ScheduledSequence, TokenHistory
 from app.engine.blocks import Block, BlockPool
 from app.engine.deadlines import Deadlines, missed
 from app.engine.lengths import LengthPredictor
@@ -94,6 +94,8 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting = WaitingRoom(self._policy, self._strategy.bucket_of)
         self._running: list[Sequence] = []  # by rank: the last is preempted first
+        self._joined: list[Sequence] = []  # since the last step was scheduled, as are those preempted
+        self._preempted: list[Sequence] = []
         self._ended: list[TokenDelta] = []  # of those that ended without a step, until `update` tells their callers
         self._deadlines = Deadlines()
         self._lengths = LengthPredictor()
@@ -201,13 +203,20 @@ class Scheduler:
         budget = self._config.max_step_tokens
         step = _Step(budget, budget if plan.max_prefill_tokens is None else plan.max_prefill_tokens)
         self._schedule_running(step, self._taking_part(plan, is_ahead=is_ahead))
-        if plan.num_admissible and not step.has_preempted:  # else memory is short: whoever joined would go next
-            self._admit_waiting(step, plan)
+        # Where one was preempted, memory is short: whoever joined would go next.
+        hold_up = HoldUp.BLOCKS if step.has_preempted else self._admit_waiting(step, plan)
+        joined, self._joined = self._joined, []
+        preempted, self._preempted = self._preempted, []
         return Batch(
             tuple(step.scheduled),
             tuple(step.sequences),
             began_at=now,
             num_scheduled_tokens=budget - step.num_tokens_left,
+            joined=tuple(joined),
+            preempted=tuple(preempted),
+            hold_up=hold_up if len(self._waiting) else None,
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._pool.num_free,
         )
 
     def _situation(self, now: float) -> Situation:
@@ -262,16 +271,20 @@ class Scheduler:
             if num_tokens > 0 and self._make_room(sequence, num_tokens, step):
                 step.add_prefill(sequence, self._scheduled(sequence, num_tokens))
 
-    def _admit_waiting(self, step: _Step, plan: StepPlan) -> None:
+    def _admit_waiting(self, step: _Step, plan: StepPlan) -> HoldUp:
+        """Let in as many as may join, and say why the next in order does not: nobody overtakes it."""
         for _ in range(plan.num_admissible):
             if step.num_tokens_left <= 0 or step.num_prefill_tokens_left <= 0:
-                return
+                return HoldUp.BUDGET
             sequence = self._waiting.peek(plan.bucket)
-            if not self._strategy.admits(sequence) or not self._try_join(sequence, plan.bucket):
-                return  # whoever is next in order waits; nobody overtakes
+            if not self._strategy.admits(sequence):
+                return HoldUp.STRATEGY
+            if not self._try_join(sequence, plan.bucket):
+                return HoldUp.RESULT if sequence.has_unknown_token else HoldUp.BLOCKS
             num_tokens = self._chunk(sequence, step.num_tokens_left, step)
             sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
             step.add_prefill(sequence, self._scheduled(sequence, num_tokens))
+        return HoldUp.SLOTS if len(self._running) >= self._config.max_running else HoldUp.STRATEGY
 
     def _blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
@@ -298,6 +311,7 @@ class Scheduler:
             self._totals.cached_tokens += sequence.num_cached_tokens
         sequence.rank = self._policy.rank(sequence)
         insort(self._running, sequence, key=_rank)
+        self._joined.append(sequence)
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
         return True
@@ -331,6 +345,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self._totals.preemptions += 1
+        self._preempted.append(sequence)
         self._strategy.preempted(sequence)
         self._waiting.push(sequence)
 
