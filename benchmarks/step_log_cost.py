@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from app.assembly import assemble, recorder_of
 from app.config import StepLogConfig
+from app.engine.engine import Engine
 from app.errors import CarouselError
 from benchmarks.carousel import Carousel
 from benchmarks.engine_setup import LoadedEngine, load_engine
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: Options, *, folder: str) -> dict[str, object]:
     """Seconds of every run, and of the medians the ratio."""
     loaded = load_engine(options)
-    contenders = {"without": Carousel(loaded.engine), "with": recording(loaded, folder)}
+    recording = recording_engine(loaded, folder)
+    contenders = {"without": Carousel(loaded.engine), "with": Carousel(recording)}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender.serve(loaded.workload.warm_up())
@@ -58,6 +60,8 @@ def measure(options: Options, *, folder: str) -> dict[str, object]:
             contenders[name].forget()
             seconds[name].append(round(contenders[name].serve(loaded.workload).seconds, 4))
         tell(f"round {number + 1} of {options.repeat}: { ({name: each[-1] for name, each in seconds.items()}) }")
+    writer_s = writer_cpu_s()
+    recording.close()
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     ratios = [with_log / without for with_log, without in zip(seconds["with"], seconds["without"], strict=True)]
     return {
@@ -65,7 +69,7 @@ def measure(options: Options, *, folder: str) -> dict[str, object]:
         "median_s": medians,
         "ratio_of_medians": round(medians["with"] / medians["without"], 4),
         "median_of_ratios": round(statistics.median(ratios), 4),
-        "writer_cpu_share": round(writer_cpu_s() / sum(seconds["with"]), 6),
+        "writer_cpu_share": round(writer_s / sum(seconds["with"]), 6),
         "model": options.model,
         "workload": options.workload,
         "settings": loaded.setup.settings,
@@ -80,20 +84,18 @@ def writer_cpu_s() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in writers if ident is not None)
 
 
-def recording(loaded: LoadedEngine, folder: str) -> Carousel:
+def recording_engine(loaded: LoadedEngine, folder: str) -> Engine:
     """The same model and settings behind another engine, which keeps a log."""
     config = loaded.config.model_copy(update={"step_log": StepLogConfig(path=folder)})
     runner, num_blocks = loaded.engine.runner, loaded.engine.stats().num_blocks
     facts = loaded.engine.facts
-    return Carousel(
-        assemble(
-            config.scheduler,
-            config.cache,
-            num_blocks=num_blocks,
-            runner=runner,
-            facts=facts,
-            recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
-        )
+    return assemble(
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        runner=runner,
+        facts=facts,
+        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
     )
 
 

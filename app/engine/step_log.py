@@ -128,5 +128,11 @@ class StepLog:
 
     def _open(self) -> io.BufferedWriter:
         file = self._files.open_part(self._header.part)
-        self._num_bytes = file.write(f"{self._header.to_line()}\n".encode())
+        try:
+            self._num_bytes = file.write(f"{self._header.to_line()}\n".encode())
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # it says again that it cannot be written
+                file.close()
+            raise
         return file

@@ -131,14 +131,16 @@ def test_a_slow_disk_loses_entries_which_are_counted_and_nobody_waits(caplog: py
     assert entries[-2:] == [Lost(holes[-1]), Abort(number)]
 
 
-class FullDisk(Pipe):
+class FillingDisk(LogFiles):
+    """Has room for one file."""
+
     def open_part(self, part: int) -> io.BufferedWriter:
-        return open("/dev/full", "wb")
+        return super().open_part(part) if part == 1 else open("/dev/full", "wb")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a Linux thing")
-def test_a_disk_that_fails_ends_the_log_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    log = StepLog(FullDisk(), header())
+def test_a_disk_that_fails_ends_the_log_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(FillingDisk(tmp_path, run="run", file_bytes=1_000, max_files=4), header())
     while log.put(Abort(1)):
         pass
     log.close()
