@@ -9,16 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
+from app.engine.log_files import LogFiles
 from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.recorder import Recorder, StepRecorder
+from app.engine.redaction import Redactor
 from app.engine.scheduler import Scheduler
+from app.engine.step_log import StepLog
+from app.engine.step_record import Header
+from app.errors import InvalidSetup
+from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +69,14 @@ def _build_torch(config: EngineConfig) -> Engine:
         "%s on %s in %s: %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
     )  # fmt: skip
+    runner = build_runner(config, model, num_blocks=num_blocks)
     return assemble(
         config.scheduler,
         config.cache,
         num_blocks=num_blocks,
-        runner=build_runner(config, model, num_blocks=num_blocks),
+        runner=runner,
         facts=model.facts,
+        recorder=recorder_of(config, runner=runner, facts=model.facts, num_blocks=num_blocks),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if model.device.type == "cuda" else None,
     )
@@ -101,6 +112,7 @@ def assemble(
     facts: ModelFacts,
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
+    recorder: Recorder | None = None,
 ) -> Engine:
     """An engine around any model runner. Requests are limited to what fits into the pool alone.
 
@@ -110,8 +122,49 @@ def assemble(
     facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
     deciding = Scheduler(config=scheduler, pool=pool, eos_token_ids=facts.eos_token_ids)
     if isinstance(runner, LaunchingRunner):
-        return OverlappedEngine(scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
-    return Engine(scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
+        return OverlappedEngine(
+            scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
+        )
+    return Engine(
+        scheduler=deciding, runner=runner, facts=facts, clock=clock, largest_step=largest_step, recorder=recorder
+    )
+
+
+def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, num_blocks: int) -> Recorder:
+    """Whom the engine tells its steps: a step log where the settings name a folder, else nobody.
+
+    Raises:
+        InvalidSetup: that folder cannot be written.
+    """
+    settings = config.step_log
+    if settings.path is None:
+        return Recorder()
+    header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
+    folder = Path(settings.path).expanduser()
+    files = LogFiles(
+        folder, run=header.run, file_bytes=settings.file_megabytes * 1_000_000, max_files=settings.max_files
+    )
+    try:
+        log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
+    except OSError as error:
+        raise InvalidSetup(f"step_log.path: got {settings.path}; it cannot be written: {error}") from error
+    logger.info("every step is recorded in %s", folder)
+    return StepRecorder(log.put, log.close)
+
+
+def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, num_blocks: int) -> Header:
+    """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
+    began = datetime.now(UTC)
+    return Header(
+        run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
+        began=began.isoformat(timespec="seconds"),
+        launches_ahead=isinstance(runner, LaunchingRunner),
+        num_blocks=num_blocks,
+        facts=asdict(facts),
+        config=config.model_dump(mode="json"),
+        versions=versions(),
+        commit=commit(),
+    )
 
 
 def resolve_model_path(path: str) -> str:

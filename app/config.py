@@ -279,12 +279,26 @@ class SchedulerConfig(Settings):
         return self
 
 
+class StepLogConfig(Settings):
+    """The record of every step's decisions, for `python -m benchmarks.replay`. Off unless it has a path."""
+
+    path: str | None = Field(
+        None, min_length=1, description="folder for the record of every step; default: none is kept"
+    )
+    record_prompts: bool = Field(
+        True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
+    )
+    file_megabytes: int = Field(64, ge=1, le=1_000_000, description="MB after which the record goes on in a new file")
+    max_files: int = Field(16, ge=2, le=100_000, description="files in that folder, at most; the oldest go")
+
+
 class EngineConfig(Settings):
     """Everything one engine needs."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    step_log: StepLogConfig = StepLogConfig()
 
 
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]

@@ -1,6 +1,6 @@
 """How long the scheduler takes for a step when many requests run and many wait, and what a waiting one weighs.
 
-    python -m benchmarks.scheduler_scale --running 1024 --waiting 20000 [--steps 200] [--policy fair]
+    python -m benchmarks.scheduler_scale --running 1024 --waiting 20000 [--steps 200] [--policy fair] [--step-log DIR]
 
 The engine is the real one around a model runner that draws random tokens; no torch, no weights. Requests finish and
 join all the time: whenever one ends, another arrives, so the number waiting stays what was asked while it is measured.
@@ -20,8 +20,8 @@ import tracemalloc
 from dataclasses import dataclass, field
 from itertools import count
 
-from app.assembly import assemble
-from app.config import CacheConfig, SchedulerConfig, names_of
+from app.assembly import assemble, recorder_of
+from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.facts import ModelFacts
@@ -111,7 +111,11 @@ def main() -> None:
     for num_waiting in sorted({0, 1_000, options.waiting}):
         print(f"{options.running:,} running, {num_waiting:,} waiting …", file=sys.stderr)
         times[num_waiting] = measure_steps(
-            num_running=options.running, num_waiting=num_waiting, num_steps=options.steps, policy=options.policy
+            num_running=options.running,
+            num_waiting=num_waiting,
+            num_steps=options.steps,
+            policy=options.policy,
+            step_log=options.step_log,
         )
         gc.collect()
     weight = weigh_waiting(max(options.waiting, 1), max_running=options.running)
@@ -133,10 +137,13 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def measure_steps(*, num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs") -> Times:
+def measure_steps(
+    *, num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs", step_log: str | None = None
+) -> Times:
     """Time the scheduler's two halves of a step, with the number waiting held where it is."""
     runner = RandomRunner(max_running=num_running)
-    engine, workload = build_engine(runner, max_running=num_running, policy=policy), Workload()
+    engine = build_engine(runner, max_running=num_running, policy=policy, step_log=step_log)
+    workload = Workload()
     _fill(engine, workload, num_running=num_running, num_waiting=num_waiting)
     times = Times()
     for step in range(-SETTLING_STEPS, num_steps):
@@ -151,6 +158,7 @@ def measure_steps(*, num_running: int, num_waiting: int, num_steps: int, policy:
             times.schedule.append((runner.started - begin) * 1e3)
             times.update.append((end - runner.ended) * 1e3)
             times.num_joined += num_ended
+    engine.close()
     return times
 
 
@@ -174,15 +182,25 @@ def weigh_waiting(num_waiting: int, *, max_running: int) -> Weight:
     return Weight(with_ids=num_bytes / num_waiting, without_ids=(num_bytes - id_bytes) / num_waiting)
 
 
-def build_engine(runner: RandomRunner, *, max_running: int, policy: str = "fcfs") -> Engine:
+def build_engine(
+    runner: RandomRunner, *, max_running: int, policy: str = "fcfs", step_log: str | None = None
+) -> Engine:
     most_blocks = -(-(PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]) // BLOCK_SIZE)
     limits = {"max_running": max_running, "max_step_tokens": max_running + 4096, "prefill_chunk_tokens": 512}
+    config = EngineConfig(
+        scheduler=SchedulerConfig.model_validate(limits | {"policy": policy}),
+        cache=CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
+        step_log=StepLogConfig(path=step_log),
+    )
+    facts = ModelFacts(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    num_blocks = most_blocks * max_running
     return assemble(
-        SchedulerConfig.model_validate(limits | {"policy": policy}),
-        CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
-        num_blocks=most_blocks * max_running,
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
         runner=runner,
-        facts=ModelFacts(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
+        facts=facts,
+        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
     )
 
 
@@ -212,6 +230,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="steps measured for each number waiting (200)")
     policies = names_of(SchedulerConfig.model_fields["policy"])
     parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
+    parser.add_argument("--step-log", metavar="DIR", help="record every step there, as engine.step_log.path does")
     return parser.parse_args()
 
 

@@ -12,6 +12,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
+from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.errors import CarouselError
 
@@ -75,6 +76,7 @@ def build_fake_engine(
     prefix_caching: bool = True,
     max_model_len: int = 1000,
     clock: Callable[[], float] = time.monotonic,
+    recorder: Recorder | None = None,
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -85,6 +87,7 @@ def build_fake_engine(
         runner=runner or CountingRunner(block_size),
         facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
         clock=clock,
+        recorder=recorder,
     )
 
 

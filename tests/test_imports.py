@@ -33,7 +33,7 @@ ALLOWED = {
         "starlette", "pydantic", "pydantic_core",
     },
     "app.autoscaling": {"app.config"},
-    "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
+    "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
     "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 

@@ -226,6 +226,7 @@ class AsyncEngine:
                 if call.set_running_or_notify_cancel():
                     call.set_exception(EngineStopped("the engine stopped before it could be changed"))
             self._fail(list(self._readers), EngineStopped("the engine stopped before the request was done"))
+            self._engine.close()
 
     def _obey(self) -> bool:
         """Carry out what callers asked for, waiting for it, or for its time, while nothing is due; False to stop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import Final
 
@@ -43,6 +44,16 @@ class ScheduledSequence:
         return self.start + len(self.token_ids)
 
 
+class HoldUp(StrEnum):
+    """Why the first of those who wait did not join a step."""
+
+    SLOTS = "slots"  # as many run as may
+    BLOCKS = "blocks"  # memory is short
+    BUDGET = "budget"  # the step has no tokens left for prefill
+    STRATEGY = "strategy"  # it waits for its timer, for the batch that runs, or for others of its length
+    RESULT = "result"  # it was preempted, and its last token is still being drawn
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's work, in order of precedence."""
@@ -51,6 +62,11 @@ class Batch:
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
     num_scheduled_tokens: int = 0  # `num_tokens`, counted while it was made: adding up a thousand takes its time
+    joined: tuple[Sequence, ...] = ()  # who began to run with this step
+    preempted: tuple[Sequence, ...] = ()  # who had to wait again since the step before was scheduled
+    hold_up: HoldUp | None = None  # why the first of those who wait still does; None when nobody waits
+    num_waiting: int = 0  # once this step was made
+    num_free_blocks: int = 0
 
     @cached_property
     def num_tokens(self) -> int:

@@ -14,9 +14,11 @@ from app.engine.facts import ModelFacts
 from app.engine.isolation import DeviceFailed, run_in_parts
 from app.engine.measurements import EngineMeasurements
 from app.engine.quarantine import Quarantine
+from app.engine.recorder import Recorder
 from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineStats
+from app.engine.step_record import Failed
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup, Quarantined, StepFailed
 
 logger = logging.getLogger(__name__)
@@ -59,13 +61,18 @@ class Engine:
         facts: ModelFacts,
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `largest_step` is what memory was sized for, where a step takes any."""
+        """`clock` gives monotonic seconds. `largest_step` is what memory was sized for, where a step takes any.
+
+        `recorder` is told everything that comes from outside, and everything that is decided.
+        """
         self.facts = facts
         self._scheduler = scheduler
         self.runner = runner
         self._clock = clock
         self._largest_step = largest_step
+        self._recorder = recorder or Recorder()
         self._quarantine = Quarantine()
 
     @property
@@ -130,7 +137,9 @@ class Engine:
         """
         if self._scheduler.has_request(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
-        self._scheduler.add(request, now=self._clock() if arrived_at is None else arrived_at)
+        now = self._clock() if arrived_at is None else arrived_at
+        self._scheduler.add(request, now=now)
+        self._recorder.arrived(request, at=now)
 
     def now(self) -> float:
         """The engine's clock, in seconds; any thread may read it."""
@@ -138,7 +147,10 @@ class Engine:
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request and free its blocks; None when it has ended already."""
-        return self._scheduler.abort(request_id)
+        delta = self._scheduler.abort(request_id)
+        if delta is not None:
+            self._recorder.aborted(request_id)
+        return delta
 
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence by one step; nothing is computed while the strategy waits.
@@ -149,9 +161,15 @@ class Engine:
         Raises:
             StepError: every part fails, so it is the device. The requests of that batch have ended, and it names them.
         """
+        self._recorder.began()
         batch = self._scheduler.schedule(self._clock())
+        self._recorder.scheduled(batch)
         token_ids = self._run(batch) if batch else []
-        return self._scheduler.update(batch, token_ids, now=self._clock())
+        self._recorder.drew(batch, token_ids)
+        ended_at = self._clock()
+        deltas = self._scheduler.update(batch, token_ids, now=ended_at)
+        self._recorder.told(deltas, at=ended_at)
+        return deltas
 
     def _run(self, batch: Batch) -> list[int]:
         try:
@@ -165,7 +183,9 @@ class Engine:
         except DeviceFailed:
             if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
                 self._quarantine.note_failure(batch.sequences[0].request)
+            self._recorder.failed(Failed.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
+        self._recorder.failed(Failed.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
             logger.warning("a step of %d requests failed as a whole, not in parts: %r", len(batch.scheduled), error)
         for sequence, failure in found.culprits:
@@ -189,10 +209,16 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
+        self._recorder.retuned(config)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: prompts that come later are computed from their start."""
         self._scheduler.clear_prefix_cache()
+        self._recorder.cache_cleared()
+
+    def close(self) -> None:
+        """Let the recorder finish what it has; nothing may be asked of the engine afterwards."""
+        self._recorder.close()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

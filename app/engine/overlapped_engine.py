@@ -20,8 +20,10 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.facts import ModelFacts
+from app.engine.recorder import Recorder
 from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
+from app.engine.step_record import Failed
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,16 @@ class OverlappedEngine(Engine):
         facts: ModelFacts,
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(scheduler=scheduler, runner=runner, facts=facts, clock=clock, largest_step=largest_step)
+        super().__init__(
+            scheduler=scheduler,
+            runner=runner,
+            facts=facts,
+            clock=clock,
+            largest_step=largest_step,
+            recorder=recorder,
+        )
         self._launcher = runner
         self._launched: _Launched | None = None
         self._has_failed = False  # the step to come is computed alone, so that the requests at fault can be found
@@ -65,6 +75,7 @@ class OverlappedEngine(Engine):
         if before is None and self._has_failed:
             self._has_failed = False
             return super().step()
+        self._recorder.began()
         # Penalties look at all tokens on the host: such a batch is waited for before the next is made.
         must_wait = before is not None and (before.batch.needs_history or self._has_failed)
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
@@ -72,12 +83,13 @@ class OverlappedEngine(Engine):
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
+        self._recorder.scheduled(batch)
         if not batch:
             return None  # everybody waits to hear of their last token, or for the strategy's timer
         try:
             step = self._launcher.launch(batch)
         except Exception as error:  # nothing has advanced: the same is scheduled again
-            self._note_failure(batch, error)
+            self._note_failure(Failed.LAUNCH, batch, error)
             return None
         self._scheduler.advance(batch)
         return _Launched(batch, step)
@@ -86,10 +98,14 @@ class OverlappedEngine(Engine):
         try:
             token_ids = launched.step.result()
         except Exception as error:
-            self._note_failure(launched.batch, error)
+            self._note_failure(Failed.RESULT, launched.batch, error)
             self._take_back(launched)
             return self._tell_ended()
-        return self._scheduler.settle(launched.batch, token_ids, now=self._clock())
+        self._recorder.drew(launched.batch, token_ids)
+        ended_at = self._clock()
+        deltas = self._scheduler.settle(launched.batch, token_ids, now=ended_at)
+        self._recorder.told(deltas, at=ended_at)
+        return deltas
 
     def _take_back(self, failed: _Launched) -> None:
         """Undo the failed step, and the one that was launched after it with what the failed one drew."""
@@ -100,10 +116,14 @@ class OverlappedEngine(Engine):
             self._scheduler.retreat(ahead.batch)
         self._scheduler.retreat(failed.batch)
 
-    def _note_failure(self, batch: Batch, error: Exception) -> None:
+    def _note_failure(self, how: Failed, batch: Batch, error: Exception) -> None:
         logger.warning("a step of %d requests failed and is computed again: %r", len(batch.scheduled), error)
+        self._recorder.failed(how)
         self._has_failed = True
 
     def _tell_ended(self) -> list[TokenDelta]:
         """Those who ended without a step."""
-        return self._scheduler.update(_NOTHING, [], now=self._clock())
+        ended_at = self._clock()
+        deltas = self._scheduler.update(_NOTHING, [], now=ended_at)
+        self._recorder.told(deltas, at=ended_at)
+        return deltas

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.engine import StepError
+from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request
@@ -79,11 +80,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner = self.runner_class(self.clock, block_size=block_size)
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, prefix_caching=prefix_caching,
-            clock=self.clock, **self.settings,
+            clock=self.clock, recorder=self.new_recorder(), **self.settings,
         )  # fmt: skip
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()
+
+    def new_recorder(self) -> Recorder | None:
+        """Who is told what happens; nobody here."""
+        return None
 
     @rule(
         target=requests,

@@ -34,6 +34,13 @@ class StepPlan:
     max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
     includes: abc.Callable[[Sequence], bool] | None = None  # which running sequences take part; None: all
 
+    def taking_part(self, running: list[Sequence], *, is_ahead: bool) -> list[Sequence]:
+        """Those in the step, as a new list; `is_ahead`: without those who get their last token in the step before."""
+        taking_part = running if self.includes is None else filter(self.includes, running)
+        if is_ahead:
+            return [s for s in taking_part if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+        return list(taking_part)
+
 
 CLOSED = StepPlan(num_admissible=0)
 

@@ -1,0 +1,101 @@
+"""The sequences that run, by rank, and the blocks that they hold."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from app.engine.blocks import Block, BlockPool
+from app.engine.policies.policy import Rank
+from app.engine.sequence import Sequence, SequenceStatus
+
+_rank = attrgetter("rank")
+
+
+class Running:
+    """Gives blocks to those who run and takes them back; says what room there is. The last is preempted first."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.by_rank: list[Sequence] = []  # for reading
+
+    def __len__(self) -> int:
+        return len(self.by_rank)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.by_rank)
+
+    @property
+    def last(self) -> Sequence:
+        """The first to be preempted. There must be one."""
+        return self.by_rank[-1]
+
+    # ------------------------------------------------------------------ joining and leaving
+
+    def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
+        """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
+        cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
+        num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
+        return cached, num_blocks + self._pool.num_free_among(cached)
+
+    def share(self, sequence: Sequence, cached: list[Block]) -> None:
+        """Let a sequence begin behind the cached blocks of its prefix."""
+        sequence.status = SequenceStatus.RUNNING
+        self._pool.share(cached)
+        sequence.extend_blocks(cached)
+        sequence.prefix_ids = [block.prefix_id for block in cached if block.prefix_id is not None]
+        sequence.num_computed_tokens = len(cached) * self._pool.block_size
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence at the place of its rank."""
+        insort(self.by_rank, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, and its blocks back; all it had computed is forgotten."""
+        # They are sorted: a search by rank, where list.remove would compare half of them.
+        index = bisect_left(self.by_rank, sequence.rank, key=_rank)
+        while self.by_rank[index] is not sequence:  # others may have the same rank
+            index += 1
+        del self.by_rank[index]
+        self._pool.free(sequence.take_blocks())
+
+    def reorder(self, rank: Callable[[Sequence], Rank]) -> None:
+        """Put all of them into another order."""
+        for sequence in self.by_rank:
+            sequence.rank = rank(sequence)
+        self.by_rank.sort(key=_rank)
+
+    # ------------------------------------------------------------------ growing
+
+    def has_room_for(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether free blocks hold as many more tokens of it."""
+        return self._pool.can_allocate(self._num_missing_blocks(sequence, num_tokens))
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence the blocks for as many more tokens; there must be room."""
+        sequence.extend_blocks(self._pool.allocate(self._num_missing_blocks(sequence, num_tokens)))
+
+    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
+
+    # ------------------------------------------------------------------ making way
+
+    def in_the_way_of(
+        self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
+    ) -> list[Sequence]:
+        """Those in whose place a waiting sequence may run; nobody if even that gets it no slot or not its blocks."""
+        if not self.by_rank or self.last.rank <= waiting.rank:
+            return []
+        _, num_blocks = self.blocks_to_join(waiting)
+        num_slots = max_running - len(self.by_rank)
+        num_free = self._pool.num_free
+        victims: list[Sequence] = []
+        for running in reversed(self.by_rank):
+            if (num_slots > 0 and num_free >= num_blocks) or running.rank <= waiting.rank:
+                break
+            if may_preempt(waiting, running):
+                victims.append(running)
+                num_slots += 1
+                num_free += sum(block.num_owners == 1 for block in running.blocks)
+        return victims if num_slots > 0 and num_free >= num_blocks else []  # else they would go in vain

@@ -1,0 +1,257 @@
+"""What a step log holds, entry by entry, and how each is written as a line of JSON. No files here.
+
+What comes from outside (arrivals, aborts, retunings, clock readings, drawn tokens, failures) is enough to run the
+engine again; what was decided is enough to see whether it decides the same. Requests are numbered by their arrival.
+Fields that are empty, zero or false are left out.
+
+    {"step_log": 1, "run": ..., "part": 1, ...}                    the header, first in every file
+    {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
+    {"abort": 7}
+    {"retuned": {"strategy": {...}, ...}}
+    {"cache_cleared": true}
+    {"step": 12, "began_at": 3.2, "ended_at": 3.3, "share": {...}, "token_ids": [...], "joined": [7], ...}
+    {"lost": 40}                                                   so many entries were dropped here
+    {"content": 7, "block_hashes": [...]}                          of a log without prompts, see `redaction.py`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from app.config import SchedulerConfig
+from app.engine.batch import HoldUp
+from app.engine.request import Request, SamplingParams
+
+FORMAT = 1
+UNKNOWN = -1  # stands for a request whose number is not known any more
+
+
+class Failed(StrEnum):
+    """How a step failed."""
+
+    REQUESTS = "requests"  # these did it; none of them: the step failed as a whole and not in parts
+    DEVICE = "device"  # no part of it could be computed: all of its requests have ended
+    LAUNCH = "launch"  # an engine that launches ahead computes it again
+    RESULT = "result"  # the same, found out when its result was waited for
+
+
+class Failure(NamedTuple):
+    how: Failed
+    numbers: list[int]  # of the requests that ended by it
+
+
+class Share(NamedTuple):
+    """What each sequence computes in a step, as columns: `counts[i]` tokens from position `starts[i]` on."""
+
+    numbers: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    counts: Sequence[int] | None = None  # None: one token each
+    silent: Sequence[int] = ()  # indices of those that draw no token
+
+    @property
+    def samplers(self) -> list[int]:
+        """The numbers of those that draw a token, in the order in which the tokens are recorded."""
+        silent = set(self.silent)
+        return [number for index, number in enumerate(self.numbers) if index not in silent]
+
+    def one_token_on(self) -> Share:
+        """The next step of the same sequences when each has drawn a token and computes it."""
+        counts = self.counts or [1] * len(self.starts)
+        starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
+        return Share(self.numbers, starts)
+
+
+NOTHING = Share()
+
+
+class StepRecord(NamedTuple):
+    """One call of `Engine.step`. Times are readings of the engine's clock; None where it was not read."""
+
+    number: int  # from 1
+    began_at: float | None = None
+    ended_at: float | None = None
+    share: Share | None = None  # None: `one_token_on` from the step before
+    token_ids: Sequence[int] = ()  # that were drawn, in the order of the sampled sequences
+    is_late: bool = False  # those tokens are of the step before, which was launched ahead
+    joined: Sequence[int] = ()
+    blocks: Sequence[list[int]] = ()  # block ids of those who joined, with this step's
+    preempted: Sequence[int] = ()
+    ended: Sequence[tuple[int, str]] = ()  # (number, finish reason; for an error its class)
+    num_waiting: int = 0  # this, and the next two, once the step was scheduled
+    hold_up: HoldUp | None = None  # why the first of those who wait still does
+    num_free_blocks: int = 0
+    times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to book
+    failures: Sequence[Failure] = ()
+
+    def drawn(self, share: Share, before: Share) -> list[tuple[int, int]]:
+        """(number, token) of every token drawn, given this step's share and that of the step before."""
+        return list(zip((before if self.is_late else share).samplers, self.token_ids, strict=False))
+
+
+class Arrival(NamedTuple):
+    number: int
+    at: float
+    request: Request
+
+
+class HiddenArrival(NamedTuple):
+    """An arrival without its prompt: `block_hashes` has one for each full block of it."""
+
+    number: int
+    at: float
+    request: dict[str, Any]  # as in Arrival, with `num_prompt_tokens` and `block_hashes` in place of the tokens
+
+
+class Content(NamedTuple):
+    """What a request without its prompt had in full blocks beyond those of the prompt when it ended."""
+
+    number: int
+    block_hashes: list[str]
+
+
+class Abort(NamedTuple):
+    number: int
+
+
+class Retuned(NamedTuple):
+    config: SchedulerConfig
+
+
+class CacheCleared(NamedTuple):
+    pass
+
+
+class Lost(NamedTuple):
+    num_entries: int
+
+
+Entry = StepRecord | Arrival | HiddenArrival | Content | Abort | Retuned | CacheCleared | Lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Where and of what a log was made. `run` is the same in all files of one log, `part` counts them from 1."""
+
+    step_log: int = FORMAT
+    run: str
+    part: int = 1
+    began: str  # wall time, ISO 8601
+    launches_ahead: bool
+    num_blocks: int
+    facts: dict[str, Any]  # of ModelFacts
+    config: dict[str, Any]  # of EngineConfig
+    versions: dict[str, str | None]
+    commit: str | None
+
+    def to_line(self) -> str:
+        return _dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, line: str) -> Header:
+        """Raises ValueError, in words, when the line is no header of this format."""
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict) or "step_log" not in found:
+            raise ValueError("this is no step log: its first line is no header")
+        if found["step_log"] != FORMAT:
+            raise ValueError(f"the log has format {found['step_log']}; this version reads format {FORMAT}")
+        names = {field.name for field in fields(cls)}
+        if found.keys() != names:
+            raise ValueError(f"the header's fields differ: {', '.join(sorted(found.keys() ^ names))}")
+        return cls(**found)
+
+
+def to_line(entry: Entry) -> str:
+    """One line of JSON, without its end."""
+    match entry:
+        case StepRecord():
+            return _dumps(_step_fields(entry))
+        case Arrival():
+            return _dumps({"arrival": entry.number, "at": entry.at, "request": request_fields(entry.request)})
+        case HiddenArrival():
+            return _dumps({"arrival": entry.number, "at": entry.at, "request": entry.request})
+        case Content():
+            return _dumps({"content": entry.number, "block_hashes": entry.block_hashes})
+        case Abort():
+            return _dumps({"abort": entry.number})
+        case Retuned():
+            return _dumps({"retuned": entry.config.model_dump(mode="json")})
+        case CacheCleared():
+            return _dumps({"cache_cleared": True})
+        case Lost():
+            return _dumps({"lost": entry.num_entries})
+
+
+def parse(line: str) -> Entry:
+    """The entry of a line. Raises ValueError, TypeError or KeyError when it is none."""
+    found: dict[str, Any] = json.loads(line)
+    if "step" in found:
+        return _step(found)
+    match found:
+        case {"arrival": number, "at": at, "request": {"prompt_token_ids": _} as request}:
+            return Arrival(number, at, _request(request))
+        case {"arrival": number, "at": at, "request": {"num_prompt_tokens": _, "block_hashes": _} as request}:
+            return HiddenArrival(number, at, request)
+        case {"content": number, "block_hashes": hashes}:
+            return Content(number, hashes)
+        case {"abort": number}:
+            return Abort(number)
+        case {"retuned": config}:
+            return Retuned(SchedulerConfig.model_validate(config))
+        case {"cache_cleared": True}:
+            return CacheCleared()
+        case {"lost": num_entries}:
+            return Lost(num_entries)
+    raise ValueError(f"there is no such entry: {line[:80]}")
+
+
+def request_fields(request: Request) -> dict[str, Any]:
+    """What is not as it is by default; the prompt as it is, since `asdict` would copy it token by token."""
+    return _told(request) | {"sampling": _told(request.sampling)}
+
+
+def sampling_of(given: dict[str, Any]) -> SamplingParams:
+    """The sampling parameters that `request_fields` gave."""
+    return SamplingParams(**{name: _frozen(value) for name, value in given.items()})
+
+
+_dumps = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+def _told(given: Request | SamplingParams) -> dict[str, Any]:
+    values = {each.name: (getattr(given, each.name), each.default) for each in fields(given)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _request(given: dict[str, Any]) -> Request:
+    values = {name: _frozen(value) for name, value in given.items() if name != "sampling"}
+    return Request(**values, sampling=sampling_of(given["sampling"]))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _step_fields(record: StepRecord) -> dict[str, Any]:
+    values: dict[str, Any] = {"step": record.number, "began_at": record.began_at, "ended_at": record.ended_at}
+    values |= {name: value for name, value in zip(record._fields[3:], record[3:], strict=True) if value}
+    if record.share is not None:
+        values["share"] = {name: value for name, value in record.share._asdict().items() if value}
+    return values
+
+
+def _step(values: dict[str, Any]) -> StepRecord:
+    number = values.pop("step")
+    if "share" in values:
+        values["share"] = Share(**values["share"])
+    if "hold_up" in values:
+        values["hold_up"] = HoldUp(values["hold_up"])
+    values["ended"] = [(each, str(reason)) for each, reason in values.get("ended", ())]
+    values["failures"] = [Failure(Failed(how), numbers) for how, numbers in values.get("failures", ())]
+    return StepRecord(number, **values)
