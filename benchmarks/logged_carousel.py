@@ -9,14 +9,14 @@ from app.engine.engine import Engine
 from benchmarks.carousel import Carousel
 from benchmarks.clock import Clock, MonotonicClock
 from benchmarks.run import Run
-from benchmarks.step_log import StepLog
+from benchmarks.step_trace import StepTrace
 from benchmarks.workload import TimedRequest, Workload
 
 
 class LoggedCarousel(Carousel):
     """Serves one workload; the log's times and the run's count from the same moment."""
 
-    def __init__(self, engine: Engine, log: StepLog, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
+    def __init__(self, engine: Engine, log: StepTrace, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
         super().__init__(engine, start_clock=start_clock)
         log.stats = engine.stats
         self._log = log

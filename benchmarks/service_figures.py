@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.percentile import percentile
 from benchmarks.run import Run, Timeline
-from benchmarks.step_log import Step
+from benchmarks.step_trace import Step
 from benchmarks.workload import Workload
 
 MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.step_log import Step
+from benchmarks.step_trace import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from benchmarks.output import write_json
 from benchmarks.padded_batches import GROUPINGS, PaddedBatches
 from benchmarks.progress import tell
 from benchmarks.service_figures import Promise, Served, ServiceFigures
-from benchmarks.step_log import StepLog, logged
+from benchmarks.step_trace import StepTrace, logged
 from benchmarks.table import table
 from benchmarks.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.workload import Workload
@@ -126,7 +126,7 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
 
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     """One trial: a fresh engine, with empty memory and without experience, around the loaded model."""
-    log = StepLog(loaded.engine.now)
+    log = StepTrace(loaded.engine.now)
     engine = assemble(
         trial.scheduler,
         loaded.config.cache,

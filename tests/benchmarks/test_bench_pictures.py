@@ -11,7 +11,7 @@ from benchmarks import strategies
 from benchmarks.errors import BenchmarkError
 from benchmarks.run import Run, Timeline
 from benchmarks.service_figures import Served, ServiceFigures
-from benchmarks.step_log import Step
+from benchmarks.step_trace import Step
 from benchmarks.strategies import Outcome
 from benchmarks.workload import TimedRequest, Workload
 from tests.fakes import make_request

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.run import Run, Timeline
 from benchmarks.service_figures import Promise, Served, ServiceFigures, jain, jain_over_tenants
-from benchmarks.step_log import Step
+from benchmarks.step_trace import Step
 from benchmarks.workload import TimedRequest, Workload
 from tests.fakes import make_request
 

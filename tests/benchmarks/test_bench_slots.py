@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.slots import Holding, holdings
-from benchmarks.step_log import Step
+from benchmarks.step_trace import Step
 
 
 def steps(*present: str) -> list[Step]:

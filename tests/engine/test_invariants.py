@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -99,13 +100,16 @@ class EngineMachine(RuleBasedStateMachine):
         deadline_s=st.sampled_from([None, None, None, 0.05, 0.3]),
         stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        num_generated_elsewhere=st.sampled_from([0, 0, 0, 1, 5]),
     )
-    def add(self, data: st.DataObject, salt: str, **fields: Any) -> str:
+    def add(self, data: st.DataObject, salt: str, num_generated_elsewhere: int, **fields: Any) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
         request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
+        *before, _ = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)
+        request = replace(request, generated_token_ids=tuple(before[:num_generated_elsewhere]))
         try:
             self.engine.add(request)
         except Quarantined:
@@ -221,7 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
             expected = expected_tokens(
                 request.prompt_token_ids, request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
             )
-            assert self.outcome.token_ids[request_id] == expected
+            assert self.outcome.token_ids[request_id] == expected[len(request.generated_token_ids) :]
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -9,7 +9,7 @@ import pytest
 from app.engine.batch import Batch
 from benchmarks.logged_carousel import LoggedCarousel
 from benchmarks.run import Run
-from benchmarks.step_log import Step, StepLog, logged
+from benchmarks.step_trace import Step, StepTrace, logged
 from benchmarks.workload import TimedRequest, Workload
 from tests.fakes import CountingRunner, FakeClock, TimedRunner, build_fake_engine, make_request
 
@@ -40,9 +40,9 @@ def workload(*max_tokens: int, arrivals_s: tuple[float, ...] = ()) -> Workload:
     )
 
 
-def serve(work: Workload, **scheduler: Any) -> tuple[Run, StepLog]:
+def serve(work: Workload, **scheduler: Any) -> tuple[Run, StepTrace]:
     clock = FakeClock()
-    log = StepLog(clock)
+    log = StepTrace(clock)
     runner = logged(TimedRunner(clock, step_s=STEP_S), log)
     engine = build_fake_engine(runner=runner, clock=clock, **scheduler)
     return LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(work), log
@@ -80,7 +80,7 @@ def test_who_joins_is_noted_by_the_first_step_it_is_in() -> None:
 
 
 def test_a_log_without_steps_has_no_shares() -> None:
-    log = StepLog(FakeClock())
+    log = StepTrace(FakeClock())
     assert log.bubble_share(4) is None
     assert log.mean_running() is None
 
@@ -107,7 +107,7 @@ class LaunchingRunner(CountingRunner):
 
 def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> None:
     clock = FakeClock()
-    log = StepLog(clock)
+    log = StepTrace(clock)
     engine = build_fake_engine(runner=logged(LaunchingRunner(clock), log), clock=clock)
     LoggedCarousel(engine, log, start_clock=lambda: ToldClock(clock)).serve(workload(3))
     assert [(step.began_s, step.ended_s) for step in log.steps] == [

@@ -26,7 +26,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class StepLog:
+class StepTrace:
     """All steps of one run, in order. `now` gives seconds of any steady clock, `stats` the state of the engine."""
 
     now: Callable[[], float]
@@ -85,7 +85,7 @@ class StepLog:
 class LoggedRunner:
     """A model runner whose steps are noted."""
 
-    def __init__(self, runner: ModelRunner, log: StepLog) -> None:
+    def __init__(self, runner: ModelRunner, log: StepTrace) -> None:
         self._runner = runner
         self._log = log
 
@@ -99,7 +99,7 @@ class LoggedRunner:
 class LoggedLaunchingRunner(LoggedRunner):
     """The same for one whose device computes while the host goes on."""
 
-    def __init__(self, runner: LaunchingRunner, log: StepLog) -> None:
+    def __init__(self, runner: LaunchingRunner, log: StepTrace) -> None:
         super().__init__(runner, log)
         self._launcher = runner
 
@@ -119,6 +119,6 @@ class _LoggedStep:
         return token_ids
 
 
-def logged(runner: ModelRunner, log: StepLog) -> ModelRunner:
+def logged(runner: ModelRunner, log: StepTrace) -> ModelRunner:
     """The runner, noted in the log; one that can launch still can."""
     return LoggedLaunchingRunner(runner, log) if isinstance(runner, LaunchingRunner) else LoggedRunner(runner, log)
