@@ -162,6 +162,7 @@ def _call(
                 priority=body.priority,
                 tenant=body.user,
                 deadline_s=body.deadline_s,
+                is_background=body.service_tier == "flex",
             )
             requests.append(request)
     return Call(

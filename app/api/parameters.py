@@ -56,7 +56,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
 
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
-    "metadata service_tier store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
+    "metadata store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
     "spaces_between_special_tokens".split()
 )
 

@@ -152,6 +152,7 @@ class GenerationRequest(Schema):
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
     user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
+    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": in the background, as at OpenAI
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 

@@ -37,7 +37,10 @@ class Admission:
 
     def in_the_way(self) -> list[Sequence]:
         """The running sequences to preempt because the first waiting one may take their places."""
-        if not (self._policy.preempts and self._strategy.joins_any_step and len(self._waiting)):
+        if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
+            return []
+        # The last in rank is a background request if any is: whatever the policy, others may take its place.
+        if not (self._policy.preempts or self._running.last.request.is_background):
             return []
         return self._running.in_the_way_of(
             self._waiting.peek(), may_preempt=self._policy.may_preempt, max_running=self._max_running

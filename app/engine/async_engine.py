@@ -106,7 +106,7 @@ class AsyncEngine:
         num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
         place = _Place(asyncio.get_running_loop(), reader)
         with self._wake:
-            self._check_room(num_tokens, arrived_at)
+            self._check_room(request, arrived_at)
             queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
             self._command(lambda: self._enter(request, arrived_at))
             self._num_entering += 1
@@ -163,11 +163,12 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ the callers' side
 
-    def _check_room(self, num_tokens: int, now: float) -> None:
-        """Raise Overloaded when the queue is full."""
-        stats, num_requests = self._stats, len(self._readers)
+    def _check_room(self, request: Request, now: float) -> None:
+        """Raise Overloaded when the queue is full. Background requests do not queue: they come when there is a slot."""
+        stats, num_requests, num_tokens = self._stats, len(self._readers), len(request.prompt_token_ids)
+        max_requests = min(stats.max_running, self._max_requests) if request.is_background else self._max_requests
         num_waiting_tokens = stats.num_waiting_tokens + self._num_entering_tokens
-        if num_requests >= self._max_requests:
+        if num_requests >= max_requests:
             problem = f"{num_requests:,} requests are being served"
         elif self._max_waiting_tokens is not None and 0 < num_waiting_tokens > self._max_waiting_tokens - num_tokens:
             problem = f"prompts of {num_waiting_tokens:,} tokens are waiting"

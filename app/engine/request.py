@@ -72,6 +72,7 @@ class Request:
     tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
     deadline_s: float | None = None  # its last token is wanted within so many seconds of its arrival, or none at all
     group: str = ""  # of replicas that its caller asks for
+    is_background: bool = False  # it takes only what nobody else wants, and is preempted first
     session: str = ""  # requests of one session like to meet the same replica
 
 

@@ -262,3 +262,11 @@ def test_special_tokens_show_on_request(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(2,), last(request, (20,), FinishReason.LENGTH)])
     assert service.complete().json["choices"][0]["text"] == "0"
     assert service.complete(skip_special_tokens=False).json["choices"][0]["text"] == "<|user|>0"
+
+
+@pytest.mark.parametrize(
+    ("tier", "is_background"), [("flex", True), ("auto", False), ("default", False), (None, False)]
+)
+def test_the_flex_tier_is_background_work(service: Service, tier: str | None, is_background: bool) -> None:
+    service.complete(service_tier=tier)
+    assert service.request.is_background == is_background

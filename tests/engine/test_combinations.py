@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ def workload() -> list[Request]:
             priority=draw.randint(-2, 2),
             tenant=draw.choice("abc"),
             deadline_s=draw.choice([None, 10_000.0, 20_000.0]),
+        )
+        if number % 5
+        else replace(
+            make_request((2, 2 + number % 40), request_id=f"request-{number}", max_tokens=12), is_background=True
         )
         for number in range(NUM_REQUESTS)
     ]

@@ -101,15 +101,20 @@ class EngineMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
         num_generated_elsewhere=st.sampled_from([0, 0, 0, 1, 5]),
+        is_background=st.sampled_from([False, False, True]),
     )
-    def add(self, data: st.DataObject, salt: str, num_generated_elsewhere: int, **fields: Any) -> str:
+    def add(
+        self, data: st.DataObject, salt: str, num_generated_elsewhere: int, is_background: bool, **fields: Any
+    ) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
         request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
         *before, _ = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)
-        request = replace(request, generated_token_ids=tuple(before[:num_generated_elsewhere]))
+        request = replace(
+            request, generated_token_ids=tuple(before[:num_generated_elsewhere]), is_background=is_background
+        )
         try:
             self.engine.add(request)
         except Quarantined:

@@ -41,6 +41,8 @@ class FairShare(SchedulingPolicy):
         return _FairQueue(self)
 
     def joined(self, sequence: Sequence) -> None:
+        if sequence.request.is_background:
+            return  # it takes nothing from anybody, and costs its tenant nothing
         tenant = sequence.request.tenant
         self._last_served = max(self._last_served, self.counter(tenant))
         if sequence.num_preemptions == 0:  # what is computed again because we took it away is on us
@@ -49,7 +51,7 @@ class FairShare(SchedulingPolicy):
     def computed(self, batch: Batch) -> None:
         weight = self._config.generated_weight
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            if item.samples:
+            if item.samples and not sequence.request.is_background:
                 self._charge(sequence.request.tenant, weight)
 
     def entered(self, tenant: str) -> None:

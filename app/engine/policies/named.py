@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
+from app.engine.policies.background import BackgroundLast
 from app.engine.policies.deadline import EarliestDeadlineFirst
 from app.engine.policies.fair import FairShare
 from app.engine.policies.fcfs import FirstComeFirstServed
@@ -12,7 +13,11 @@ from app.engine.policies.sjf import ShortestJobFirst
 
 
 def policy_of(config: PolicyConfig) -> SchedulingPolicy:
-    """A new policy, with nothing of an earlier one's memory."""
+    """A new policy, with nothing of an earlier one's memory; background requests come last under each."""
+    return BackgroundLast(_foreground_policy_of(config))
+
+
+def _foreground_policy_of(config: PolicyConfig) -> SchedulingPolicy:
     match config:
         case FcfsConfig():
             return FirstComeFirstServed()

@@ -90,8 +90,8 @@ def test_long_requests_are_charged_for_what_they_are() -> None:
                 waiting[tenant] += 1
         traffic.step()
         for tenant in sizes:
-            waiting[tenant] = traffic.engine._scheduler._policy._num_waiting.get(tenant, 0)  # type: ignore[attr-defined]
-    totals = traffic.engine._scheduler._policy._counters  # type: ignore[attr-defined]
+            waiting[tenant] = traffic.engine._scheduler._policy._inner._num_waiting.get(tenant, 0)  # type: ignore[attr-defined]
+    totals = traffic.engine._scheduler._policy._inner._counters  # type: ignore[attr-defined]
     assert jain(totals[tenant] for tenant in sizes) >= 0.995
 
 
@@ -139,7 +139,7 @@ def test_who_has_gone_is_forgotten_in_the_end() -> None:
             run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
     finally:
         fair.MAX_IDLE_TENANTS = before
-    policy = engine._scheduler._policy
+    policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
     assert isinstance(policy, fair.FairShare)
     assert len(policy._counters) <= 52
     assert len(policy._order._heap) <= 52
