@@ -1,0 +1,63 @@
+"""A set of row numbers in one bit each: a million rows take 125 kB."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class RowSet:
+    """Which of the rows 0 to num_rows - 1 are in it."""
+
+    def __init__(self, num_rows: int, bits: bytearray | mmap.mmap | None = None) -> None:
+        self._num_rows = num_rows
+        self._bits = bytearray(_num_bytes(num_rows)) if bits is None else bits
+        self._count = sum(byte.bit_count() for byte in self._bits[:])
+
+    @classmethod
+    def in_file(cls, path: Path, num_rows: int) -> RowSet:
+        """A set that lives in a file: what was added is there after the death of this process, however it came."""
+        with path.open("a+b") as file:
+            file.truncate(_num_bytes(num_rows))
+            return cls(num_rows, mmap.mmap(file.fileno(), _num_bytes(num_rows)))
+
+    @classmethod
+    def from_bytes(cls, num_rows: int, bits: bytes) -> RowSet:
+        """What `to_bytes` was called on."""
+        return cls(num_rows, bytearray(bits))
+
+    def to_bytes(self) -> bytes:
+        return bytes(self._bits)
+
+    def add(self, row: int) -> None:
+        if row not in self:
+            self._bits[row >> 3] |= 1 << (row & 7)
+            self._count += 1
+
+    def update(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.add(row)
+
+    def __contains__(self, row: int) -> bool:
+        return bool(self._bits[row >> 3] >> (row & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def has_all(self, first: int, last: int) -> bool:
+        """Whether every row from `first` to `last`, both included, is in it."""
+        return all(row in self for row in range(first, last + 1))
+
+    def missing(self) -> Iterable[int]:
+        """The rows that are not in it, in order."""
+        return (row for row in range(self._num_rows) if row not in self)
+
+    def num_beside(self, other: RowSet) -> int:
+        """How many rows are in this set and not in the other."""
+        mine, others = self.to_bytes(), other.to_bytes()
+        return sum((left & ~right & 0xFF).bit_count() for left, right in zip(mine, others, strict=True))
+
+
+def _num_bytes(num_rows: int) -> int:
+    return max(1, (num_rows + 7) // 8)

@@ -1,0 +1,94 @@
+"""The input as a stream of prepared rows, read and tokenized by Ray Data beside the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy
+import ray
+
+from app.api.completions import ServedModel
+from app.bulk.input_files import Input, read_piece
+from app.bulk.record import Record
+from app.bulk.row_set import RowSet
+from app.bulk.rows import PreparedRow, Row, RowSettings, prepare
+from app.config import ApiConfig
+from app.engine.facts import ModelFacts
+from app.engine.request import Request, TokenDelta
+from app.text import Tokenizer
+
+ROWS_IN_A_BATCH = 128
+PREPARER_CPUS = 0.25
+MAX_PREPARERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What turns rows into requests: the same in every process that does it."""
+
+    tokenizer_path: str
+    revision: str | None
+    model_name: str
+    facts: ModelFacts
+    rows: RowSettings
+    limits: ApiConfig
+
+
+def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Iterator[list[PreparedRow | Record]]:
+    """Batches of the input's rows that are not settled, about in order. A row that asks nonsense is a Record already.
+
+    A row may come twice where a process died; none is left out unless a file has changed.
+    """
+    open_pieces = [
+        piece for piece in found.pieces if not settled.has_all(piece.first_number, piece.first_number + piece.num_rows - 1)
+    ]
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    dataset = ray.data.from_items(
+        [{"piece": piece} for piece in open_pieces], override_num_blocks=max(1, len(open_pieces))
+    ).map_batches(
+        RowPreparer,
+        fn_constructor_args=(how, found.num_rows, settled.to_bytes()),
+        batch_size=1,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=MAX_PREPARERS),
+        num_cpus=PREPARER_CPUS,
+    )
+    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
+        yield list(batch["prepared"])
+
+
+class RowPreparer:
+    """Reads pieces and tokenizes their rows; one process of Ray Data's pool."""
+
+    def __init__(self, how: Preparation, num_rows: int, settled: bytes) -> None:
+        self._how = how
+        self._settled = RowSet.from_bytes(num_rows, settled)
+        self._model = ServedModel(
+            name=how.model_name,
+            tokenizer=Tokenizer.load(how.tokenizer_path, how.revision),
+            facts=how.facts,
+            generate=_elsewhere,
+            created=0,
+        )
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for piece in batch["piece"]:
+            rows = (row for row in read_piece(piece) if row.number not in self._settled)
+            while some := list(islice(rows, ROWS_IN_A_BATCH)):
+                prepared = asyncio.run(self._prepare(some))
+                column = numpy.empty(len(prepared), dtype=object)
+                column[:] = prepared
+                yield {"prepared": column}
+
+    async def _prepare(self, rows: Iterable[Row]) -> list[PreparedRow | Record]:
+        return [await prepare(row, self._how.rows, self._model, self._how.limits) for row in rows]
+
+
+def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
+    raise AssertionError("rows are prepared here and computed on the engines")

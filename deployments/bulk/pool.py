@@ -1,0 +1,160 @@
+"""Keeps a number of engines at work on a backlog, and replaces those that die.
+
+Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice the
+rows that it computes at once, so that it never waits for the call to come round, and rows never wait for each other.
+Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from app.bulk.backlog import Backlog, Loss
+from app.bulk.row_generator import Harvest
+from app.config import ServedModelConfig
+from app.engine.facts import ModelFacts
+from app.errors import Failure, InvalidSetup
+from deployments.bulk.engine_actor import EngineActor
+
+logger = logging.getLogger(__name__)
+
+HARVEST_WITHIN_S = 0.25
+HANG_S = 120.0
+MAX_DEATHS_IN_A_ROW = 8
+
+
+class EnginePool:
+    """The engines of a run. Everything happens in one event loop."""
+
+    def __init__(
+        self,
+        served: ServedModelConfig,
+        backlog: Backlog,
+        *,
+        on_harvest: Callable[[Harvest], None],
+        on_loss: Callable[[Loss], None],
+    ) -> None:
+        """`on_harvest` hears what engines bring, `on_loss` of each death."""
+        self._served = served
+        self._backlog = backlog
+        self._on_harvest = on_harvest
+        self._on_loss = on_loss
+        self._window = 2 * served.engine.scheduler.max_running
+        self._num_deaths_in_a_row = 0
+        self._input_is_over = False
+        self._changed = asyncio.Condition()
+        self._facts: asyncio.Future[ModelFacts] = asyncio.get_running_loop().create_future()
+
+    @property
+    def size(self) -> int:
+        return self._served.replicas.num_replicas
+
+    async def facts(self) -> ModelFacts:
+        """What the first engine that is ready knows about the model."""
+        return await asyncio.shield(self._facts)
+
+    async def wait_for_room(self) -> None:
+        """Return when the backlog is shorter than what the engines take next."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.size * self._window)
+
+    async def has_more(self) -> None:
+        """Rows were added."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end_of_input(self) -> None:
+        """No more rows will be added."""
+        self._input_is_over = True
+        await self.has_more()
+
+    async def work(self, number: int) -> None:
+        """Run one engine, or one after the other when they die, until nothing is left to do.
+
+        Raises:
+            InvalidSetup: the model cannot be loaded.
+            Failure: engines die again and again and nothing comes of it.
+        """
+        while not self._is_over:
+            actor = self._start()
+            try:
+                await self._load(actor)
+                await self._exchange_until_over(number, actor)
+            except (RayError, TimeoutError) as error:
+                self._lose(number, error)
+                await self.has_more()
+            finally:
+                ray.kill(actor)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._input_is_over and self._backlog.is_empty
+
+    def _start(self) -> Any:
+        replicas = self._served.replicas
+        remote = ray.remote(EngineActor).options(
+            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0
+        )
+        return remote.remote(self._served.engine)
+
+    async def _load(self, actor: Any) -> None:
+        try:
+            facts = await actor.load.remote()
+        except RayTaskError as error:
+            raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
+        if not self._facts.done():
+            self._facts.set_result(facts)
+
+    async def _exchange_until_over(self, number: int, actor: Any) -> None:
+        while True:
+            room = self._window - self._backlog.num_on(number)
+            rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
+            if rows:
+                await self.has_more()  # whoever reads on has room to
+            elif not self._backlog.num_on(number):
+                if self._is_over:
+                    return
+                await self._wait_for_change()
+                continue
+            call = actor.exchange.remote(rows, self._window // 4, HARVEST_WITHIN_S)
+            await self._book(number, await asyncio.wait_for(call, HANG_S))
+
+    async def _wait_for_change(self) -> None:
+        async with self._changed:
+            await self._changed.wait()
+
+    async def _book(self, number: int, harvest: Harvest) -> None:
+        self._backlog.begin(number, harvest.begun)
+        self._on_harvest(harvest)
+        self._backlog.settle(number, [record.row for record in harvest.records])
+        if harvest.records:
+            self._num_deaths_in_a_row = 0
+        if self._is_over:
+            await self.has_more()
+
+    def _lose(self, number: int, error: Exception) -> None:
+        self._num_deaths_in_a_row += 1
+        num_rows = self._backlog.num_on(number)
+        logger.warning("engine %d is lost with %d rows, which go elsewhere: %s", number, num_rows, _reason(error))
+        loss = self._backlog.lose(number)
+        self._on_loss(loss)
+        if loss.given_up:
+            self._num_deaths_in_a_row = 0
+        if self._num_deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
+            raise Failure(
+                f"{self._num_deaths_in_a_row} engines died one after the other and no row came of it; the last: "
+                f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """What a person needs of Ray's message: the cause where it is one of ours, else the first line."""
+    cause = getattr(error, "cause", None)
+    lines = str(cause or error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
