@@ -27,8 +27,12 @@ ALLOWED = {
         "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "starlette", "pydantic", "pydantic_core",
     },
+    "app.bulk": {
+        "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "numpy", "pyarrow", "pydantic", "pydantic_core",
+    },
     "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},
-    "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 
 

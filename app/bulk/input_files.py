@@ -1,7 +1,8 @@
 """The files of a run: found, looked through once before anything runs, and read again piece by piece.
 
-A look-through takes constant memory (8 bytes a row, for the ids) and gives what the rest needs: how many rows there are, a
-fingerprint by which a resumed run knows its input, pieces that can be read apart from each other, and every row's number.
+A look-through keeps 8 bytes a row (a hash of its id) and gives what the rest needs: how many rows there are, a
+fingerprint by which a resumed run knows its input, and pieces that can be read apart from each other, with the numbers
+of their rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy
 import pyarrow
@@ -181,7 +183,7 @@ def _read_parquet(piece: Piece) -> Iterator[Row]:
                 index += 1
 
 
-def _without_nulls(value: object) -> object:
+def _without_nulls(value: Any) -> Any:
     """Parquet gives every row all fields that any row has; those without a value were not given."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -243,7 +245,7 @@ def _format(uri: str) -> str:
     return FORMATS[suffix]
 
 
-def _open(file: InputFile, offset: int = 0) -> io.BufferedReader:
+def _open(file: InputFile, offset: int = 0) -> BinaryIO:
     if "://" not in file.uri:
         stream = open(file.uri, "rb", buffering=_READ_BYTES)  # noqa: SIM115 - the caller closes it
         stream.seek(offset)
@@ -251,7 +253,7 @@ def _open(file: InputFile, offset: int = 0) -> io.BufferedReader:
     filesystem, path = fs.FileSystem.from_uri(file.uri)
     remote = filesystem.open_input_file(path)
     remote.seek(offset)
-    return io.BufferedReader(remote, _READ_BYTES)
+    return cast(BinaryIO, io.BufferedReader(remote, _READ_BYTES))
 
 
 def _parquet(file: InputFile) -> parquet.ParquetFile:

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from app.bulk.record import COLUMNS, Record
+from app.bulk.record import COLUMNS, COUNTING_COLUMNS, Record
 from app.bulk.row_set import RowSet
-from app.bulk.summary import Counts
+from app.bulk.summary import Counts, Summary
 from app.errors import Failure, InvalidSetup
 
 MANIFEST, JOURNAL, BEGUN, RECOVERY, SUMMARY = (
@@ -34,10 +35,7 @@ MANIFEST, JOURNAL, BEGUN, RECOVERY, SUMMARY = (
 RESULTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
 _PARQUET_ROWS = 10_000
 _SCHEMA = pyarrow.schema(
-    [
-        pyarrow.field(name, pyarrow.int64() if name in ("row", "prompt_tokens", "completion_tokens") else pyarrow.string())
-        for name in COLUMNS
-    ]
+    [pyarrow.field(name, pyarrow.int64() if name in COUNTING_COLUMNS else pyarrow.string()) for name in COLUMNS]
 )
 
 
@@ -68,10 +66,6 @@ class OutputFolder:
         self.recovery.recomputed_rows += self.begun.num_beside(self.settled)
         self.save_recovery()
 
-    @property
-    def results_path(self) -> Path:
-        return self._path / RESULTS[self._format]
-
     def append(self, records: Iterable[Record]) -> None:
         """Add records; when this returns the death of this process cannot take them back (`sync`: nor the machine's).
 
@@ -82,7 +76,8 @@ class OutputFolder:
         try:
             _write_all(self._journal, content)
         except OSError as error:
-            os.ftruncate(self._journal, self._end)
+            with suppress(OSError):  # a torn end does no harm: the next run cuts it off
+                os.ftruncate(self._journal, self._end)
             raise self._failure(error) from error
         self._end += len(content)
         for record in new.values():
@@ -105,9 +100,9 @@ class OutputFolder:
         self.sync()
         try:
             if self._format == "parquet":
-                _to_parquet(self._path / JOURNAL, self.results_path)
+                _to_parquet(self._path / JOURNAL, self._path / RESULTS[self._format])
             else:
-                os.rename(self._path / JOURNAL, self.results_path)
+                os.rename(self._path / JOURNAL, self._path / RESULTS[self._format])
             _sync_folder(self._path)
             self._write_json(SUMMARY, summary)
             for name in (JOURNAL, BEGUN, RECOVERY):
@@ -140,45 +135,53 @@ class OutputFolder:
 
     def _failure(self, error: OSError) -> Failure:
         return Failure(
-            f"{self._path}: cannot be written to: {error.strerror}; {len(self.settled):,} of {self._num_rows:,} rows are "
-            f"safe there: make room, or whatever it needs, and go on with --resume"
+            f"{self._path}: cannot be written to: {error.strerror}; {len(self.settled):,} of {self._num_rows:,} "
+            f"rows are safe there: make room, or whatever it needs, and go on with --resume"
         )
 
 
-def open_folder(
-    path: Path, *, run: Mapping[str, Any], num_rows: int, output_format: str, resume: bool
-) -> OutputFolder:
+def open_folder(path: Path, *, run: Mapping[str, Any], num_rows: int, output_format: str, resume: bool) -> OutputFolder:
     """Take the folder for the run that `run` describes, creating it if need be. Nothing is changed if this raises.
 
     Raises:
         InvalidSetup: it holds something else, another run, a finished run, or one that is running or not resumed.
     """
     try:
-        return _open_folder(path, run=run, num_rows=num_rows, output_format=output_format, resume=resume)
+        if (path / MANIFEST).exists():
+            _check_may_go_on(path, run, resume=resume)
+        else:
+            _check_is_empty(path)
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path / MANIFEST, json.dumps(run, indent=2).encode() + b"\n")
+        _lock(path / MANIFEST)
+        return OutputFolder(path, num_rows=num_rows, output_format=output_format)
     except OSError as error:
         raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
 
 
-def _open_folder(
-    path: Path, *, run: Mapping[str, Any], num_rows: int, output_format: str, resume: bool
-) -> OutputFolder:
-    manifest = path / MANIFEST
-    if not manifest.exists():
-        strangers = sorted(entry.name for entry in path.iterdir())[:3] if path.exists() else []
-        if strangers and strangers != [_hidden_name(MANIFEST)]:
-            raise InvalidSetup(f"--output {path}: is not empty ({', '.join(strangers)}, ...) and holds no run; use another")
-        path.mkdir(parents=True, exist_ok=True)
-        write_atomically(manifest, json.dumps(run, indent=2).encode() + b"\n")
-    else:
-        _check_same_run(path, _read_json(manifest), run)
-        if (path / SUMMARY).exists():
-            raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
-        _lock(manifest)
-        if not resume:
-            raise InvalidSetup(f"--output {path}: holds an unfinished run of this; go on with --resume, or use another")
-        return OutputFolder(path, num_rows=num_rows, output_format=output_format)
-    _lock(manifest)
-    return OutputFolder(path, num_rows=num_rows, output_format=output_format)
+def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
+    """The summary of this very run if it is finished; None if it is not, or not begun."""
+    if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != dict(run):
+        return None
+    return Summary(**_read_json(path / SUMMARY))
+
+
+def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> None:
+    there = _read_json(path / MANIFEST)
+    differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
+    if differing:
+        named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])
+        raise InvalidSetup(f"--output {path}: holds another run ({named[:600]}); use another folder")
+    if (path / SUMMARY).exists():
+        raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
+    if not resume:
+        raise InvalidSetup(f"--output {path}: holds this run, unfinished: go on with --resume, or use another folder")
+
+
+def _check_is_empty(path: Path) -> None:
+    strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    if set(strangers) - {_hidden_name(MANIFEST)}:  # what a death at the very beginning may have left
+        raise InvalidSetup(f"--output {path}: holds {', '.join(strangers[:3])} and no run; use an empty folder")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -194,13 +197,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def _hidden_name(name: str) -> str:
     return f".{name}.tmp"
-
-
-def _check_same_run(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differing = [name for name in here.keys() | there.keys() if there.get(name) != here.get(name)]
-    if differing:
-        named = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} now" for name in sorted(differing)[:4])
-        raise InvalidSetup(f"--output {path}: holds another run ({named[:600]}); use another folder")
 
 
 def _lock(manifest: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 # A file's columns in their order; `row` is the row's number in the input, from 0, blank lines not counted.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
+COUNTING_COLUMNS = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

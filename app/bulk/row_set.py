@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,6 @@ class RowSet:
     """Which of the rows 0 to num_rows - 1 are in it."""
 
     def __init__(self, num_rows: int, bits: bytearray | mmap.mmap | None = None) -> None:
-        self._num_rows = num_rows
         self._bits = bytearray(_num_bytes(num_rows)) if bits is None else bits
         self._count = sum(byte.bit_count() for byte in self._bits[:])
 
@@ -19,7 +19,8 @@ class RowSet:
     def in_file(cls, path: Path, num_rows: int) -> RowSet:
         """A set that lives in a file: what was added is there after the death of this process, however it came."""
         with path.open("a+b") as file:
-            file.truncate(_num_bytes(num_rows))
+            # Given its blocks now: a write into a hole of a mapped file on a full disk kills the process.
+            os.posix_fallocate(file.fileno(), 0, _num_bytes(num_rows))
             return cls(num_rows, mmap.mmap(file.fileno(), _num_bytes(num_rows)))
 
     @classmethod
@@ -45,13 +46,9 @@ class RowSet:
     def __len__(self) -> int:
         return self._count
 
-    def has_all(self, first: int, last: int) -> bool:
-        """Whether every row from `first` to `last`, both included, is in it."""
-        return all(row in self for row in range(first, last + 1))
-
-    def missing(self) -> Iterable[int]:
-        """The rows that are not in it, in order."""
-        return (row for row in range(self._num_rows) if row not in self)
+    def has_all(self, first: int, num_rows: int) -> bool:
+        """Whether so many rows from `first` on are all in it."""
+        return all(row in self for row in range(first, first + num_rows))
 
     def num_beside(self, other: RowSet) -> int:
         """How many rows are in this set and not in the other."""

@@ -1,7 +1,7 @@
 """One row of the input: its id, what it asks, and the request that it becomes. Nothing is started here.
 
-A row is an OpenAI batch line (`custom_id`, `method`, `url`, `body`) or a plain one with a prompt or messages column. Both
-pass the schemas and checks of the HTTP API, so that a row means what the same request would.
+A row is an OpenAI batch line (`custom_id`, `method`, `url`, `body`) or a plain one with a prompt or messages column.
+Both pass the schemas and checks of the HTTP API, so that a row means what the same request would.
 """
 
 from __future__ import annotations
@@ -133,9 +133,8 @@ async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: A
 def _typed(fields: Mapping[str, Any], settings: RowSettings, model: ServedModel) -> GenerationRequest:
     schema, body = _batch_line(fields) if _is_batch_line(fields) else _plain_row(fields, settings)
     given = {name: value for name, value in body.items() if value is not None}
-    schema_names_length = "max_completion_tokens" in given or "max_tokens" in given
-    if settings.max_tokens is not None and not schema_names_length:
-        given["max_tokens"] = settings.max_tokens
+    if settings.max_tokens is not None and "max_completion_tokens" not in given:
+        given.setdefault("max_tokens", settings.max_tokens)
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
     refuse_unavailable(given, schema)
@@ -173,14 +172,11 @@ def _batch_line(fields: Mapping[str, Any]) -> tuple[type[GenerationRequest], Map
     return schema, body
 
 
-def _plain_row(
-    fields: Mapping[str, Any], settings: RowSettings
-) -> tuple[type[GenerationRequest], Mapping[str, Any]]:
+def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[type[GenerationRequest], Mapping[str, Any]]:
     sampling = {name: fields[name] for name in SAMPLING_COLUMNS if name in fields}
-    messages_column = settings.messages_column or "messages"
-    asks_for_messages = settings.messages_column is not None
-    if asks_for_messages or (settings.prompt_column is None and fields.get(messages_column) is not None):
-        messages = _column(fields, messages_column)
+    has_messages = settings.prompt_column is None and fields.get("messages") is not None
+    if settings.messages_column is not None or has_messages:
+        messages = _column(fields, settings.messages_column or "messages")
         if isinstance(messages, str):  # one turn of a user
             messages = [{"role": "user", "content": messages}]
         return ChatRequest, sampling | {"messages": messages}
@@ -199,7 +195,9 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
 def _check_fits_bulk(body: GenerationRequest, model: ServedModel) -> None:
     """What the API can do and a row of a bulk run cannot: it has one text, and nobody who reads along."""
     if body.stream:
-        raise InvalidRequest("stream is true; a row of a bulk run has nobody to stream to: leave it out", param="stream")
+        raise InvalidRequest(
+            "stream is true; a row of a bulk run has nobody to stream to: leave it out", param="stream"
+        )
     if body.n != 1:
         raise InvalidRequest(f"n is {body.n:,}; a row has one answer: write a row for each", param="n")
     if isinstance(body, CompletionRequest) and len(body.prompt) != 1:

@@ -64,11 +64,15 @@ class Pace:
         self._num_tokens = 0
         self._marks: deque[tuple[float, int, int]] = deque()  # (time, rows, tokens)
 
+    def begin(self, now: float, num_settled: int) -> None:
+        """The clock runs from here on."""
+        self._marks.append((now, num_settled, self._num_tokens))
+
     def generated(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
 
     def line(self, now: float, num_settled: int) -> str:
-        """One line of progress at a time in seconds, on any clock that does not go back."""
+        """One line of progress. `now` is in seconds, on any clock that does not go back."""
         self._marks.append((now, num_settled, self._num_tokens))
         while len(self._marks) > 2 and now - self._marks[0][0] > RATE_WINDOW_S:
             self._marks.popleft()

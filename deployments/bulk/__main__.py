@@ -1,7 +1,7 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-The same under `ray job submit --working-dir . -- python -m deployments.bulk ...`; without a cluster to join it starts one of
-its own. Mistakes are told before Ray is even imported. Killed at any moment, it goes on with --resume.
+The same under `ray job submit --working-dir . -- python -m deployments.bulk ...`; without a cluster to join it starts
+one of its own. Mistakes are told before Ray is even imported. Killed at any moment, it goes on with --resume.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from app.bulk.input_files import find_files, look_through
-from app.bulk.output_folder import OutputFolder, open_folder
+from app.bulk.output_folder import RESULTS, finished_summary, open_folder
 from app.bulk.summary import Summary
 from app.errors import CarouselError
 from deployments.bulk.options import Options, read_options
@@ -23,21 +23,28 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when every row has a record, 1 when the job could not be done; see also ROWS_FAILED."""
     try:
-        summary = _run(read_options(arguments))
+        options = read_options(arguments)
+        summary = _run(options)
     except CarouselError as error:
         print(error.message, file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
         return INTERRUPTED
-    return ROWS_FAILED if summary.failed and read_options(arguments).fail_on_row_errors else 0
+    print(f"{summary}\nThe results are in {options.output / RESULTS[options.output_format]}", flush=True)
+    return ROWS_FAILED if summary.failed and options.fail_on_row_errors else 0
 
 
 def _run(options: Options) -> Summary:
+    """The summary of the run; of one that is finished already, what it came to. Raises as `answer_rows`."""
     found = look_through(find_files(options.input), options.rows)
+    run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
+    finished = finished_summary(options.output, run) if options.resume else None
+    if finished is not None:
+        return finished
     folder = open_folder(
         options.output,
-        run=options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint},
+        run=run,
         num_rows=found.num_rows,
         output_format=options.output_format,
         resume=options.resume,
@@ -45,13 +52,7 @@ def _run(options: Options) -> Summary:
     _set_environment(options)
     from deployments.bulk.job import answer_rows  # Ray reads the environment when it is imported
 
-    summary = answer_rows(found, folder, options)
-    _tell(summary, folder)
-    return summary
-
-
-def _tell(summary: Summary, folder: OutputFolder) -> None:
-    print(f"{summary}\nThe results are in {folder.results_path}", flush=True)
+    return answer_rows(found, folder, options)
 
 
 def _set_environment(options: Options) -> None:

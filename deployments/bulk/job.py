@@ -25,10 +25,10 @@ from app.bulk.rows import PreparedRow
 from app.bulk.summary import Pace, Summary
 from app.errors import Failure, InvalidSetup
 from deployments.bulk.options import Options
-from deployments.bulk.pipeline import MAX_PREPARERS, PREPARER_CPUS, Preparation, prepared_rows
+from deployments.bulk.pipeline import Preparation, prepared_rows
 from deployments.bulk.pool import EnginePool
 
-MAX_PASSES = 3
+MAX_FRUITLESS_PASSES = 3
 SYNC_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
 
@@ -69,13 +69,20 @@ class BulkJob:
 
     async def run(self) -> None:
         """Returns when every row is settled. Raises as `answer_rows`."""
-        pool = EnginePool(self._options.served, self._backlog, on_harvest=self._harvest, on_loss=self._lose)
-        clock = asyncio.create_task(self._clock())
+        pool = EnginePool(
+            self._options.served,
+            self._backlog,
+            on_harvest=self._harvest,
+            on_loss=self._lose,
+            on_ready=self._begin,
+        )
+        workers = [pool.work(number) for number in range(pool.size)]
         try:
-            await _all_or_first_error([self._read(pool), *(pool.work(number) for number in range(pool.size))], clock)
+            await _until(pool.over(), [self._read(pool), self._clock(pool), *workers])
         finally:
             self._ended = time.monotonic()
-        self._show(self._pace.line(self._ended, len(self._folder.settled)), is_last=True)
+            if sys.stderr.isatty():
+                print(file=sys.stderr)
 
     def summary(self) -> Summary:
         """What has come of it. Call it when every row is settled."""
@@ -97,6 +104,11 @@ class BulkJob:
 
     # ------------------------------------------------------------------ what engines bring
 
+    def _begin(self) -> None:
+        if not self._began:
+            self._began = time.monotonic()
+            self._pace.begin(self._began, self._num_before)
+
     def _harvest(self, harvest: Harvest) -> None:
         self._folder.begun.update(harvest.begun)
         self._folder.append(harvest.records)
@@ -113,91 +125,93 @@ class BulkJob:
 
     async def _read(self, pool: EnginePool) -> None:
         """Everything that is not settled into the backlog, in further passes what a pass has left out."""
-        facts = await pool.facts()
-        self._began = time.monotonic()
-        model = self._options.served.engine.model
-        how = Preparation(
-            tokenizer_path=resolve_model_path(model.path),
-            revision=model.revision,
-            model_name=self._options.served.name,
-            facts=facts,
-            rows=self._options.rows,
-            limits=self._options.limits,
-        )
-        trouble = ""
-        for _ in range(MAX_PASSES):
+        trouble, num_fruitless = "", 0
+        while num_fruitless < MAX_FRUITLESS_PASSES:
+            num_before = self._num_unread
             try:
-                await self._read_once(pool, how)
+                await self._read_once(pool)
             except ray.exceptions.RayError as error:
                 trouble = str(error).strip().splitlines()[-1]
                 logger.warning("reading the input broke off and begins again with what is left: %s", trouble)
             if self._num_unread == 0:
                 await pool.end_of_input()
                 return
+            num_fruitless = num_fruitless + 1 if self._num_unread == num_before else 0
         raise Failure(
-            f"{self._num_unread:,} rows could not be read in {MAX_PASSES} passes over the input: has a file changed? "
-            f"{trouble}"
+            f"{self._num_unread:,} rows could not be read, however often the input was gone through: has a file "
+            f"changed? {trouble}"
         )
 
     @property
     def _num_unread(self) -> int:
         return self._found.num_rows - len(self._folder.settled) - self._backlog.num_known
 
-    async def _read_once(self, pool: EnginePool, how: Preparation) -> None:
+    async def _read_once(self, pool: EnginePool) -> None:
+        model = self._options.served.engine.model
+        how = Preparation(
+            tokenizer_path=resolve_model_path(model.path),
+            revision=model.revision,
+            model_name=self._options.served.name,
+            facts=await pool.facts(),
+            rows=self._options.rows,
+            limits=self._options.limits,
+        )
         batches = prepared_rows(self._found, self._folder.settled, how)
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="input") as reader:
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="input")
+        try:
             while (batch := await loop.run_in_executor(reader, _next_batch, batches)) is not None:
                 self._folder.append(item for item in batch if isinstance(item, Record))
                 self._backlog.add(item for item in batch if isinstance(item, PreparedRow))
-                await pool.has_more()
+                await pool.has_changed()
                 await pool.wait_for_room()
+        finally:
+            reader.shutdown(wait=False)  # where the job has failed, a read may never come back
 
     # ------------------------------------------------------------------ the clock
 
-    async def _clock(self) -> None:
+    async def _clock(self, pool: EnginePool) -> None:
         """Once a second what was written goes to the disk; on a terminal the line is renewed, in a log now and then."""
         lines_every_s = SYNC_EVERY_S if sys.stderr.isatty() else LINE_EVERY_S
-        shown_at = time.monotonic()
-        self._show("loading the model", is_last=False)
+        shown_at = -math.inf
         while True:
+            now = time.monotonic()
+            if now - shown_at >= lines_every_s:
+                engines = f"{pool.num_ready} of {pool.size} engines"
+                ready = f"{self._pace.line(now, len(self._folder.settled))}, {engines}" if self._began else ""
+                self._show(ready or f"waiting for an engine: {engines} ready")
+                shown_at = now
             await asyncio.sleep(SYNC_EVERY_S)
             self._folder.sync()
-            now = time.monotonic()
-            if self._began and now - shown_at >= lines_every_s:
-                self._show(self._pace.line(now, len(self._folder.settled)), is_last=False)
-                shown_at = now
 
-    def _show(self, line: str, *, is_last: bool) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="\n" if is_last else "", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+    def _show(self, line: str) -> None:
+        is_terminal = sys.stderr.isatty()
+        print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
 
 
 def _next_batch(batches: Iterator[list[PreparedRow | Record]]) -> list[PreparedRow | Record] | None:
     return next(batches, None)
 
 
-async def _all_or_first_error(parts: Sequence[Coroutine[Any, Any, None]], clock: asyncio.Task[None]) -> None:
-    """Run all parts to their end; the first error of any, or of the clock, ends all and is raised."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    everything = asyncio.gather(*tasks)
+async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the parts side by side until `over` returns; the first error of any is raised. Then all are cancelled."""
+    end = asyncio.create_task(over)
+    running = {end, *map(asyncio.create_task, parts)}
     try:
-        await asyncio.wait([everything, clock], return_when=asyncio.FIRST_COMPLETED)
-        if clock.done():
-            clock.result()
-        await everything
+        while not end.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
-        for task in (*tasks, clock):
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, clock, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _join_or_start_ray(options: Options) -> None:
     """The cluster that RAY_ADDRESS names (as in a job), else one of our own. Raises InvalidSetup if it is too small."""
     replicas = options.served.replicas
-    num_cpus = replicas.num_replicas * replicas.num_cpus + MAX_PREPARERS * PREPARER_CPUS
+    num_cpus = replicas.num_replicas * replicas.num_cpus
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
@@ -209,7 +223,8 @@ def _join_or_start_ray(options: Options) -> None:
             log_to_driver=False,
             logging_level="ERROR",
         )
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     found = ray.cluster_resources().get("GPU", 0)
     if found < replicas.num_gpus:
-        raise InvalidSetup(f"an engine needs {replicas.num_gpus:g} GPUs and the cluster has {found:g}; see replicas.num_gpus")
+        raise InvalidSetup(
+            f"an engine needs {replicas.num_gpus:g} GPUs and the cluster has {found:g}; see replicas.num_gpus"
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -12,18 +13,16 @@ import numpy
 import ray
 
 from app.api.completions import ServedModel
-from app.bulk.input_files import Input, read_piece
+from app.bulk.input_files import Input, InputFile, Piece, read_piece
 from app.bulk.record import Record
 from app.bulk.row_set import RowSet
 from app.bulk.rows import PreparedRow, Row, RowSettings, prepare
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.text import Tokenizer
 
 ROWS_IN_A_BATCH = 128
-PREPARER_CPUS = 0.25
-MAX_PREPARERS = 4
+CPUS_PER_PREPARER = 8  # of the cluster: one process tokenizes some thousand rows a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Preparation:
     tokenizer_path: str
     revision: str | None
     model_name: str
-    facts: ModelFacts
+    facts: Any  # reference to the ModelFacts of an engine that may still be loading
     rows: RowSettings
     limits: ApiConfig
 
@@ -43,24 +42,27 @@ def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Iterator[l
 
     A row may come twice where a process died; none is left out unless a file has changed.
     """
-    open_pieces = [
-        piece for piece in found.pieces if not settled.has_all(piece.first_number, piece.first_number + piece.num_rows - 1)
-    ]
+    open_pieces = [piece for piece in found.pieces if not settled.has_all(piece.first_number, piece.num_rows)]
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    dataset = ray.data.from_items(
-        [{"piece": piece} for piece in open_pieces], override_num_blocks=max(1, len(open_pieces))
-    ).map_batches(
+    pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
+    prepared = pieces.map_batches(
         RowPreparer,
         fn_constructor_args=(how, found.num_rows, settled.to_bytes()),
         batch_size=1,
         batch_format="numpy",
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=MAX_PREPARERS),
-        num_cpus=PREPARER_CPUS,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
+        num_cpus=0,  # reserves nothing: engines that fill the cluster must not keep their own input out
     )
-    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
+
+
+def max_preparers() -> int:
+    """How many processes tokenize, at most."""
+    return 1 + int(ray.cluster_resources().get("CPU", 1)) // CPUS_PER_PREPARER
 
 
 class RowPreparer:
@@ -72,13 +74,13 @@ class RowPreparer:
         self._model = ServedModel(
             name=how.model_name,
             tokenizer=Tokenizer.load(how.tokenizer_path, how.revision),
-            facts=how.facts,
+            facts=ray.get(how.facts),
             generate=_elsewhere,
             created=0,
         )
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for piece in batch["piece"]:
+        for piece in _pieces(batch):
             rows = (row for row in read_piece(piece) if row.number not in self._settled)
             while some := list(islice(rows, ROWS_IN_A_BATCH)):
                 prepared = asyncio.run(self._prepare(some))
@@ -88,6 +90,21 @@ class RowPreparer:
 
     async def _prepare(self, rows: Iterable[Row]) -> list[PreparedRow | Record]:
         return [await prepare(row, self._how.rows, self._model, self._how.limits) for row in rows]
+
+
+def _columns(piece: Piece) -> dict[str, Any]:
+    """A piece as a row of a dataset: plain values, which Arrow stores as they are."""
+    columns = asdict(piece)
+    file: dict[str, Any] = columns.pop("file")
+    return columns | file
+
+
+def _pieces(batch: dict[str, Any]) -> Iterator[Piece]:
+    """The pieces in a batch of such rows."""
+    for values in zip(*batch.values(), strict=True):
+        columns: dict[str, Any] = dict(zip(batch, values, strict=True))
+        file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
+        yield Piece(file=file, **{name: int(value) for name, value in columns.items()})
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:

@@ -1,7 +1,7 @@
 """Keeps a number of engines at work on a backlog, and replaces those that die.
 
-Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice the
-rows that it computes at once, so that it never waits for the call to come round, and rows never wait for each other.
+Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice
+the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each other.
 Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in docs/operations.md.
 """
 
@@ -18,7 +18,6 @@ from ray.exceptions import RayError, RayTaskError
 from app.bulk.backlog import Backlog, Loss
 from app.bulk.row_generator import Harvest
 from app.config import ServedModelConfig
-from app.engine.facts import ModelFacts
 from app.errors import Failure, InvalidSetup
 from deployments.bulk.engine_actor import EngineActor
 
@@ -39,40 +38,50 @@ class EnginePool:
         *,
         on_harvest: Callable[[Harvest], None],
         on_loss: Callable[[Loss], None],
+        on_ready: Callable[[], None],
     ) -> None:
-        """`on_harvest` hears what engines bring, `on_loss` of each death."""
+        """`on_harvest` hears what engines bring, `on_loss` of each death, `on_ready` of each engine that has loaded."""
         self._served = served
         self._backlog = backlog
         self._on_harvest = on_harvest
         self._on_loss = on_loss
+        self._on_ready = on_ready
         self._window = 2 * served.engine.scheduler.max_running
+        self.num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
         self._input_is_over = False
         self._changed = asyncio.Condition()
-        self._facts: asyncio.Future[ModelFacts] = asyncio.get_running_loop().create_future()
+        self._facts: Any = None  # reference to a ModelFacts
 
     @property
     def size(self) -> int:
         return self._served.replicas.num_replicas
 
-    async def facts(self) -> ModelFacts:
-        """What the first engine that is ready knows about the model."""
-        return await asyncio.shield(self._facts)
+    async def facts(self) -> Any:
+        """A reference to what an engine will know about its model; rows can be read while it loads."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._facts is not None)
+        return self._facts
 
     async def wait_for_room(self) -> None:
         """Return when the backlog is shorter than what the engines take next."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._backlog.num_waiting < self.size * self._window)
 
-    async def has_more(self) -> None:
-        """Rows were added."""
+    async def has_changed(self) -> None:
+        """Wake whoever waits: rows were added or taken, or the input is over."""
         async with self._changed:
             self._changed.notify_all()
 
     async def end_of_input(self) -> None:
         """No more rows will be added."""
         self._input_is_over = True
-        await self.has_more()
+        await self.has_changed()
+
+    async def over(self) -> None:
+        """Return when the input is over and no row waits or is on an engine."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_over)
 
     async def work(self, number: int) -> None:
         """Run one engine, or one after the other when they die, until nothing is left to do.
@@ -85,10 +94,13 @@ class EnginePool:
             actor = self._start()
             try:
                 await self._load(actor)
-                await self._exchange_until_over(number, actor)
+                try:
+                    await self._exchange_until_over(number, actor)
+                finally:
+                    self.num_ready -= 1
             except (RayError, TimeoutError) as error:
                 self._lose(number, error)
-                await self.has_more()
+                await self.has_changed()
             finally:
                 ray.kill(actor)
 
@@ -104,19 +116,24 @@ class EnginePool:
         return remote.remote(self._served.engine)
 
     async def _load(self, actor: Any) -> None:
+        facts = actor.load.remote()
+        if self._facts is None:
+            self._facts = facts
+            await self.has_changed()
         try:
-            facts = await actor.load.remote()
+            await facts
         except RayTaskError as error:
             raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
-        if not self._facts.done():
-            self._facts.set_result(facts)
+        self._facts = facts  # of an engine that did load: one that died before is of no use to readers
+        self.num_ready += 1
+        self._on_ready()
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
         while True:
             room = self._window - self._backlog.num_on(number)
             rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if rows:
-                await self.has_more()  # whoever reads on has room to
+                await self.has_changed()  # whoever reads on has room to
             elif not self._backlog.num_on(number):
                 if self._is_over:
                     return
@@ -136,7 +153,7 @@ class EnginePool:
         if harvest.records:
             self._num_deaths_in_a_row = 0
         if self._is_over:
-            await self.has_more()
+            await self.has_changed()
 
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
