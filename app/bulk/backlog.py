@@ -7,7 +7,7 @@ row at fault is found without its neighbours; whoever has lost its engine four t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 
 from app.bulk.record import Record
@@ -66,8 +66,9 @@ class Backlog:
                 self._known.add(row.number)
                 self._waiting.append(row)
 
-    def num_on(self, engine: int) -> int:
-        return len(self._on(engine).rows)
+    def rows_on(self, engine: int) -> KeysView[int]:
+        """The rows that an engine has and has not given back."""
+        return self._on(engine).rows.keys()
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[PreparedRow]:
         """The next rows for an engine that has room for so many; a suspect only for an empty engine, and alone."""

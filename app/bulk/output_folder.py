@@ -51,8 +51,9 @@ class Recovery:
 class OutputFolder:
     """The folder of one run, held by this process. All rows that have a record are in `settled`."""
 
-    def __init__(self, path: Path, *, num_rows: int, output_format: str) -> None:
+    def __init__(self, path: Path, *, num_rows: int, output_format: str, lock: int) -> None:
         """Not for callers: `open_folder` checks and locks first."""
+        self._lock = lock
         self._path = path
         self._num_rows = num_rows
         self._format = output_format
@@ -65,6 +66,11 @@ class OutputFolder:
         self.recovery.runs += 1
         self.recovery.recomputed_rows += self.begun.num_beside(self.settled)
         self.save_recovery()
+
+    def close(self) -> None:
+        """Let the folder go; the run in it can be resumed."""
+        os.close(self._journal)
+        os.close(self._lock)
 
     def append(self, records: Iterable[Record]) -> None:
         """Add records; when this returns the death of this process cannot take them back (`sync`: nor the machine's).
@@ -147,14 +153,18 @@ def open_folder(path: Path, *, run: Mapping[str, Any], num_rows: int, output_for
         InvalidSetup: it holds something else, another run, a finished run, or one that is running or not resumed.
     """
     try:
-        if (path / MANIFEST).exists():
-            _check_may_go_on(path, run, resume=resume)
-        else:
-            _check_is_empty(path)
-            path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / MANIFEST, json.dumps(run, indent=2).encode() + b"\n")
-        _lock(path / MANIFEST)
-        return OutputFolder(path, num_rows=num_rows, output_format=output_format)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        try:
+            if (path / MANIFEST).exists():
+                _check_may_go_on(path, run, resume=resume)
+            else:
+                _check_is_empty(path)
+                write_atomically(path / MANIFEST, json.dumps(run, indent=2).encode() + b"\n")
+            return OutputFolder(path, num_rows=num_rows, output_format=output_format, lock=lock)
+        except BaseException:
+            os.close(lock)
+            raise
     except OSError as error:
         raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
 
@@ -199,14 +209,15 @@ def _hidden_name(name: str) -> str:
     return f".{name}.tmp"
 
 
-def _lock(manifest: Path) -> None:
-    """Held by a descriptor that is never closed: the kernel lets go when this process ends, in whatever way."""
-    descriptor = os.open(manifest, os.O_RDONLY)
+def _lock(folder: Path) -> int:
+    """A lock on the folder itself, held by the descriptor that this gives: when a process ends, so does its lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise InvalidSetup(f"--output {manifest.parent}: another process is at work on it; wait for its end") from error
+        raise InvalidSetup(f"--output {folder}: another process is at work on it; wait for its end") from error
+    return descriptor
 
 
 def _open_journal(path: Path, output_format: str) -> int:

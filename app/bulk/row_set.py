@@ -24,9 +24,9 @@ class RowSet:
             return cls(num_rows, mmap.mmap(file.fileno(), _num_bytes(num_rows)))
 
     @classmethod
-    def from_bytes(cls, num_rows: int, bits: bytes) -> RowSet:
+    def from_bytes(cls, bits: bytes) -> RowSet:
         """What `to_bytes` was called on."""
-        return cls(num_rows, bytearray(bits))
+        return cls(8 * len(bits), bytearray(bits))
 
     def to_bytes(self) -> bytes:
         return bytes(self._bits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from app.bulk.input_files import find_files, look_through
 from app.bulk.output_folder import RESULTS, finished_summary, open_folder
@@ -49,10 +50,11 @@ def _run(options: Options) -> Summary:
         output_format=options.output_format,
         resume=options.resume,
     )
-    _set_environment(options)
-    from deployments.bulk.job import answer_rows  # Ray reads the environment when it is imported
+    with closing(folder):
+        _set_environment(options)
+        from deployments.bulk.job import answer_rows  # Ray reads the environment when it is imported
 
-    return answer_rows(found, folder, options)
+        return answer_rows(found, folder, options)
 
 
 def _set_environment(options: Options) -> None:

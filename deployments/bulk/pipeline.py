@@ -49,7 +49,7 @@ def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Iterator[l
     pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
     prepared = pieces.map_batches(
         RowPreparer,
-        fn_constructor_args=(how, found.num_rows, settled.to_bytes()),
+        fn_constructor_args=(how, settled.to_bytes()),
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
@@ -68,9 +68,9 @@ def max_preparers() -> int:
 class RowPreparer:
     """Reads pieces and tokenizes their rows; one process of Ray Data's pool."""
 
-    def __init__(self, how: Preparation, num_rows: int, settled: bytes) -> None:
+    def __init__(self, how: Preparation, settled: bytes) -> None:
         self._how = how
-        self._settled = RowSet.from_bytes(num_rows, settled)
+        self._settled = RowSet.from_bytes(settled)
         self._model = ServedModel(
             name=how.model_name,
             tokenizer=Tokenizer.load(how.tokenizer_path, how.revision),

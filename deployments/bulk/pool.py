@@ -130,11 +130,11 @@ class EnginePool:
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
         while True:
-            room = self._window - self._backlog.num_on(number)
+            room = self._window - len(self._backlog.rows_on(number))
             rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if rows:
                 await self.has_changed()  # whoever reads on has room to
-            elif not self._backlog.num_on(number):
+            elif not self._backlog.rows_on(number):
                 if self._is_over:
                     return
                 await self._wait_for_change()
@@ -157,7 +157,7 @@ class EnginePool:
 
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
-        num_rows = self._backlog.num_on(number)
+        num_rows = len(self._backlog.rows_on(number))
         logger.warning("engine %d is lost with %d rows, which go elsewhere: %s", number, num_rows, _reason(error))
         loss = self._backlog.lose(number)
         self._on_loss(loss)
