@@ -128,6 +128,8 @@ async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: A
         return _prepared(row, call)
     except CarouselError as error:
         return Record(row=row.number, id=row.row_id, error=error.message)
+    except Exception as error:  # whatever is in a row, it costs no other row anything
+        return Record(row=row.number, id=row.row_id, error=f"the row cannot be prepared: {error!r:.500}")
 
 
 def _typed(fields: Mapping[str, Any], settings: RowSettings, model: ServedModel) -> GenerationRequest:

@@ -59,7 +59,10 @@ def _run(options: Options) -> Summary:
 
 def _set_environment(options: Options) -> None:
     """What Ray and the model hub read; whatever the caller has set stays."""
-    defaults = {"RAY_USAGE_STATS_ENABLED": "0"}
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # or a reader that outlives a failed job would start a cluster of its own
+    }
     if "RAY_ADDRESS" not in os.environ:  # a cluster of our own, on this machine alone: see deployments/launcher.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if options.is_local_model:

@@ -87,7 +87,7 @@ class BulkJob:
     def summary(self) -> Summary:
         """What has come of it. Call it when every row is settled."""
         counts, recovery = self._folder.counts, self._folder.recovery
-        seconds = max(self._ended - self._began, 1e-9)
+        seconds = max(self._ended - (self._began or self._ended), 1e-9)  # no engine was needed: no time
         return Summary(
             rows=counts.rows,
             ok=counts.rows - counts.failed,

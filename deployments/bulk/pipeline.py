@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import ray
+from ray.exceptions import RayError
 
 from app.api.completions import ServedModel
 from app.bulk.input_files import Input, InputFile, Piece, read_piece
@@ -55,7 +56,7 @@ def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Iterator[l
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
         num_cpus=0,  # reserves nothing: engines that fill the cluster must not keep their own input out
     )
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised here too
     for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
 
@@ -71,25 +72,34 @@ class RowPreparer:
     def __init__(self, how: Preparation, settled: bytes) -> None:
         self._how = how
         self._settled = RowSet.from_bytes(settled)
-        self._model = ServedModel(
-            name=how.model_name,
-            tokenizer=Tokenizer.load(how.tokenizer_path, how.revision),
-            facts=ray.get(how.facts),
-            generate=_elsewhere,
-            created=0,
-        )
+        self._model: ServedModel | None = None  # made when it is needed: this process starts beside the engines
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            model = self._model = self._model or self._load()
+        except RayError:  # the engine that was asked died; another pass asks another
+            return
         for piece in _pieces(batch):
             rows = (row for row in read_piece(piece) if row.number not in self._settled)
             while some := list(islice(rows, ROWS_IN_A_BATCH)):
-                prepared = asyncio.run(self._prepare(some))
+                prepared = asyncio.run(self._prepare(some, model))
                 column = numpy.empty(len(prepared), dtype=object)
                 column[:] = prepared
                 yield {"prepared": column}
 
-    async def _prepare(self, rows: Iterable[Row]) -> list[PreparedRow | Record]:
-        return [await prepare(row, self._how.rows, self._model, self._how.limits) for row in rows]
+    def _load(self) -> ServedModel:
+        """Raises RayError when the engine that was to tell the facts has died."""
+        facts = ray.get(self._how.facts)
+        return ServedModel(
+            name=self._how.model_name,
+            tokenizer=Tokenizer.load(self._how.tokenizer_path, self._how.revision),
+            facts=facts,
+            generate=_elsewhere,
+            created=0,
+        )
+
+    async def _prepare(self, rows: Iterable[Row], model: ServedModel) -> list[PreparedRow | Record]:
+        return [await prepare(row, self._how.rows, model, self._how.limits) for row in rows]
 
 
 def _columns(piece: Piece) -> dict[str, Any]:

@@ -124,7 +124,9 @@ class EnginePool:
             await facts
         except RayTaskError as error:
             raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
-        self._facts = facts  # of an engine that did load: one that died before is of no use to readers
+        except RayError:
+            self._facts = None if self._facts is facts else self._facts
+            raise
         self.num_ready += 1
         self._on_ready()
 
