@@ -70,15 +70,21 @@ class Backlog:
         """The rows that an engine has and has not given back."""
         return self._on(engine).rows.keys()
 
+    def has_rows_for(self, engine: int, *, input_is_over: bool) -> bool:
+        """Whether `take` would give an engine with room any rows."""
+        on_engine = self._on(engine)
+        takes_suspect = input_is_over and bool(self._suspects) and not on_engine.rows
+        return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
+
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[PreparedRow]:
         """The next rows for an engine that has room for so many; a suspect only for an empty engine, and alone."""
-        on_engine = self._on(engine)
-        if on_engine.is_alone:
+        if not self.has_rows_for(engine, input_is_over=input_is_over):
             return []
-        taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        if not taken and not on_engine.rows and input_is_over and self._suspects:
-            taken = [self._suspects.popleft()]
-            on_engine.is_alone = True
+        on_engine = self._on(engine)
+        if self._waiting:
+            taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        else:
+            taken, on_engine.is_alone = [self._suspects.popleft()], True
         on_engine.rows.update((row.number, row) for row in taken)
         return taken
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 # A file's columns in their order; `row` is the row's number in the input, from 0, blank lines not counted.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
@@ -24,4 +24,5 @@ class Record:
 
     def to_line(self) -> bytes:
         """The record as one line of JSON, with its line end."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        return json.dumps(columns, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"

@@ -132,21 +132,23 @@ class EnginePool:
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
         while True:
+            if not self._backlog.rows_on(number):
+                await self._wait_for_rows(number)
+                if self._is_over:
+                    return
             room = self._window - len(self._backlog.rows_on(number))
             rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if rows:
                 await self.has_changed()  # whoever reads on has room to
-            elif not self._backlog.rows_on(number):
-                if self._is_over:
-                    return
-                await self._wait_for_change()
-                continue
             call = actor.exchange.remote(rows, self._window // 4, HARVEST_WITHIN_S)
             await self._book(number, await asyncio.wait_for(call, HANG_S))
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_rows(self, number: int) -> None:
+        """Return when there are rows for an empty engine, or never will be."""
         async with self._changed:
-            await self._changed.wait()
+            await self._changed.wait_for(
+                lambda: self._is_over or self._backlog.has_rows_for(number, input_is_over=self._input_is_over)
+            )
 
     async def _book(self, number: int, harvest: Harvest) -> None:
         self._backlog.begin(number, harvest.begun)

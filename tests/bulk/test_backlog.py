@@ -16,7 +16,10 @@ def rows(*numbers: int) -> list[PreparedRow]:
 
 
 def taken(backlog: Backlog, engine: int, room: int, *, input_is_over: bool = True) -> list[int]:
-    return [row.number for row in backlog.take(engine, room=room, input_is_over=input_is_over)]
+    has_rows = backlog.has_rows_for(engine, input_is_over=input_is_over)
+    rows = backlog.take(engine, room=room, input_is_over=input_is_over)
+    assert bool(rows) == (has_rows and room > 0)
+    return [row.number for row in rows]
 
 
 def test_rows_are_taken_in_order_up_to_the_room_there_is() -> None:
