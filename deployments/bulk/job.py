@@ -7,9 +7,10 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -157,16 +158,15 @@ class BulkJob:
             limits=self._options.limits,
         )
         batches = prepared_rows(self._found, self._folder.settled, how)
-        loop = asyncio.get_running_loop()
-        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="input")
         try:
-            while (batch := await loop.run_in_executor(reader, _next_batch, batches)) is not None:
+            while (batch := await _next_batch(batches)) is not None:
                 self._folder.append(item for item in batch if isinstance(item, Record))
                 self._backlog.add(item for item in batch if isinstance(item, PreparedRow))
                 await pool.has_changed()
                 await pool.wait_for_room()
         finally:
-            reader.shutdown(wait=False)  # where the job has failed, a read may never come back
+            with suppress(ValueError):  # a thread is inside
+                batches.close()  # now, while there is a Ray that Ray Data can tidy up in
 
     # ------------------------------------------------------------------ the clock
 
@@ -189,8 +189,30 @@ class BulkJob:
         print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
 
 
-def _next_batch(batches: Iterator[list[PreparedRow | Record]]) -> list[PreparedRow | Record] | None:
-    return next(batches, None)
+async def _next_batch(batches: Iterator[list[PreparedRow | Record]]) -> list[PreparedRow | Record] | None:
+    """The next batch, or None after the last; waited for in a thread that does not keep a job from ending."""
+    loop = asyncio.get_running_loop()
+    awaited: asyncio.Future[list[PreparedRow | Record] | None] = loop.create_future()
+
+    def settle(batch: list[PreparedRow | Record] | None, error: Exception | None) -> None:
+        if awaited.done():  # the job has ended meanwhile
+            return
+        if error is None:
+            awaited.set_result(batch)
+        else:
+            awaited.set_exception(error)
+
+    def read() -> None:
+        batch, failure = None, None
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, batch, failure)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    return await awaited
 
 
 async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
@@ -38,7 +38,7 @@ class Preparation:
     limits: ApiConfig
 
 
-def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Iterator[list[PreparedRow | Record]]:
+def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Generator[list[PreparedRow | Record], None, None]:
     """Batches of the input's rows that are not settled, about in order. A row that asks nonsense is a Record already.
 
     A row may come twice where a process died; none is left out unless a file has changed.
