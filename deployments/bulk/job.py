@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -32,6 +32,9 @@ from deployments.bulk.pool import EnginePool
 MAX_FRUITLESS_PASSES = 3
 SYNC_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
+READER_PATIENCE_S = 20.0
+
+Batch = list[PreparedRow | Record]
 
 logger = logging.getLogger(__name__)
 
@@ -158,15 +161,15 @@ class BulkJob:
             limits=self._options.limits,
         )
         batches = prepared_rows(self._found, self._folder.settled, how)
+        reader = BatchReader(batches)
         try:
-            while (batch := await _next_batch(batches)) is not None:
+            while (batch := await reader.next()) is not None:
                 self._folder.append(item for item in batch if isinstance(item, Record))
                 self._backlog.add(item for item in batch if isinstance(item, PreparedRow))
                 await pool.has_changed()
                 await pool.wait_for_room()
         finally:
-            with suppress(ValueError):  # a thread is inside
-                batches.close()  # now, while there is a Ray that Ray Data can tidy up in
+            await reader.close()
 
     # ------------------------------------------------------------------ the clock
 
@@ -189,30 +192,42 @@ class BulkJob:
         print(f"\r\x1b[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
 
 
-async def _next_batch(batches: Iterator[list[PreparedRow | Record]]) -> list[PreparedRow | Record] | None:
-    """The next batch, or None after the last; waited for in a thread that does not keep a job from ending."""
-    loop = asyncio.get_running_loop()
-    awaited: asyncio.Future[list[PreparedRow | Record] | None] = loop.create_future()
+class BatchReader:
+    """Pulls batches of rows in a thread that does not keep a job from ending."""
 
-    def settle(batch: list[PreparedRow | Record] | None, error: Exception | None) -> None:
-        if awaited.done():  # the job has ended meanwhile
-            return
-        if error is None:
-            awaited.set_result(batch)
-        else:
-            awaited.set_exception(error)
+    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+        self._batches = batches
+        self._loop = asyncio.get_running_loop()
+        self._awaited: asyncio.Future[Batch | None] = self._loop.create_future()
+        self._awaited.set_result(None)  # no thread is inside
 
-    def read() -> None:
+    async def next(self) -> Batch | None:
+        """The next batch; None after the last."""
+        self._awaited = self._loop.create_future()
+        threading.Thread(target=self._read, name="input", daemon=True).start()
+        return await asyncio.shield(self._awaited)
+
+    async def close(self) -> None:
+        """Wait until the thread has come out of Ray Data, which then tidies up: a shutdown of Ray would crash it."""
+        await asyncio.wait({self._awaited}, timeout=READER_PATIENCE_S)
+        if self._awaited.done():
+            self._awaited.exception()  # whoever waited has heard it, or is gone
+            self._batches.close()
+
+    def _read(self) -> None:
         batch, failure = None, None
         try:
-            batch = next(batches, None)
+            batch = next(self._batches, None)
         except Exception as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, batch, failure)
+            self._loop.call_soon_threadsafe(self._settle, batch, failure)
 
-    threading.Thread(target=read, name="input", daemon=True).start()
-    return await awaited
+    def _settle(self, batch: Batch | None, failure: Exception | None) -> None:
+        if failure is None:
+            self._awaited.set_result(batch)
+        else:
+            self._awaited.set_exception(failure)
 
 
 async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any, Any, None]]) -> None:
