@@ -1,19 +1,26 @@
 # Everything a newcomer needs; each target sets up what it lacks in .venv first.
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
+#   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
+INPUT ?= deployments/bulk/example.jsonl
+OUTPUT ?= bulk_results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format clean
+.PHONY: help serve bulk test check format clean
 
 help:
-	@sed -n '2,3s/^# *//p' Makefile
+	@sed -n '2,4s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
+
+# Interrupted, it goes on where it was; finished, it says so.
+bulk: .venv/runtime.done
+	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
 test: .venv/dev.done
 	$(BIN)/python -m pytest

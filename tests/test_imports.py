@@ -34,7 +34,11 @@ ALLOWED = {
     },
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
-    "deployments": {"app", "ray", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "app.bulk": {
+        "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "numpy", "pyarrow", "pydantic", "pydantic_core",
+    },
+    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 
 

@@ -1,0 +1,223 @@
+"""Runs any number of rows on one engine at once, in a thread that steps it: each row ends when it is done.
+
+`AsyncEngine` wakes a task for every token of every request, which readers of streams need. Nobody reads along here:
+rows are handed over when they have ended, and the loop is that of `benchmarks.throughput`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.bulk.record import Record
+from app.bulk.rows import PreparedRow
+from app.engine.request import FinishReason, Request, TokenDelta
+from app.errors import EngineStopped, InvalidRequest
+from app.text import GeneratedText, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class SteppedEngine(Protocol):
+    """The part of `app.engine.engine.Engine` that is needed here. One thread uses it."""
+
+    @property
+    def idle_s(self) -> float | None: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> TokenDelta | None: ...
+
+    def step(self) -> list[TokenDelta]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """What has come of an engine's rows since the harvest before. Crosses processes."""
+
+    records: tuple[Record, ...]
+    begun: tuple[int, ...]  # rows that have their first token
+    num_tokens: int  # generated, of rows that have not ended too
+
+
+class RowGenerator:
+    """One engine, its thread and the rows it computes."""
+
+    def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer) -> None:
+        """Start the thread. From here on nobody else may use the engine."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._answers: dict[str, _Answer] = {}  # by request id; the thread's own
+        self._entering: list[PreparedRow] = []  # guarded by _changed, as all below
+        self._ended: list[_Answer] = []
+        self._begun: list[int] = []
+        self._num_tokens = 0
+        self._num_open = 0
+        self._wanted = 1
+        self._failure: str | None = None
+        self._is_stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
+        self._thread.start()
+
+    def add(self, rows: Sequence[PreparedRow]) -> None:
+        """Queue rows. Each comes back in a harvest, once."""
+        with self._changed:
+            self._entering.extend(rows)
+            self._num_open += len(rows)
+            self._changed.notify_all()
+
+    def harvest(self, *, at_least: int, within_s: float) -> Harvest:
+        """Wait until so many rows have ended, all have, or the time is over; then take what there is.
+
+        Raises:
+            EngineStopped: the engine has failed on every row it had; it is of no more use.
+        """
+        with self._changed:
+            self._wanted = at_least
+            self._changed.wait_for(lambda: self._is_worth_taking(at_least), timeout=within_s)
+            if self._failure is not None:
+                raise EngineStopped(self._failure)
+            ended, self._ended = self._ended, []
+            begun, self._begun = self._begun, []
+            num_tokens, self._num_tokens = self._num_tokens, 0
+            self._num_open -= len(ended)
+        # Text is made here and not in the thread that steps: the next steps are computed meanwhile.
+        records = tuple(answer.record(self._tokenizer) for answer in ended)
+        return Harvest(records=records, begun=tuple(begun), num_tokens=num_tokens)
+
+    def close(self) -> None:
+        """Stop after the current step. What has not ended never will."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _is_worth_taking(self, at_least: int) -> bool:
+        num_ended = len(self._ended)
+        return self._failure is not None or num_ended >= min(at_least, self._num_open)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while (rows := self._next_rows()) is not None:
+                refused = [answer for row in rows if (answer := self._enter(row)).is_ended]
+                ended, begun, num_tokens = self._step() if self._engine.idle_s == 0.0 else ([], [], 0)
+                self._hand_over(refused + ended, begun, num_tokens)
+        except Exception as error:  # a device that fails on all it has: whoever feeds it takes the rows elsewhere
+            logger.exception("the engine failed with %d rows", len(self._answers))
+            with self._changed:
+                self._failure = f"the engine failed with {len(self._answers):,} rows: {error}"
+                self._changed.notify_all()
+
+    def _next_rows(self) -> list[PreparedRow] | None:
+        """What has come, waiting for it while there is nothing to compute; None to stop."""
+        with self._changed:
+            while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
+                self._changed.wait(idle_s)
+            if self._is_stopping:
+                return None
+            rows, self._entering = self._entering, []
+            return rows
+
+    def _enter(self, row: PreparedRow) -> _Answer:
+        answer = _Answer(row, self._tokenizer)
+        try:
+            self._engine.add(row.request)
+        except InvalidRequest as error:
+            answer.fail(error.message)
+        else:
+            self._answers[row.request.request_id] = answer
+        return answer
+
+    def _step(self) -> tuple[list[_Answer], list[int], int]:
+        """(rows that ended, rows that began, tokens generated) in one step."""
+        ended, begun, num_tokens = [], [], 0
+        for delta in self._engine.step():
+            answer = self._answers[delta.request_id]
+            num_tokens += len(delta.token_ids)
+            if not answer.has_begun:
+                begun.append(answer.row.number)
+            answer.push(delta)
+            if answer.is_ended:
+                del self._answers[delta.request_id]
+                ended.append(answer)
+                if delta.finish_reason is None:  # a stop string, of which the engine knows nothing
+                    self._engine.abort(delta.request_id)
+        return ended, begun, num_tokens
+
+    def _hand_over(self, ended: list[_Answer], begun: list[int], num_tokens: int) -> None:
+        with self._changed:
+            self._ended += ended
+            self._begun += begun
+            self._num_tokens += num_tokens
+            if ended and self._is_worth_taking(self._wanted):
+                self._changed.notify_all()
+
+
+class _Answer:
+    """One row's tokens as they come. With stop strings text is made as they come too, else once, at the end."""
+
+    def __init__(self, row: PreparedRow, tokenizer: Tokenizer) -> None:
+        self.row = row
+        self.has_begun = False
+        self.is_ended = False
+        self._token_ids: list[int] = []
+        self._num_tokens = 0
+        self._stopping = _stopping_text(row, tokenizer) if row.stop else None
+        self._pieces: list[str] = []
+        self._finish_reason: FinishReason | None = None
+        self._error: str | None = None
+
+    def push(self, delta: TokenDelta) -> None:
+        self.has_begun = True
+        if delta.error is not None:
+            self.fail(delta.error.message)
+            return
+        if self._stopping is None:
+            self._num_tokens += len(delta.token_ids)
+            self._token_ids += delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
+            self._finish_reason = delta.finish_reason
+        else:
+            added = self._stopping.push(delta)
+            self._num_tokens += added.num_tokens
+            self._pieces.append(added.text)
+            self._finish_reason = added.finish_reason
+        self.is_ended = self._finish_reason is not None
+
+    def fail(self, reason: str) -> None:
+        self._error = reason
+        self.is_ended = True
+
+    def record(self, tokenizer: Tokenizer) -> Record:
+        if self._error is not None:
+            return self.row.failed(self._error)
+        assert self._finish_reason is not None, "a row without an error ends with a reason"
+        return Record(
+            row=self.row.number,
+            id=self.row.row_id,
+            text=self._text(tokenizer),
+            finish_reason=self._finish_reason.value,
+            prompt_tokens=len(self.row.request.prompt_token_ids),
+            completion_tokens=self._num_tokens,
+        )
+
+    def _text(self, tokenizer: Tokenizer) -> str:
+        if self._stopping is not None:
+            return "".join(self._pieces)
+        hidden = tokenizer.special_token_ids if self.row.skip_special_tokens else frozenset[int]()
+        shown = [token_id for token_id in self._token_ids if token_id not in hidden]
+        return tokenizer.decode(shown, skip_special_tokens=False)
+
+
+def _stopping_text(row: PreparedRow, tokenizer: Tokenizer) -> GeneratedText:
+    return GeneratedText(
+        tokenizer,
+        stop=row.stop,
+        min_tokens=row.request.sampling.min_tokens,
+        skip_special_tokens=row.skip_special_tokens,
+    )

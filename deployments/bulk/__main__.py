@@ -1,0 +1,75 @@
+"""Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
+
+The same under `ray job submit --working-dir . -- python -m deployments.bulk ...`; without a cluster to join it starts
+one of its own. Mistakes are told before Ray is even imported. Killed at any moment, it goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from app.bulk.input_files import find_files, look_through
+from app.bulk.output_folder import RESULTS, finished_summary, open_folder
+from app.bulk.summary import Summary
+from app.errors import CarouselError
+from deployments.bulk.options import Options, read_options
+
+ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 when every row has a record, 1 when the job could not be done; see also ROWS_FAILED."""
+    try:
+        options = read_options(arguments)
+        summary = _run(options)
+    except CarouselError as error:
+        print(error.message, file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    print(f"{summary}\nThe results are in {options.output / RESULTS[options.output_format]}", flush=True)
+    return ROWS_FAILED if summary.failed and options.fail_on_row_errors else 0
+
+
+def _run(options: Options) -> Summary:
+    """The summary of the run; of one that is finished already, what it came to. Raises as `answer_rows`."""
+    found = look_through(find_files(options.input), options.rows)
+    run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
+    finished = finished_summary(options.output, run) if options.resume else None
+    if finished is not None:
+        return finished
+    folder = open_folder(
+        options.output,
+        run=run,
+        num_rows=found.num_rows,
+        output_format=options.output_format,
+        resume=options.resume,
+    )
+    with closing(folder):
+        _set_environment(options)
+        from deployments.bulk.job import answer_rows  # Ray reads the environment when it is imported
+
+        return answer_rows(found, folder, options)
+
+
+def _set_environment(options: Options) -> None:
+    """What Ray and the model hub read; whatever the caller has set stays."""
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # or a reader that outlives a failed job would start a cluster of its own
+    }
+    if "RAY_ADDRESS" not in os.environ:  # a cluster of our own, on this machine alone: see deployments/launcher.py
+        defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if options.is_local_model:
+        defaults["HF_HUB_OFFLINE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

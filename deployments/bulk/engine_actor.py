@@ -1,0 +1,37 @@
+"""One engine of the pool, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from app.assembly import build_sync_engine, resolve_model_path
+from app.bulk.row_generator import Harvest, RowGenerator
+from app.bulk.rows import PreparedRow
+from app.config import EngineConfig
+from app.engine.facts import ModelFacts
+from app.text import Tokenizer
+
+
+class EngineActor:
+    """A Ray actor. Rows go in and come out by one call that is repeated: whatever has been given to it and has not come
+    back is lost when it dies, and only its caller knows what that is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._rows: RowGenerator | None = None
+
+    def load(self) -> ModelFacts:
+        """Load the model. Raises InvalidSetup. Not in the constructor, whose errors Ray tells as a death."""
+        engine = build_sync_engine(self._config)
+        model = self._config.model
+        self._rows = RowGenerator(engine, Tokenizer.load(resolve_model_path(model.path), model.revision))
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
+        return engine.facts
+
+    def exchange(self, rows: Sequence[PreparedRow], at_least: int, within_s: float) -> Harvest:
+        """Take rows and give those that have ended, see `RowGenerator.harvest`. Raises EngineStopped."""
+        assert self._rows is not None, "rows come after `load`"
+        self._rows.add(rows)
+        return self._rows.harvest(at_least=at_least, within_s=within_s)

@@ -1,0 +1,121 @@
+"""The input as a stream of prepared rows, read and tokenized by Ray Data beside the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from typing import Any
+
+import numpy
+import ray
+from ray.exceptions import RayError
+
+from app.api.completions import ServedModel
+from app.bulk.input_files import Input, InputFile, Piece, read_piece
+from app.bulk.record import Record
+from app.bulk.row_set import RowSet
+from app.bulk.rows import PreparedRow, Row, RowSettings, prepare
+from app.config import ApiConfig
+from app.engine.request import Request, TokenDelta
+from app.text import Tokenizer
+
+ROWS_IN_A_BATCH = 128
+CPUS_PER_PREPARER = 8  # of the cluster: one process tokenizes some thousand rows a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What turns rows into requests: the same in every process that does it."""
+
+    tokenizer_path: str
+    revision: str | None
+    model_name: str
+    facts: Any  # reference to the ModelFacts of an engine that may still be loading
+    rows: RowSettings
+    limits: ApiConfig
+
+
+def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Generator[list[PreparedRow | Record], None, None]:
+    """Batches of the input's rows that are not settled, about in order. A row that asks nonsense is a Record already.
+
+    A row may come twice where a process died; none is left out unless a file has changed.
+    """
+    open_pieces = [piece for piece in found.pieces if not settled.has_all(piece.first_number, piece.num_rows)]
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
+    prepared = pieces.map_batches(
+        RowPreparer,
+        fn_constructor_args=(how, settled.to_bytes()),
+        batch_size=1,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
+        num_cpus=0,  # reserves nothing: engines that fill the cluster must not keep their own input out
+    )
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised here too
+    for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
+        yield list(batch["prepared"])
+
+
+def max_preparers() -> int:
+    """How many processes tokenize, at most."""
+    return 1 + int(ray.cluster_resources().get("CPU", 1)) // CPUS_PER_PREPARER
+
+
+class RowPreparer:
+    """Reads pieces and tokenizes their rows; one process of Ray Data's pool."""
+
+    def __init__(self, how: Preparation, settled: bytes) -> None:
+        self._how = how
+        self._settled = RowSet.from_bytes(settled)
+        self._model: ServedModel | None = None  # made when it is needed: this process starts beside the engines
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            model = self._model = self._model or self._load()
+        except RayError:  # the engine that was asked died; another pass asks another
+            return
+        for piece in _pieces(batch):
+            rows = (row for row in read_piece(piece) if row.number not in self._settled)
+            while some := list(islice(rows, ROWS_IN_A_BATCH)):
+                prepared = asyncio.run(self._prepare(some, model))
+                column = numpy.empty(len(prepared), dtype=object)
+                column[:] = prepared
+                yield {"prepared": column}
+
+    def _load(self) -> ServedModel:
+        """Raises RayError when the engine that was to tell the facts has died."""
+        facts = ray.get(self._how.facts)
+        return ServedModel(
+            name=self._how.model_name,
+            tokenizer=Tokenizer.load(self._how.tokenizer_path, self._how.revision),
+            facts=facts,
+            generate=_elsewhere,
+            created=0,
+        )
+
+    async def _prepare(self, rows: Iterable[Row], model: ServedModel) -> list[PreparedRow | Record]:
+        return [await prepare(row, self._how.rows, model, self._how.limits) for row in rows]
+
+
+def _columns(piece: Piece) -> dict[str, Any]:
+    """A piece as a row of a dataset: plain values, which Arrow stores as they are."""
+    columns = asdict(piece)
+    file: dict[str, Any] = columns.pop("file")
+    return columns | file
+
+
+def _pieces(batch: dict[str, Any]) -> Iterator[Piece]:
+    """The pieces in a batch of such rows."""
+    for values in zip(*batch.values(), strict=True):
+        columns: dict[str, Any] = dict(zip(batch, values, strict=True))
+        file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
+        yield Piece(file=file, **{name: int(value) for name, value in columns.items()})
+
+
+def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
+    raise AssertionError("rows are prepared here and computed on the engines")

@@ -1,0 +1,181 @@
+"""Keeps a number of engines at work on a backlog, and replaces those that die.
+
+Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice
+the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each other.
+Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from app.bulk.backlog import Backlog, Loss
+from app.bulk.row_generator import Harvest
+from app.config import ServedModelConfig
+from app.errors import Failure, InvalidSetup
+from deployments.bulk.engine_actor import EngineActor
+
+logger = logging.getLogger(__name__)
+
+HARVEST_WITHIN_S = 0.25
+HANG_S = 120.0
+MAX_DEATHS_IN_A_ROW = 8
+
+
+class EnginePool:
+    """The engines of a run. Everything happens in one event loop."""
+
+    def __init__(
+        self,
+        served: ServedModelConfig,
+        backlog: Backlog,
+        *,
+        on_harvest: Callable[[Harvest], None],
+        on_loss: Callable[[Loss], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        """`on_harvest` hears what engines bring, `on_loss` of each death, `on_ready` of each engine that has loaded."""
+        self._served = served
+        self._backlog = backlog
+        self._on_harvest = on_harvest
+        self._on_loss = on_loss
+        self._on_ready = on_ready
+        self._window = 2 * served.engine.scheduler.max_running
+        self.num_ready = 0  # engines that have loaded and not died
+        self._num_deaths_in_a_row = 0
+        self._input_is_over = False
+        self._changed = asyncio.Condition()
+        self._facts: Any = None  # reference to a ModelFacts
+
+    @property
+    def size(self) -> int:
+        return self._served.replicas.num_replicas
+
+    async def facts(self) -> Any:
+        """A reference to what an engine will know about its model; rows can be read while it loads."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._facts is not None)
+        return self._facts
+
+    async def wait_for_room(self) -> None:
+        """Return when the backlog is shorter than what the engines take next."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.size * self._window)
+
+    async def has_changed(self) -> None:
+        """Wake whoever waits: rows were added or taken, or the input is over."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end_of_input(self) -> None:
+        """No more rows will be added."""
+        self._input_is_over = True
+        await self.has_changed()
+
+    async def over(self) -> None:
+        """Return when the input is over and no row waits or is on an engine."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_over)
+
+    async def work(self, number: int) -> None:
+        """Run one engine, or one after the other when they die, until nothing is left to do.
+
+        Raises:
+            InvalidSetup: the model cannot be loaded.
+            Failure: engines die again and again and nothing comes of it.
+        """
+        while not self._is_over:
+            actor = self._start()
+            try:
+                await self._load(actor)
+                try:
+                    await self._exchange_until_over(number, actor)
+                finally:
+                    self.num_ready -= 1
+            except (RayError, TimeoutError) as error:
+                self._lose(number, error)
+                await self.has_changed()
+            finally:
+                ray.kill(actor)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._input_is_over and self._backlog.is_empty
+
+    def _start(self) -> Any:
+        replicas = self._served.replicas
+        remote = ray.remote(EngineActor).options(
+            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0
+        )
+        return remote.remote(self._served.engine)
+
+    async def _load(self, actor: Any) -> None:
+        facts = actor.load.remote()
+        if self._facts is None:
+            self._facts = facts
+            await self.has_changed()
+        try:
+            await facts
+        except RayTaskError as error:
+            raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
+        except RayError:
+            self._facts = None if self._facts is facts else self._facts
+            raise
+        self.num_ready += 1
+        self._on_ready()
+
+    async def _exchange_until_over(self, number: int, actor: Any) -> None:
+        while True:
+            if not self._backlog.rows_on(number):
+                await self._wait_for_rows(number)
+                if self._is_over:
+                    return
+            room = self._window - len(self._backlog.rows_on(number))
+            rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
+            if rows:
+                await self.has_changed()  # whoever reads on has room to
+            call = actor.exchange.remote(rows, self._window // 4, HARVEST_WITHIN_S)
+            await self._book(number, await asyncio.wait_for(call, HANG_S))
+
+    async def _wait_for_rows(self, number: int) -> None:
+        """Return when there are rows for an empty engine, or never will be."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._is_over or self._backlog.has_rows_for(number, input_is_over=self._input_is_over)
+            )
+
+    async def _book(self, number: int, harvest: Harvest) -> None:
+        self._backlog.begin(number, harvest.begun)
+        self._on_harvest(harvest)
+        self._backlog.settle(number, [record.row for record in harvest.records])
+        if harvest.records:
+            self._num_deaths_in_a_row = 0
+        if self._is_over:
+            await self.has_changed()
+
+    def _lose(self, number: int, error: Exception) -> None:
+        self._num_deaths_in_a_row += 1
+        num_rows = len(self._backlog.rows_on(number))
+        logger.warning("engine %d is lost with %d rows, which go elsewhere: %s", number, num_rows, _reason(error))
+        loss = self._backlog.lose(number)
+        self._on_loss(loss)
+        if loss.given_up:
+            self._num_deaths_in_a_row = 0
+        if self._num_deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
+            raise Failure(
+                f"{self._num_deaths_in_a_row} engines died one after the other and no row came of it; the last: "
+                f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """What a person needs of Ray's message: the cause where it is one of ours, else the first line."""
+    cause = getattr(error, "cause", None)
+    lines = str(cause or error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,188 @@
+"""Bulk runs as processes of their own on the tests' cluster: answers, bad rows, and what happens when things die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import yaml
+from pyarrow import parquet
+
+PROJECT = Path(__file__).parents[2]
+EXAMPLE = PROJECT / "deployments" / "bulk" / "example.jsonl"
+NUM_ROWS = 200
+PATIENCE_S = 60.0
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, demo_path: Path) -> Path:
+    """Two engines on plain torch, so slow that there is time to kill something."""
+    slow = {"path": str(demo_path), "native_decoder": False, "native_attention": False, "packed_weights": False}
+    model = {
+        "name": "demo",
+        "engine": {"model": slow, "cache": {"memory_gib": 0.05}, "scheduler": {"max_running": 8}},
+        "replicas": {"num_replicas": 2, "num_cpus": 0.1},
+    }
+    application = {"name": "a", "import_path": "deployments.application:build", "args": {"models": [model]}}
+    path = tmp_path / "slow.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+@pytest.fixture
+def start(cluster: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts a run on the tests' cluster; what still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(*arguments: object, program: tuple[str, ...] = ("-m", "deployments.bulk")) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *program, "--output", str(tmp_path / "out"), *map(str, arguments)],
+            cwd=PROJECT,
+            env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        with process:  # waits, and closes its output
+            process.kill()
+
+
+def engine_pids() -> list[int]:
+    """The engines of the tests' cluster, whose processes descend from this one."""
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "EngineActor" in " ".join(process.cmdline()):
+                pids.append(process.pid)
+    return pids
+
+
+def wait_for_rows(out: Path, at_least: int, process: subprocess.Popen[str]) -> int:
+    """How many records the journal has once it has so many."""
+    journal, deadline = out / "results.partial.jsonl", time.monotonic() + PATIENCE_S
+    while (num_rows := journal.read_bytes().count(b"\n") if journal.exists() else 0) < at_least:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{num_rows} rows in {PATIENCE_S} s"
+        time.sleep(0.01)
+    return num_rows
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "summary.json").read_text()))
+
+
+def test_the_bundled_rows_are_answered_and_once_is_enough(start: Start, tmp_path: Path) -> None:
+    process = start("--input", EXAMPLE, "--engines", 1)
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, printed
+    assert "200 rows: 200 ok, 0 failed" in printed
+    rows = {json.loads(line)["id"]: json.loads(line) for line in EXAMPLE.read_text().splitlines()}
+    answers = {result["id"]: result for result in results(tmp_path / "out")}
+    assert answers.keys() == rows.keys()
+    assert sum(answers[row_id]["text"] == row["answer"] for row_id, row in rows.items()) >= 0.98 * NUM_ROWS
+    assert all(answer["completion_tokens"] > 0 and answer["finish_reason"] == "stop" for answer in answers.values())
+    assert summary(tmp_path / "out")["ok"] == NUM_ROWS
+    again, _ = start("--input", EXAMPLE, "--resume").communicate(timeout=PATIENCE_S)
+    assert "200 rows: 200 ok, 0 failed" in again
+
+
+def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path: Path, config: Path) -> None:
+    out = tmp_path / "out"
+    first = start("--input", EXAMPLE, "--config", config)
+    num_rows = wait_for_rows(out, 10, first)
+    os.kill(engine_pids()[0], signal.SIGKILL)
+    num_rows = wait_for_rows(out, num_rows + 30, first)
+    first.kill()
+    first.wait()
+    second = start("--input", EXAMPLE, "--config", config, "--resume")
+    printed, _ = second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == 0, printed
+    assert sorted(result["row"] for result in results(out)) == list(range(NUM_ROWS))
+    assert len({result["id"] for result in results(out)}) == NUM_ROWS
+    told = summary(out)
+    assert (told["rows"], told["ok"], told["runs"], told["engines_lost"]) == (NUM_ROWS, NUM_ROWS, 2, 1)
+    # At most the 8 that each engine computes at once, and those that had ended and were on their way.
+    assert 0 < told["recomputed_rows"] <= 3 * 16
+
+
+def test_bad_rows_say_why_and_the_others_are_answered(start: Start, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 7 plus 15?"}], "temperature": 0}
+    line = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [
+        json.dumps(line),
+        json.dumps(line | {"custom_id": "wrong-url", "url": "/v1/embeddings"}),
+        json.dumps(line | {"custom_id": "hot", "body": body | {"temperature": 9}}),
+        '{"custom_id": "torn", "met',
+        json.dumps(line | {"custom_id": "stopped", "body": body | {"stop": " is"}}),
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    arguments = ["--input", tmp_path / "lines.jsonl", "--engines", 1, "--format", "parquet", "--fail-on-row-errors"]
+    process = start(*arguments)
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 3, printed
+    told = {row["id"]: row for row in parquet.read_table(tmp_path / "out" / "results.parquet").to_pylist()}
+    assert told["good"]["text"] == "7 plus 15 is 22."
+    assert told["stopped"]["text"] == "7 plus 15"
+    assert [told[row_id]["error"] for row_id in ("good", "stopped")] == [None, None]
+    assert "url should be one of" in told["wrong-url"]["error"]
+    assert "temperature" in told["hot"]["error"]
+    assert "not valid JSON" in told["lines.jsonl:4"]["error"]
+
+
+POISONED = """
+import os, sys
+from deployments.bulk import engine_actor, pool
+from deployments.bulk.__main__ import main
+
+class Fragile(engine_actor.EngineActor):
+    def exchange(self, rows, at_least, within_s):
+        if any(row.row_id == "add-001" for row in rows):
+            os._exit(1)
+        return super().exchange(rows, at_least, within_s)
+
+pool.EngineActor = Fragile
+sys.exit(main())
+"""
+
+
+def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path: Path, config: Path) -> None:
+    some = "".join(line + "\n" for line in EXAMPLE.read_text().splitlines()[:20])
+    (tmp_path / "some.jsonl").write_text(some)
+    arguments = ["--input", tmp_path / "some.jsonl", "--config", config, "--engines", 1]
+    process = start(*arguments, program=("-c", POISONED))
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, printed
+    failed = {result["id"]: result["error"] for result in results(tmp_path / "out") if result["error"]}
+    assert failed.keys() == {"add-001"}
+    assert "the engine died 4 times while it computed this row" in failed["add-001"]
+    assert summary(tmp_path / "out")["engines_lost"] == 4
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    process = start("--input", EXAMPLE, "--model", tmp_path / "model")
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1, printed
+    assert "the model cannot be loaded" in printed
+    assert "Traceback" not in printed, printed
