@@ -17,7 +17,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.chaos.killing import kill_one_of_three
+from benchmarks.chaos.around import kill_controller, kill_ingress
+from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
+from benchmarks.chaos.hanging import stop_one_of_three
+from benchmarks.chaos.killing import (
+    crash_on_request,
+    kill_at_each_phase,
+    kill_one_of_three,
+    kill_several,
+    kill_with_weights,
+)
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import num_usable_cores, positive
 from benchmarks.output import write_json
@@ -27,6 +36,17 @@ Row = Callable[[int, int], Awaitable[list[dict[str, Any]]]]
 
 ROWS: dict[str, Row] = {
     "R1": kill_one_of_three,
+    "R2": kill_with_weights,
+    "R3": kill_at_each_phase,
+    "R4": stop_one_of_three,
+    "R5": kill_several,
+    "R6": kill_ingress,
+    "R7": kill_controller,
+    "R9": crash_on_request,
+    "C1": disconnect_at_each_phase,
+    "C2": cancel_a_fifth,
+    "C4": read_slowly,
+    "C5": miss_deadlines,
 }
 
 

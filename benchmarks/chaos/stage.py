@@ -23,7 +23,6 @@ _REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
 _INGRESS = "ray::ServeReplica:carousel:ingress"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _REPLICA_LABEL = re.compile(r'replica="([^"]*)"')
-_HELD = ("carousel_slots_used", "carousel_queue_requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Stage:
         """Serve's controller: one process."""
         return [pid for pid, each in self.running.processes().items() if "ServeController" in each.title]
 
-    def metric_servers(self) -> list[int]:
+    def head_stores(self) -> list[int]:
         """Ray's GCS: one process."""
         return [pid for pid, each in self.running.processes().items() if each.title == "gcs_server"]
 
@@ -143,20 +142,25 @@ def application(
     step_ms: float = 30.0,
     per_token_ms: float = 0.0,
     end_probability: float = 0.004,
+    crash_token_id: int | None = None,
+    weights: bool = False,
     max_running: int = 96,
     max_waiting: int = 96,
     model: str = "models/demo",
     num_ingresses: int = 1,
     **replicas: Any,
 ) -> dict[str, Any]:
-    """The `args` of an application with simulated replicas; `replicas` are settings of that branch."""
-    costs = {"step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability}
+    """The `args` of an application with simulated replicas, or with real `weights`; `replicas`: of that branch."""
+    costs = {
+        "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
+        "crash_token_id": crash_token_id,
+    }  # fmt: skip
     return {
         "models": [
             {
                 "name": MODEL_NAME,
                 "engine": {
-                    "model": {"path": model, "simulated": costs},
+                    "model": {"path": model} | ({"batch_invariant": True} if weights else {"simulated": costs}),
                     "cache": {"num_blocks": 4096, "block_size": 16},
                     "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
                 },

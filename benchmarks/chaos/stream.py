@@ -32,7 +32,6 @@ class Stream:
     error: dict[str, Any] | None = None  # the server's error event, or the body that refused the request
     failure: str | None = None  # of the connection, in the client's words
     ended_s: float | None = None  # None: it still runs
-    first_piece: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def said(self) -> tuple[Any, ...]:
@@ -81,15 +80,11 @@ class Stream:
         return max(pauses, default=0.0)
 
 
-async def follow(target: Target, name: str, body: Mapping[str, Any], *, timeout_s: float) -> Stream:
-    """Ask for a completion and follow it to its end. Never raises for the server's part."""
-    stream = Stream(name, begun_s=time.perf_counter())
-    await read_into(stream, target, body, timeout_s=timeout_s)
-    return stream
+async def follow(stream: Stream, target: Target, body: Mapping[str, Any], *, timeout_s: float) -> None:
+    """Ask for a completion and fill in the stream as it comes. Never raises for the server's part.
 
-
-async def read_into(stream: Stream, target: Target, body: Mapping[str, Any], *, timeout_s: float) -> None:
-    """As `follow`, for somebody who watches the stream meanwhile. Cancelling it closes the connection."""
+    Cancelling it closes the connection.
+    """
     request = target.request("completions", json.dumps(body).encode())
     try:
         async with asyncio.timeout(timeout_s):
@@ -140,7 +135,6 @@ class _StreamReader:
         stream, index = self._stream, choice["index"]
         stream.arrivals_s.append(at_s)
         stream.texts[index] = stream.texts.get(index, "") + choice["text"]
-        stream.first_piece.set()
         if choice["finish_reason"] is not None:
             stream.finish_reasons[index] = choice["finish_reason"]
             stream.num_ends[f"choice {index}"] += 1

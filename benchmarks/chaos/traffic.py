@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.http_call import Target
 
 TIMEOUT_S = 90.0  # a client that has waited so long counts as hung
+_AFTER_FAILURE_S = 0.2  # a client waits, as real ones do
 
 
 @dataclass(slots=True)
 class Traffic:
-    """One client for each request. `answers` grows with every answer, however it ended."""
+    """One client for each request. `answers` grows with every request, and each fills up as it comes."""
 
     target: Target
     requests: Sequence[Asked]
@@ -38,16 +40,20 @@ class Traffic:
 
     async def once(self) -> list[Stream]:
         """Every request once, all at the same time."""
-        streams = await asyncio.gather(*(self._ask(asked) for asked in self.requests))
-        self.answers += streams
-        return list(streams)
+        return list(await asyncio.gather(*map(self.ask, self.requests)))
 
     async def _client(self, asked: Asked, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
-            self.answers.append(await self._ask(asked))
+            answer = await self.ask(asked)
+            if not answer.is_complete:
+                await asyncio.sleep(_AFTER_FAILURE_S)
 
-    async def _ask(self, asked: Asked) -> Stream:
-        return await follow(self.target, asked.name, asked.body, timeout_s=self.timeout_s)
+    async def ask(self, asked: Asked) -> Stream:
+        """One request, to the end of its answer."""
+        stream = Stream(asked.name, begun_s=time.perf_counter())
+        self.answers.append(stream)
+        await follow(stream, self.target, asked.body, timeout_s=self.timeout_s)
+        return stream
 
 
 async def with_reference(target: Target, requests: Sequence[Asked]) -> Traffic:

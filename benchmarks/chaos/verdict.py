@@ -28,8 +28,18 @@ def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[s
         "malformed": sum(not each.is_well_formed for each in answers),
         "hung": sum(each.failure == TIMEOUT for each in answers),
         "other_ends": dict(Counter(each.outcome for each in answers if not each.is_complete)),
-        "wrong_kinds": dict(Counter(each.name.split()[0] for each in wrong)),
     }
+
+
+def by_kind(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, dict[str, int]]:
+    """For each kind of request: how many were asked, how many came to their end, and how many of those wrong."""
+    counts: dict[str, dict[str, int]] = {}
+    for each in answers:
+        count = counts.setdefault(each.name.split()[0], {"asked": 0, "completed": 0, "wrong": 0})
+        count["asked"] += 1
+        count["completed"] += each.is_complete
+        count["wrong"] += each.is_complete and each.said != reference[each.name].said
+    return counts
 
 
 def in_flight(answers: Iterable[Stream], at_s: float) -> list[Stream]:
