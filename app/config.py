@@ -46,6 +46,9 @@ class SimulatedConfig(Settings):
     end_probability: float = Field(
         0.0, ge=0, le=1, description="simulated: chance of an end token at each token, instead of text"
     )
+    crash_token_id: int | None = Field(
+        None, ge=0, description="simulated: a replica that computes this token is killed, to see what becomes of others"
+    )
 
 
 class ModelConfig(Settings):

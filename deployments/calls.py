@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
@@ -35,7 +37,7 @@ class ServeCalls:
 
     async def serve(self, request: Request) -> None:
         """See `Calls`. Serve counts the call as ongoing until the request has ended: it drains and scales by that."""
-        response = self._handle.serve.remote(request, self._ingress_id)
+        response = apart(self._handle.serve.remote, request, self._ingress_id)
         try:
             await response
         except Exception as error:
@@ -50,10 +52,20 @@ class ServeCalls:
 
     async def frames(self, replica_id: str, *, heartbeat_s: float) -> AsyncIterator[Frame]:
         """See `Calls`."""
-        response = self._streaming.frames.remote(FramesFrom(replica_id), self._ingress_id, heartbeat_s)
+        response = apart(self._streaming.frames.remote, FramesFrom(replica_id), self._ingress_id, heartbeat_s)
         try:
             async for frame in response:
                 yield frame
         finally:
             with suppress(Exception):
                 response.cancel()
+
+
+def apart(call: Callable[..., Any], *arguments: object) -> Any:
+    """Make a call through a handle that Serve does not take for a part of the HTTP request which is being answered.
+
+    Serve knows a call by the id of the HTTP request that it is made in. Of several calls with one id (`n` choices) its
+    router would place the first and forget the others, and it would cancel all of them with the HTTP request: also a
+    line that was opened in it and carries the tokens of others.
+    """
+    return Context().run(call, *arguments)

@@ -20,7 +20,7 @@ from app.engine.request import Generate, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
 from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
 from deployments import boards
-from deployments.calls import ServeCalls
+from deployments.calls import ServeCalls, apart
 from deployments.errors import to_carousel_error
 from deployments.settings import deployment_name
 
@@ -92,7 +92,7 @@ class CallPerRequest:
         Raises a CarouselError, whatever went wrong.
         """
         self._board.expect(request)
-        response = self._streaming.generate.remote(request)
+        response = apart(self._streaming.generate.remote, request)
         try:
             async for delta in response:
                 self._board.progress(request.request_id, len(delta.token_ids))

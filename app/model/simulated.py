@@ -7,6 +7,8 @@ resumed wrongly shows in the tokens. Penalties, biases and filters are not simul
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -52,6 +54,7 @@ class SimulatedModelRunner:
     def run(self, batch: Batch) -> list[int]:
         """One token id for each of `batch.sampled`, once the step's time has passed since the call."""
         ends_at = self._clock() + self.step_s(batch)
+        self._crash_if_told(batch)
         for item in batch.scheduled:
             self._write(item)
         token_ids = [self._draw(item) for item in batch.sampled]
@@ -66,6 +69,11 @@ class SimulatedModelRunner:
         num_kv_tokens = sum([item.end for item in batch.scheduled]) if costs.per_kv_token_ms else 0
         cost_ms = costs.step_ms + costs.per_token_ms * batch.num_tokens + costs.per_kv_token_ms * num_kv_tokens
         return cost_ms / 1000
+
+    def _crash_if_told(self, batch: Batch) -> None:
+        crash_token_id = self._costs.crash_token_id
+        if crash_token_id is not None and any(crash_token_id in item.token_ids for item in batch.scheduled):
+            os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the kernel's hand would
 
     def _write(self, item: ScheduledSequence) -> None:
         """Hash on from the slot before the first token."""

@@ -1,0 +1,82 @@
+"""Faults made on purpose, and what clients saw: the reliability table, one JSON line a row.
+
+    python -m benchmarks.chaos R1 R4 --runs 50 --streams 64 --json reliability.jsonl
+
+Each row starts the service as `make serve` does, with replicas that compute by a cost model, drives it over HTTP and
+makes its fault. Answers are compared with those to the same requests when nothing was wrong. Progress goes to stderr.
+Without ROW: all rows, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.chaos.around import kill_controller, kill_ingress
+from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
+from benchmarks.chaos.hanging import stop_one_of_three
+from benchmarks.chaos.killing import (
+    crash_on_request,
+    kill_at_each_phase,
+    kill_one_of_three,
+    kill_several,
+    kill_with_weights,
+)
+from benchmarks.errors import BenchmarkError, refused
+from benchmarks.options import num_usable_cores, positive
+from benchmarks.output import write_json
+from benchmarks.progress import tell
+
+Row = Callable[[int, int], Awaitable[list[dict[str, Any]]]]
+
+ROWS: dict[str, Row] = {
+    "R1": kill_one_of_three,
+    "R2": kill_with_weights,
+    "R3": kill_at_each_phase,
+    "R4": stop_one_of_three,
+    "R5": kill_several,
+    "R6": kill_ingress,
+    "R7": kill_controller,
+    "R9": crash_on_request,
+    "C1": disconnect_at_each_phase,
+    "C2": cancel_a_fifth,
+    "C4": read_slowly,
+    "C5": miss_deadlines,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    setup = {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": machine.commit()}
+    lines = []
+    try:
+        for name in given.rows or ROWS:
+            tell(f"{name}: starting a service")
+            for found in asyncio.run(ROWS[name](given.runs, given.streams)):
+                lines.append(json.dumps(found | setup))
+                print(lines[-1], flush=True)
+        if given.json is not None:
+            write_json(given.json, "\n".join(lines))
+    except BenchmarkError as error:
+        return refused(error)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
+    parser.add_argument("--json", metavar="OUT", help="write the lines there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Rows C1, C2, C4 and C5: clients that go away, read slowly or have no time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.chaos.killing import LENGTHS, STEP_MS
+from benchmarks.chaos.mix import Asked, alike, mixed
+from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stream import Stream, follow
+from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.verdict import judged, spread
+from benchmarks.percentile import percentile
+from benchmarks.progress import tell
+
+_LOOK_S = 0.002
+_TIMEOUT_S = 30.0
+_LATE_S = 2.0  # an answer beyond its deadline by more than this is late: the error event needs its way, too
+_ABANDONED_AFTER_S = 0.5
+
+Row = dict[str, Any]
+
+
+async def disconnect_at_each_phase(runs: int, streams: int) -> list[Row]:
+    """C1: one client closes its connection; how long until the replica holds nothing of it.
+
+    Seen through /metrics, asked again and again: what a question takes is in the figures.
+    """
+    step_s = 0.02
+    plain = application(num_replicas=1, step_ms=step_s * 1000, end_probability=0, max_running=1)
+    slow = application(num_replicas=1, step_ms=400, end_probability=0)
+    rows = []
+    with stage(plain, step_s=step_s) as running:
+        for phase, num_tokens in (("token 1", 1), ("token 20", 20)):
+            rows.append(await _leaving(running, runs, phase, lambda each, n=num_tokens: len(each.arrivals_s) >= n))
+        rows.append(await _leaving_the_queue(running, runs))
+    with stage(slow, step_s=0.4) as running:
+        rows.append(await _leaving(running, runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
+    return rows
+
+
+def _has_sent_for(seconds: float) -> Any:
+    return lambda stream: time.perf_counter() - stream.begun_s >= seconds
+
+
+async def _leaving(running: Stage, runs: int, phase: str, is_now: Any) -> Row:
+    freed_ms = []
+    [asked] = alike(1, num_tokens=400)
+    for _ in range(runs):
+        client, stream = _client(running, asked)
+        while not is_now(stream):
+            await asyncio.sleep(_LOOK_S)
+        freed_ms.append(await _freed_after_ms(running, client, num_left=0))
+    return await _c1(running, phase, freed_ms)
+
+
+async def _leaving_the_queue(running: Stage, runs: int) -> Row:
+    freed_ms = []
+    first, second = alike(2, num_tokens=400)
+    for _ in range(runs):
+        (staying, served), (leaving, _) = _client(running, first), _client(running, second)
+        while (await _held(running))[1] < 1 or not served.arrivals_s:
+            await asyncio.sleep(_LOOK_S)
+            if served.arrivals_s and leaving.done():
+                break
+        freed_ms.append(await _freed_after_ms(running, leaving, num_left=1))
+        await _freed_after_ms(running, staying, num_left=0)
+    return await _c1(running, "queued", freed_ms)
+
+
+def _client(running: Stage, asked: Asked) -> tuple[asyncio.Task[None], Stream]:
+    stream = Stream(asked.name, begun_s=time.perf_counter())
+    return asyncio.create_task(follow(stream, running.target, asked.body, timeout_s=_TIMEOUT_S)), stream
+
+
+async def _held(running: Stage) -> tuple[int, int]:
+    holdings = await asyncio.to_thread(running.holdings)
+    return holdings.num_running + holdings.num_waiting, holdings.num_waiting
+
+
+async def _freed_after_ms(running: Stage, client: asyncio.Task[None], *, num_left: int) -> float:
+    client.cancel()
+    with suppress(asyncio.CancelledError):
+        await client
+    closed_s = time.perf_counter()
+    while (await _held(running))[0] > num_left:
+        if time.perf_counter() - closed_s > _TIMEOUT_S:
+            break
+    return (time.perf_counter() - closed_s) * 1000
+
+
+async def _c1(running: Stage, phase: str, freed_ms: Sequence[float]) -> Row:
+    tell(f"C1: {phase}: {len(freed_ms)} runs")
+    return (
+        {"row": "C1", "fault": f"the client closes its connection: {phase}", "runs": len(freed_ms)}
+        | spread("freed_after_ms", freed_ms)
+        | {"left_over": await running.left_over()}
+    )
+
+
+async def cancel_a_fifth(runs: int, streams: int) -> list[Row]:
+    """C2: every fifth client gives up half a second after it asked; what the others get, against nobody giving up."""
+    with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
+        traffic = await with_reference(running.target, mixed(streams, max_tokens=LENGTHS))
+        seconds = 2.0 * runs
+        staying = [asked for place, asked in enumerate(traffic.requests) if place % 5]
+        leaving = [asked for place, asked in enumerate(traffic.requests) if not place % 5]
+        goodputs = []
+        for is_cancelled in (False, True):
+            others = replace(traffic, requests=staying, answers=[])
+            fifth = replace(traffic, requests=leaving, answers=[])
+            if is_cancelled:
+                fifth.timeout_s = _ABANDONED_AFTER_S
+            async with others.flowing(), fifth.flowing():
+                await asyncio.sleep(seconds)
+                tokens = sum(each.num_tokens or 0 for each in others.answers)
+            goodputs.append(tokens / seconds)
+        return [
+            {"row": "C2", "fault": "every fifth client gives up after 0.5 s", "seconds": seconds}
+            | judged(others.answers, others.reference)
+            | {"given_up": sum(each.failure is not None for each in fifth.answers)}
+            | {"tokens_per_s_of_others": round(goodputs[1], 1), "without": round(goodputs[0], 1)}
+            | {"ratio": round(goodputs[1] / goodputs[0], 3), "left_over": await running.left_over()}
+        ]
+
+
+async def read_slowly(runs: int, streams: int) -> list[Row]:
+    """C4: one client of all reads a byte a second; times between tokens of the others, against nobody doing so."""
+    with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
+        traffic = await with_reference(running.target, mixed(streams - 1, max_tokens=LENGTHS))
+        [asked] = alike(1, num_tokens=400)
+        gaps_ms = []
+        for is_slow in (False, True):
+            others = replace(traffic, answers=[])
+            reader = asyncio.create_task(_read_a_byte_a_second(running, asked)) if is_slow else None
+            async with others.flowing():
+                await asyncio.sleep(2.0 * runs)
+            if reader is not None:
+                reader.cancel()
+            gaps_ms.append(percentile([gap * 1000 for each in others.answers for gap in _gaps_s(each)], 99) or 0.0)
+        return [
+            {"row": "C4", "fault": "one client reads a byte a second", "seconds": 2.0 * runs}
+            | judged(others.answers, others.reference)
+            | {"itl_p99_ms_of_others": round(gaps_ms[1], 1), "without": round(gaps_ms[0], 1)}
+            | {"left_over": await running.left_over()}
+        ]
+
+
+def _gaps_s(stream: Stream) -> list[float]:
+    return [after - before for before, after in zip(stream.arrivals_s, stream.arrivals_s[1:], strict=False)]
+
+
+async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
+    target = running.target
+    reader, writer = await asyncio.open_connection(target.host, target.port, limit=1)
+    try:
+        writer.write(target.request("completions", json.dumps(dict(asked.body)).encode()))
+        while await reader.read(1):
+            await asyncio.sleep(1.0)
+    finally:
+        writer.close()
+
+
+async def miss_deadlines(runs: int, streams: int) -> list[Row]:
+    """C5: deadlines that pass while requests run or wait: no answer comes late, no expired request takes a step."""
+    config = application(num_replicas=1, step_ms=STEP_MS, end_probability=0, max_running=max(1, streams // 4))
+    source = random.Random(5)
+    with stage(config, step_s=STEP_MS / 1000) as running:
+        requests = [
+            replace(asked, body={**asked.body, "deadline_s": round(source.uniform(0.3, 6.0), 2)})
+            for asked in alike(streams, num_tokens=100)
+        ]
+        traffic = Traffic(running.target, requests, {})
+        for _ in range(runs):
+            await traffic.once()
+        deadlines = {asked.name: asked.body["deadline_s"] for asked in requests}
+        beyond = [(each.ended_s or 0.0) - each.begun_s - deadlines[each.name] for each in traffic.answers]
+        expired = [over for over, each in zip(beyond, traffic.answers, strict=True) if not each.is_complete]
+        return [
+            {"row": "C5", "fault": "deadlines of 0.3 to 6 s, four requests for each slot", "runs": runs}
+            | {"asked": len(beyond), "completed": sum(each.is_complete for each in traffic.answers)}
+            | {"ends": _counted(traffic.answers), "late_answers": sum(over > 0.0 and each.is_complete
+               for over, each in zip(beyond, traffic.answers, strict=True))}
+            | {"malformed": sum(not each.is_well_formed for each in traffic.answers)}
+            | spread("told_after_deadline_ms", [over * 1000 for over in expired])
+            | {"left_over": await running.left_over()}
+        ]  # fmt: skip
+
+
+def _counted(answers: Sequence[Stream]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for each in answers:
+        counts[each.outcome] = counts.get(each.outcome, 0) + 1
+    return counts

@@ -1,0 +1,178 @@
+"""The service under attack: its processes by what they are, and its own word on what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.chaos.mix import MODEL_NAME
+from benchmarks.errors import BenchmarkError
+from benchmarks.http_call import Target
+from benchmarks.service import Service, service
+
+RECOVERY_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+_REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
+_INGRESS = "ray::ServeReplica:carousel:ingress"
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_REPLICA_LABEL = re.compile(r'replica="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the replicas that answer hold, and the ingresses."""
+
+    replica_ids: frozenset[str]
+    num_missing: int  # processes that did not answer
+    num_in_flight: int  # requests that ingresses are answering
+    num_running: int
+    num_waiting: int
+    num_blocks_held: int
+    num_resumes: int
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.num_in_flight or self.num_running or self.num_waiting or self.num_blocks_held)
+
+    def to_dict(self) -> dict[str, int]:
+        return {
+            "in_flight": self.num_in_flight,
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "blocks": self.num_blocks_held,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A running service with simulated or real replicas."""
+
+    running: Service
+    num_replicas: int
+    step_s: float
+
+    @property
+    def target(self) -> Target:
+        return self.running.target
+
+    def replicas(self) -> list[int]:
+        """The pids of the replicas."""
+        return self._titled(_REPLICA)
+
+    def ingresses(self) -> list[int]:
+        return self._titled(_INGRESS)
+
+    def controllers(self) -> list[int]:
+        """Serve's controller: one process."""
+        return [pid for pid, each in self.running.processes().items() if "ServeController" in each.title]
+
+    def head_stores(self) -> list[int]:
+        """Ray's GCS: one process."""
+        return [pid for pid, each in self.running.processes().items() if each.title == "gcs_server"]
+
+    def holdings(self) -> Holdings:
+        """Asked over /metrics. Raises OSError when nobody answers."""
+        samples = _scrape(self.target)
+
+        def total(name: str) -> int:
+            return round(sum(value for found, _, value in samples if found == name))
+
+        ids = {match[1] for name, labels, _ in samples if name == "carousel_slots_used"
+               and (match := _REPLICA_LABEL.search(labels))}  # fmt: skip
+        return Holdings(
+            replica_ids=frozenset(ids),
+            num_missing=total("carousel_scrape_missing"),
+            num_in_flight=total("carousel_requests_in_flight"),
+            num_running=total("carousel_slots_used"),
+            num_waiting=total("carousel_queue_requests"),
+            num_blocks_held=total("carousel_kv_blocks") - total("carousel_kv_blocks_free"),
+            num_resumes=total("carousel_resumes_total"),
+        )
+
+    async def is_whole(self) -> float:
+        """Wait until all replicas are there and answer; returns when that was, by `time.perf_counter`.
+
+        Raises:
+            BenchmarkError: they are not within a minute.
+        """
+        deadline = time.perf_counter() + RECOVERY_TIMEOUT_S
+        while time.perf_counter() < deadline:
+            if len(self.replicas()) == self.num_replicas and await self._all_answer():
+                return time.perf_counter()
+            await asyncio.sleep(_POLL_S)
+        raise BenchmarkError(f"there were not {self.num_replicas} replicas again within {RECOVERY_TIMEOUT_S:.0f} s")
+
+    async def _all_answer(self) -> bool:
+        try:
+            holdings = await asyncio.to_thread(self.holdings)
+        except (OSError, urllib.error.URLError):
+            return False
+        return len(holdings.replica_ids) == self.num_replicas and not holdings.num_missing
+
+    async def left_over(self, patience_s: float = 20.0) -> dict[str, int]:
+        """What is still held though nobody asks for anything; waits for it to become nothing."""
+        deadline = time.perf_counter() + patience_s
+        while True:
+            holdings = await asyncio.to_thread(self.holdings)
+            if holdings.nothing or time.perf_counter() > deadline:
+                return holdings.to_dict()
+            await asyncio.sleep(_POLL_S)
+
+    def _titled(self, title: str) -> list[int]:
+        return sorted(pid for pid, each in self.running.processes().items() if each.title == title)
+
+
+@contextmanager
+def stage(application: Mapping[str, Any], *, step_s: float) -> Iterator[Stage]:
+    """Start the service; it ends with the block."""
+    with service(application) as running:
+        yield Stage(running, application["models"][0]["replicas"]["num_replicas"], step_s)
+
+
+def application(
+    *,
+    num_replicas: int = 3,
+    step_ms: float = 30.0,
+    per_token_ms: float = 0.0,
+    end_probability: float = 0.004,
+    crash_token_id: int | None = None,
+    weights: bool = False,
+    max_running: int = 96,
+    max_waiting: int = 96,
+    model: str = "models/demo",
+    num_ingresses: int = 1,
+    **replicas: Any,
+) -> dict[str, Any]:
+    """The `args` of an application with simulated replicas, or with real `weights`; `replicas`: of that branch."""
+    costs = {
+        "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
+        "crash_token_id": crash_token_id,
+    }  # fmt: skip
+    return {
+        "models": [
+            {
+                "name": MODEL_NAME,
+                "engine": {
+                    "model": {"path": model} | ({"batch_invariant": True} if weights else {"simulated": costs}),
+                    "cache": {"num_blocks": 4096, "block_size": 16},
+                    "scheduler": {"max_running": max_running, "max_waiting": max_waiting},
+                },
+                "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "drain_timeout_s": 30} | replicas,
+            }
+        ],
+        "ingress": {"num_replicas": num_ingresses, "num_cpus": 0.1},
+    }
+
+
+def _scrape(target: Target) -> list[tuple[str, str, float]]:
+    """(name, labels, value) of every sample of /metrics."""
+    with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]

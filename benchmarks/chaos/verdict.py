@@ -1,0 +1,63 @@
+"""What streams came to, against what they said when nothing was wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.chaos.stream import TIMEOUT, Stream
+from benchmarks.percentile import percentile
+
+
+def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, Any]:
+    """Counts of streams. A simulated token depends on all before it, so a wrong one changes all that follow.
+
+    The API tells text and the number of tokens, not their ids: a wrong stream that is shorter than its reference counts
+    as `lost`, a longer one as `repeated`, one of the same length as `different`.
+    """
+    complete = [each for each in answers if each.is_complete]
+    wrong = [each for each in complete if each.said != reference[each.name].said]
+    lengths = [_length(each) - _length(reference[each.name]) for each in wrong]
+    return {
+        "streams": len(answers),
+        "completed": len(complete),
+        "lost": sum(length < 0 for length in lengths),
+        "repeated": sum(length > 0 for length in lengths),
+        "different": sum(length == 0 for length in lengths),
+        "malformed": sum(not each.is_well_formed for each in answers),
+        "hung": sum(each.failure == TIMEOUT for each in answers),
+        "other_ends": dict(Counter(each.outcome for each in answers if not each.is_complete)),
+    }
+
+
+def by_kind(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, dict[str, int]]:
+    """For each kind of request: how many were asked, how many came to their end, and how many of those wrong."""
+    counts: dict[str, dict[str, int]] = {}
+    for each in answers:
+        count = counts.setdefault(each.name.split()[0], {"asked": 0, "completed": 0, "wrong": 0})
+        count["asked"] += 1
+        count["completed"] += each.is_complete
+        count["wrong"] += each.is_complete and each.said != reference[each.name].said
+    return counts
+
+
+def in_flight(answers: Iterable[Stream], at_s: float) -> list[Stream]:
+    """The streams that ran at a moment."""
+    return [each for each in answers if each.begun_s <= at_s <= (each.ended_s or at_s)]
+
+
+def pauses_ms(streams: Iterable[Stream], struck_s: float, *, step_s: float, within_s: float) -> list[float]:
+    """Of each stream the longest pause that touches the seconds after a fault, less the step that any token needs."""
+    return [(each.longest_pause_s(struck_s, struck_s + within_s) - step_s) * 1000 for each in streams]
+
+
+def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, float | None]:
+    """Median, 99th percentile and the largest, under names that begin alike; the unit ends the name."""
+    stem, _, unit = name.rpartition("_")
+    found = {"p50": percentile(samples, 50), "p99": percentile(samples, 99), "max": max(samples, default=None)}
+    return {f"{stem}_{key}_{unit}": None if value is None else round(value, digits) for key, value in found.items()}
+
+
+def _length(stream: Stream) -> int:
+    return stream.num_characters
