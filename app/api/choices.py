@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
 
 from app.api.completions import Call
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
-from app.text import GeneratedText
+from app.text import GeneratedText, TextDelta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """What one delta added to one choice. The last piece of a choice has its finish reason."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     text: str
     num_tokens: int
     num_cached_tokens: int
@@ -26,15 +25,13 @@ class Piece:
     queued: Queued | None = None  # on the first piece, where whoever generates tells it
 
 
-async def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
+def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
     """Run all requests of a call at once and yield their pieces as they come.
 
     Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
     """
     choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
-    async with aclosing(choices[0] if len(choices) == 1 else _merge(choices)) as pieces:
-        async for piece in pieces:
-            yield piece
+    return choices[0] if len(choices) == 1 else _merge(choices)
 
 
 async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
@@ -45,31 +42,42 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
         min_tokens=request.sampling.min_tokens,
         skip_special_tokens=call.skip_special_tokens,
     )
-    async with aclosing(_token_deltas(call.model.generate, request)) as deltas:
+    async with _token_deltas(call.model.generate, request) as deltas:
         async for delta in deltas:
             added = text.push(delta)
-            stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
-            yield Piece(
-                index=index,
-                text=added.text,
-                num_tokens=added.num_tokens,
-                num_cached_tokens=delta.num_cached_tokens,
-                finish_reason=None if added.finish_reason is None else added.finish_reason.value,
-                stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
-                queued=delta.queued,
-            )
-            if added.finish_reason is not None:
-                return
-
-
-async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[TokenDelta, None]:
-    """What `generate` yields, closed with this generator, and with everything that ends it early as an error."""
-    deltas = generate(request)
-    try:
-        async for delta in deltas:
+            if delta.finish_reason is None and added.finish_reason is None:
+                # By position: names take twice as long, and all tokens but the last of a choice come by here.
+                yield Piece(index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued)
+                continue
             if delta.finish_reason is FinishReason.ABORT:
                 raise Unavailable("the server stopped this generation before its end; try again")
-            yield delta
+            yield _last_piece(index, delta, added, request)
+            return
+    raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+
+
+def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> Piece:
+    stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
+    return Piece(
+        index=index,
+        text=added.text,
+        num_tokens=added.num_tokens,
+        num_cached_tokens=delta.num_cached_tokens,
+        finish_reason=None if added.finish_reason is None else added.finish_reason.value,
+        stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
+        queued=delta.queued,
+    )
+
+
+@asynccontextmanager
+async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
+    """What `generate` yields, closed at the end of the block; that it was cancelled there is an error here.
+
+    Around the loop over the deltas and not another generator in it: that would be paid for at every token.
+    """
+    deltas = generate(request)
+    try:
+        yield deltas
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -81,7 +89,6 @@ async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[
         aclose = getattr(deltas, "aclose", None)
         if aclose is not None:
             await aclose()
-    raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
 
 
 class _Exhausted:

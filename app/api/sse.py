@@ -22,6 +22,11 @@ T = TypeVar("T")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
+def encoded(text: str) -> bytes:
+    """A text as the JSON of events has it."""
+    return _encode(text).encode()
+
+
 def event(payload: Mapping[str, Any]) -> bytes:
     """One event: the payload as JSON on one line."""
     return f"data: {_encode(payload)}\n\n".encode()

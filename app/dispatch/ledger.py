@@ -79,11 +79,14 @@ class Ledger:
         placed = self._placed.get(request_id)
         if placed is None:
             return  # it has ended; these were on their way
-        account = self._account(placed.replica_id)
-        account.add(placed, -1)
-        placed.num_prefill_tokens = 0
+        # Only the differences: this is called for every token.
+        ours = self._account(placed.replica_id).ours
+        if placed.num_prefill_tokens:
+            ours.num_prefill_tokens -= placed.num_prefill_tokens
+            placed.num_prefill_tokens = 0
+        num_decode_tokens = placed.num_decode_tokens
         placed.num_generated += num_new_tokens
-        account.add(placed, 1)
+        ours.num_decode_tokens += placed.num_decode_tokens - num_decode_tokens
 
     def end(self, request_id: str) -> Placed | None:
         """A request has ended, in whatever way, or was placed nowhere: what it was, None when it was not here."""
@@ -141,7 +144,10 @@ class Ledger:
         self._accounts = {each: account for each, account in self._accounts.items() if each in replica_ids}
 
     def _account(self, replica_id: str) -> _Account:
-        return self._accounts.setdefault(replica_id, _Account())
+        account = self._accounts.get(replica_id)
+        if account is None:
+            account = self._accounts[replica_id] = _Account()
+        return account
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class Attempt:
         self.sending: asyncio.Task[None] | None = None  # the call to the replica, open until the request ends there
         self._deltas: list[TokenDelta] = []
         self._error: Exception | None = None
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # its one reader, while it waits
 
     @property
     def attempt_id(self) -> str:
@@ -53,14 +53,18 @@ class Attempt:
             delta = delta._replace(finish_reason=None, error=None)
         if self._error is None or delta.token_ids:
             self._deltas.append(delta)
-        self._filled.set()
+        self._wake_reader()
 
     def fail(self, error: CarouselError | Lost) -> None:
         """It ends without the replica's word."""
         if not self.has_ended:
             self.has_ended = True
             self._error = error
-            self._filled.set()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> TokenDelta:
         """Everything that has accumulated, as one delta; an error comes after the tokens before it.
@@ -69,11 +73,12 @@ class Attempt:
             Lost: the replica is gone.
             CarouselError: the replica refused the request, or it ended with an error.
         """
-        await self._filled.wait()
+        if not self._deltas and self._error is None:
+            # Not an Event: this is waited for at every token, and a bare future costs half.
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._deltas:
             deltas, self._deltas = self._deltas, []
-            if self._error is None:
-                self._filled.clear()
             return joined(deltas)
         assert self._error is not None, "an attempt is woken by a delta or an error"
         raise self._error

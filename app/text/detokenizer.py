@@ -72,7 +72,10 @@ class Detokenizer:
         """Nothing is held back: keep only the newest tokens, as the left neighbours of what comes."""
         del self._window[: self._num_settled]
         self._num_settled = len(self._window)
-        self._num_shown = len(self._decode())
+        if self._num_settled == 1:  # nearly always, and then the text is one of few
+            self._num_shown = len(self._tokenizer.token_text(self._window[0]))
+        else:
+            self._num_shown = len(self._decode())
 
     def _cut(self, num_held: int) -> None:
         """Shorten a window that does not settle. UTF-8 falls into step again at the next first byte of a character,

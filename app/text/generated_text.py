@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.engine.request import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
@@ -11,8 +11,7 @@ from app.text.stop_strings import StopStrings
 from app.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What one token delta added. `num_tokens` counts hidden ones (end of text, special) too."""
 
     text: str
@@ -41,7 +40,7 @@ class GeneratedText:
         if self._stop_strings is None:
             text = self._detokenizer.push(_visible(delta))
             text += self._detokenizer.flush() if delta.finish_reason else ""
-            return TextDelta(text=text, num_tokens=len(delta.token_ids), finish_reason=delta.finish_reason)
+            return TextDelta(text, len(delta.token_ids), delta.finish_reason)
         return self._push_until_stop(delta, self._stop_strings)
 
     def _push_until_stop(self, delta: TokenDelta, stop_strings: StopStrings) -> TextDelta:

@@ -16,7 +16,7 @@ from app.errors import InvalidRequest, InvalidSetup
 
 
 class Tokenizer:
-    """One model's tokenizer. Never changes after construction, so any number of threads may use it at once."""
+    """One model's tokenizer. What it says never changes, so any number of threads may use it at once."""
 
     def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
         self._pretrained = pretrained
@@ -25,6 +25,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
@@ -101,6 +102,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; ids that name no token are passed over."""
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, special or not. Remembered: at most one entry for each token there is."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
+        return text
 
 
 # Names that the call of the template fills itself.

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.mix import mixed
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.traffic import with_reference
 from benchmarks.chaos.verdict import judged, spread
 from benchmarks.progress import tell
 
