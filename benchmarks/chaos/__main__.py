@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.chaos.around import kill_controller, kill_ingress
+from benchmarks.chaos.changing import change_under_load
 from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
 from benchmarks.chaos.hanging import stop_one_of_three
 from benchmarks.chaos.killing import (
@@ -27,6 +28,7 @@ from benchmarks.chaos.killing import (
     kill_several,
     kill_with_weights,
 )
+from benchmarks.chaos.overload import overload
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import num_usable_cores, positive
 from benchmarks.output import write_json
@@ -43,10 +45,12 @@ ROWS: dict[str, Row] = {
     "R6": kill_ingress,
     "R7": kill_controller,
     "R9": crash_on_request,
+    "R13": change_under_load,
     "C1": disconnect_at_each_phase,
     "C2": cancel_a_fifth,
     "C4": read_slowly,
     "C5": miss_deadlines,
+    "C6": overload,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.chaos.mix import Asked, alike, mixed
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.stream import Stream
+from benchmarks.chaos.stream import Stream, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, pauses_ms, spread
 from benchmarks.progress import tell
@@ -22,7 +22,6 @@ LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
 _QUIET_S = (0.5, 2.5)  # between the moment when all are there again and the next fault
 _AFTERMATH_S = 10.0  # in which a pause counts as the fault's
-_LOOK_S = 0.002
 _CRASH_TOKEN = 299  # below all that other prompts have
 
 Row = dict[str, Any]
@@ -139,8 +138,7 @@ async def _killing_at(
     for run in range(runs):
         first = len(fresh.answers)
         answering = asyncio.ensure_future(fresh.once())
-        while len(fresh.answers) == first or not is_now(fresh.answers[first:]):
-            await asyncio.sleep(_LOOK_S)
+        await moment(lambda n=first: len(fresh.answers) > n and is_now(fresh.answers[n:]))
         struck_s.append(_kill([source.choice(running.replicas())]))
         await answering
         await running.is_whole()
