@@ -22,7 +22,7 @@ LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
 _QUIET_S = (0.5, 2.5)  # between the moment when all are there again and the next fault
 _AFTERMATH_S = 10.0  # in which a pause counts as the fault's
-_CRASH_TOKEN = 299  # below all that other prompts have
+_CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 
 Row = dict[str, Any]
 
