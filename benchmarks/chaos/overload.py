@@ -45,10 +45,9 @@ def _sweep(running: Stage, capacity: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         workload = Path(folder) / "workload.jsonl"
         lines = [
-            {"request_id": asked.name, "prompt_token_ids": asked.body["prompt"],
-             "sampling": {"max_tokens": _NUM_TOKENS, "ignore_eos": True}}
+            {"id": asked.name, "prompt_token_ids": asked.body["prompt"], "max_tokens": _NUM_TOKENS, "ignore_eos": True}
             for asked in alike(64, num_tokens=_NUM_TOKENS)
-        ]  # fmt: skip
+        ]
         workload.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         command = [
             sys.executable, "-m", "benchmarks.online", "--base-url", f"http://{target.host}:{target.port}",
