@@ -1,16 +1,17 @@
 # Everything a newcomer needs; each target sets up what it lacks in .venv first.
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
+#   make chaos    faults made on purpose, an hour or two: the reliability table
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format clean
+.PHONY: help serve test check chaos format clean
 
 help:
-	@sed -n '2,3s/^# *//p' Makefile
+	@sed -n '2,4s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
@@ -23,6 +24,9 @@ check: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+chaos: .venv/runtime.done
+	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
 
 format: .venv/dev.done
 	$(BIN)/ruff check --fix .
