@@ -14,7 +14,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from benchmarks import machine
@@ -36,7 +36,7 @@ from benchmarks.output import write_json
 from benchmarks.progress import tell
 from benchmarks.suggestions import did_you_mean
 
-Row = Callable[[int, int], Awaitable[list[dict[str, Any]]]]
+Row = Callable[[int, int], Coroutine[Any, Any, list[dict[str, Any]]]]
 
 ROWS: dict[str, Row] = {
     "R1": kill_one_of_three,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -38,11 +39,15 @@ async def disconnect_at_each_phase(runs: int, streams: int) -> list[Row]:
     rows = []
     with stage(plain, step_s=step_s) as running:
         for phase, num_tokens in (("token 1", 1), ("token 20", 20)):
-            rows.append(await _leaving(running, runs, phase, lambda each, n=num_tokens: len(each.arrivals_s) >= n))
+            rows.append(await _leaving(running, runs, phase, _has_tokens(num_tokens)))
         rows.append(await _leaving_the_queue(running, runs))
     with stage(slow, step_s=0.4) as running:
         rows.append(await _leaving(running, runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
     return rows
+
+
+def _has_tokens(number: int) -> Callable[[Stream], bool]:
+    return lambda stream: len(stream.arrivals_s) >= number
 
 
 def _has_sent_for(seconds: float) -> Callable[[Stream], bool]:
@@ -54,7 +59,7 @@ async def _leaving(running: Stage, runs: int, phase: str, is_now: Callable[[Stre
     [asked] = alike(1, num_tokens=400)
     for _ in range(runs):
         client, stream = _client(running, asked)
-        await moment(lambda s=stream: is_now(s))
+        await moment(partial(is_now, stream))
         freed_ms.append(await _freed_after_ms(running, client, num_left=0))
     return await _c1(running, phase, freed_ms)
 
@@ -64,7 +69,7 @@ async def _leaving_the_queue(running: Stage, runs: int) -> Row:
     first, second = alike(2, num_tokens=400)
     for _ in range(runs):
         (staying, served), (leaving, _) = _client(running, first), _client(running, second)
-        await moment(lambda s=served: bool(s.arrivals_s))
+        await moment(partial(_has_tokens(1), served))
         while (await _held(running))[1] < 1:  # the second waits
             continue
         freed_ms.append(await _freed_after_ms(running, leaving, num_left=1))

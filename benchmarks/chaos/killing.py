@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from benchmarks.chaos.mix import Asked, alike, mixed
@@ -138,7 +139,7 @@ async def _killing_at(
     for run in range(runs):
         first = len(fresh.answers)
         answering = asyncio.ensure_future(fresh.once())
-        await moment(lambda n=first: len(fresh.answers) > n and is_now(fresh.answers[n:]))
+        await moment(partial(_is_now, fresh.answers, first, is_now))
         struck_s.append(_kill([source.choice(running.replicas())]))
         await answering
         await running.is_whole()
@@ -149,6 +150,11 @@ async def _killing_at(
         | pauses_after(running, fresh, struck_s)
         | {"left_over": await running.left_over()}
     )
+
+
+def _is_now(answers: Sequence[Stream], first: int, is_now: Callable[[Sequence[Stream]], bool]) -> bool:
+    """Whether a condition holds for the answers from `first` on, once there are any."""
+    return len(answers) > first and is_now(answers[first:])
 
 
 def _kill(pids: Sequence[int]) -> float:
