@@ -2,6 +2,7 @@
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
+#   make chaos    faults made on purpose, an hour or two: the reliability table
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
@@ -10,10 +11,10 @@ OUTPUT ?= bulk_results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test check format clean
+.PHONY: help serve bulk test check chaos format clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
@@ -30,6 +31,9 @@ check: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+chaos: .venv/runtime.done
+	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
 
 format: .venv/dev.done
 	$(BIN)/ruff check --fix .

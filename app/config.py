@@ -36,9 +36,7 @@ class Settings(BaseModel):
 class SimulatedConfig(Settings):
     """A cost model in the place of a model: steps take the time it says, and nothing is computed."""
 
-    step_ms: float = Field(
-        10.0, ge=0, le=60_000, description="ms of any step; set one of these four and replicas simulate"
-    )
+    step_ms: float = Field(10.0, ge=0, le=60_000, description="ms of any step; set one of these and replicas simulate")
     per_token_ms: float = Field(0.0, ge=0, le=60_000, description="simulated: ms more for each token of a step")
     per_kv_token_ms: float = Field(
         0.0, ge=0, le=60_000, description="simulated: ms more for each token in the KV memory that a step reads"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,8 +16,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.errors import BenchmarkError
@@ -25,6 +27,7 @@ from benchmarks.processes import Process, family
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+_DASHBOARD = "http://127.0.0.1:8265"
 _PROJECT = Path(__file__).resolve().parent.parent
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
 
@@ -35,15 +38,31 @@ class Service:
 
     target: Target
     pid: int  # of the launcher, which everything else comes from
+    token: str = field(default="", repr=False)  # that Ray asks of whoever deploys to it
 
     def processes(self) -> dict[int, Process]:
         """All of it: launcher, driver, Ray's own processes, controller, proxy, ingresses, replicas."""
         return family(self.pid)
 
+    def deploy(self, application: Mapping[str, Any], *, num_replicas: Mapping[str, int] | None = None) -> None:
+        """Put another application in the place of this one, as `serve deploy` does; returns when Serve has been told.
+
+        `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
+        """
+        with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
+            json.dump(_serve_file(application, self.target.port, num_replicas or {}), config)
+            config.flush()
+            command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
+            done = subprocess.run(command, env=_environment(self.token), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchmarkError(f"`serve deploy` failed: {done.stderr.strip()[-2000:]}")
+
 
 @contextmanager
-def service(application: Mapping[str, Any]) -> Iterator[Service]:
+def service(application: Mapping[str, Any], *, with_dashboard: bool = False) -> Iterator[Service]:
     """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
+
+    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265.
 
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
@@ -52,16 +71,16 @@ def service(application: Mapping[str, Any]) -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         config = Path(folder) / "serve.json"
         config.write_text(json.dumps(_serve_file(application, port)), encoding="utf-8")  # JSON is YAML
-        paths = [str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        token = secrets.token_hex(32)
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "deployments.launcher", str(config)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
+            env=_environment(token),
             stdout=sys.stderr,
         )
         try:
             with _ended_by_exception():
                 _wait_until_ready(launcher, port)
-                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid)
+                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid, token)
         finally:
             launcher.terminate()
             launcher.wait(STOP_TIMEOUT_S)
@@ -77,7 +96,14 @@ def _ended_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _serve_file(application: Mapping[str, Any], port: int) -> dict[str, Any]:
+def _environment(token: str) -> dict[str, str]:
+    paths = [str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def _serve_file(
+    application: Mapping[str, Any], port: int, num_replicas: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
     """As deployments/serve.yaml, with another application."""
     return {
         "proxy_location": "EveryNode",
@@ -89,6 +115,7 @@ def _serve_file(application: Mapping[str, Any], port: int) -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": "deployments.application:build",
                 "args": dict(application),
+                "deployments": [{"name": name, "num_replicas": number} for name, number in num_replicas.items()],
             }
         ],
     }

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.mix import mixed
 from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import with_reference
 from benchmarks.chaos.verdict import judged, spread
 from benchmarks.progress import tell
@@ -55,6 +56,5 @@ async def _killing_what(
 
 async def _until_another(running: Stage, processes: Callable[[Stage], list[int]], victim: int) -> float:
     """Until there is another process in the victim's place and clients are answered."""
-    while not set(processes(running)) - {victim}:
-        await asyncio.sleep(0.05)
+    await moment(lambda: bool(set(processes(running)) - {victim}), look_s=0.05)
     return await running.is_whole()

@@ -6,23 +6,23 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS
 from benchmarks.chaos.mix import Asked, alike, mixed
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.stream import Stream, follow
+from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged, spread
 from benchmarks.percentile import percentile
 from benchmarks.progress import tell
 
-_LOOK_S = 0.002
 _TIMEOUT_S = 30.0
-_LATE_S = 2.0  # an answer beyond its deadline by more than this is late: the error event needs its way, too
 _ABANDONED_AFTER_S = 0.5
 
 Row = dict[str, Any]
@@ -39,24 +39,27 @@ async def disconnect_at_each_phase(runs: int, streams: int) -> list[Row]:
     rows = []
     with stage(plain, step_s=step_s) as running:
         for phase, num_tokens in (("token 1", 1), ("token 20", 20)):
-            rows.append(await _leaving(running, runs, phase, lambda each, n=num_tokens: len(each.arrivals_s) >= n))
+            rows.append(await _leaving(running, runs, phase, _has_tokens(num_tokens)))
         rows.append(await _leaving_the_queue(running, runs))
     with stage(slow, step_s=0.4) as running:
         rows.append(await _leaving(running, runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
     return rows
 
 
-def _has_sent_for(seconds: float) -> Any:
+def _has_tokens(number: int) -> Callable[[Stream], bool]:
+    return lambda stream: len(stream.arrivals_s) >= number
+
+
+def _has_sent_for(seconds: float) -> Callable[[Stream], bool]:
     return lambda stream: time.perf_counter() - stream.begun_s >= seconds
 
 
-async def _leaving(running: Stage, runs: int, phase: str, is_now: Any) -> Row:
+async def _leaving(running: Stage, runs: int, phase: str, is_now: Callable[[Stream], bool]) -> Row:
     freed_ms = []
     [asked] = alike(1, num_tokens=400)
     for _ in range(runs):
         client, stream = _client(running, asked)
-        while not is_now(stream):
-            await asyncio.sleep(_LOOK_S)
+        await moment(partial(is_now, stream))
         freed_ms.append(await _freed_after_ms(running, client, num_left=0))
     return await _c1(running, phase, freed_ms)
 
@@ -66,10 +69,9 @@ async def _leaving_the_queue(running: Stage, runs: int) -> Row:
     first, second = alike(2, num_tokens=400)
     for _ in range(runs):
         (staying, served), (leaving, _) = _client(running, first), _client(running, second)
-        while (await _held(running))[1] < 1 or not served.arrivals_s:
-            await asyncio.sleep(_LOOK_S)
-            if served.arrivals_s and leaving.done():
-                break
+        await moment(partial(_has_tokens(1), served))
+        while (await _held(running))[1] < 1:  # the second waits
+            continue
         freed_ms.append(await _freed_after_ms(running, leaving, num_left=1))
         await _freed_after_ms(running, staying, num_left=0)
     return await _c1(running, "queued", freed_ms)
@@ -154,7 +156,7 @@ async def read_slowly(runs: int, streams: int) -> list[Row]:
 
 
 def _gaps_s(stream: Stream) -> list[float]:
-    return [after - before for before, after in zip(stream.arrivals_s, stream.arrivals_s[1:], strict=False)]
+    return [after - before for before, after in pairwise(stream.arrivals_s)]
 
 
 async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
@@ -162,7 +164,7 @@ async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
     reader, writer = await asyncio.open_connection(target.host, target.port, limit=1)
     try:
         writer.write(target.request("completions", json.dumps(dict(asked.body)).encode()))
-        while await reader.read(1):
+        while await reader.read(1):  # noqa: ASYNC110
             await asyncio.sleep(1.0)
     finally:
         writer.close()

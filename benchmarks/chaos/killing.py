@@ -9,11 +9,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from benchmarks.chaos.mix import Asked, alike, mixed
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.stream import Stream
+from benchmarks.chaos.stream import Stream, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, pauses_ms, spread
 from benchmarks.progress import tell
@@ -22,8 +23,7 @@ LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
 _QUIET_S = (0.5, 2.5)  # between the moment when all are there again and the next fault
 _AFTERMATH_S = 10.0  # in which a pause counts as the fault's
-_LOOK_S = 0.002
-_CRASH_TOKEN = 299  # below all that other prompts have
+_CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 
 Row = dict[str, Any]
 
@@ -139,8 +139,7 @@ async def _killing_at(
     for run in range(runs):
         first = len(fresh.answers)
         answering = asyncio.ensure_future(fresh.once())
-        while len(fresh.answers) == first or not is_now(fresh.answers[first:]):
-            await asyncio.sleep(_LOOK_S)
+        await moment(partial(_is_now, fresh.answers, first, is_now))
         struck_s.append(_kill([source.choice(running.replicas())]))
         await answering
         await running.is_whole()
@@ -151,6 +150,11 @@ async def _killing_at(
         | pauses_after(running, fresh, struck_s)
         | {"left_over": await running.left_over()}
     )
+
+
+def _is_now(answers: Sequence[Stream], first: int, is_now: Callable[[Sequence[Stream]], bool]) -> bool:
+    """Whether a condition holds for the answers from `first` on, once there are any."""
+    return len(answers) > first and is_now(answers[first:])
 
 
 def _kill(pids: Sequence[int]) -> float:

@@ -24,7 +24,7 @@ class Asked:
 
 
 def mixed(number: int, *, max_tokens: tuple[int, int], seed: int = 7) -> list[Asked]:
-    """So many requests of all kinds in turn; lengths differ. The kind `stop` has no stop string yet (`with_stop`)."""
+    """So many requests of all kinds in turn; lengths differ. The kind `stop` has none yet: see `with_stop`."""
     source = random.Random(seed)
     return [_asked(place, KINDS[place % len(KINDS)], source, max_tokens) for place in range(number)]
 

@@ -130,9 +130,9 @@ class Stage:
 
 
 @contextmanager
-def stage(application: Mapping[str, Any], *, step_s: float) -> Iterator[Stage]:
+def stage(application: Mapping[str, Any], *, step_s: float, with_dashboard: bool = False) -> Iterator[Stage]:
     """Start the service; it ends with the block."""
-    with service(application) as running:
+    with service(application, with_dashboard=with_dashboard) as running:
         yield Stage(running, application["models"][0]["replicas"]["num_replicas"], step_s)
 
 

@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.http_call import Target, call
@@ -72,11 +73,7 @@ class Stream:
     def longest_pause_s(self, from_s: float, to_s: float) -> float:
         """The longest time without an event, of the pauses that touch this span; from the request to the first, too."""
         moments = [self.begun_s, *self.arrivals_s]
-        pauses = [
-            after - before
-            for before, after in zip(moments, moments[1:], strict=False)
-            if after >= from_s and before <= to_s
-        ]
+        pauses = [after - before for before, after in pairwise(moments) if after >= from_s and before <= to_s]
         return max(pauses, default=0.0)
 
 
@@ -95,6 +92,12 @@ async def follow(stream: Stream, target: Target, body: Mapping[str, Any], *, tim
         stream.failure = "no connection" if stream.status is None else f"cut off: {type(error).__name__}"
     finally:
         stream.ended_s = time.perf_counter()
+
+
+async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
+    """Wait for a condition that nobody announces: what is watched are other processes, and answers as they fill up."""
+    while not is_now():  # noqa: ASYNC110
+        await asyncio.sleep(look_s)
 
 
 class _StreamReader:

@@ -15,7 +15,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 EXTRA = {"pictures": ("matplotlib",)}  # of the extra `plots`; nobody imports these pages before they are asked for
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_a_page_imports_nothing_else(path: Path) -> None:
     foreign = [
         f"line {line}: {name}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -230,3 +231,20 @@ assert "torch" not in sys.modules
 def test_a_simulated_replica_starts_without_torch(demo_path: Path) -> None:
     project = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", PROGRAM, str(demo_path)], check=True, cwd=project, timeout=120)
+
+
+def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None:
+    code = (
+        "from app.config import SimulatedConfig\n"
+        "from app.model.simulated import SimulatedModelRunner\n"
+        "from tests.fakes import build_fake_engine, make_request, run_to_end\n"
+        "runner = SimulatedModelRunner(SimulatedConfig(step_ms=0, crash_token_id=7), text_token_ids=(2, 3),\n"
+        "                              eos_token_ids=(), num_blocks=64, block_size=4)\n"
+        "engine = build_fake_engine(runner=runner)\n"
+        "run_to_end(engine, make_request((5, 6), max_tokens=2))\n"
+        "print('lives', flush=True)\n"
+        "run_to_end(engine, make_request((5, 7), max_tokens=2))\n"
+        "print('still lives', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "lives\n"), done.stderr

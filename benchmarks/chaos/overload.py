@@ -1,0 +1,61 @@
+"""Row C6: more requests than the service can take, by the open-loop client of `benchmarks.online`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.mix import MODEL_NAME, alike
+from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.errors import BenchmarkError
+
+_STEP_MS = 30.0
+_NUM_TOKENS = 60
+_SLOTS = 16  # of each replica
+_FACTORS = "0.8,1,1.5,2,5"
+_SECONDS = 8
+_SHOWN = (
+    "factor", "rate", "goodput_requests_per_s", "goodput_share", "refused_share", "refusal_p50_ms", "refusal_p99_ms",
+    "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "errors", "lateness_p99_ms",
+)  # fmt: skip
+
+
+async def overload(runs: int, streams: int) -> list[dict[str, Any]]:
+    """C6: 0.8 to 5 times what two replicas with sixteen slots each can do."""
+    config = application(
+        num_replicas=2, step_ms=_STEP_MS, end_probability=0, max_running=_SLOTS, max_waiting=_SLOTS // 2
+    )
+    capacity = 2 * _SLOTS / (_NUM_TOKENS * _STEP_MS / 1000)
+    with stage(config, step_s=_STEP_MS / 1000) as running:
+        found = await asyncio.to_thread(_sweep, running, capacity)
+        rows = [{name: row.get(name) for name in _SHOWN} for row in found["rows"]]
+        return [
+            {"row": "C6", "fault": "open-loop load beyond capacity", "capacity_requests_per_s": round(capacity, 2)}
+            | {"seconds_each": _SECONDS, "rows": rows, "left_over": await running.left_over()}
+        ]
+
+
+def _sweep(running: Stage, capacity: float) -> dict[str, Any]:
+    target = running.target
+    with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
+        workload = Path(folder) / "workload.jsonl"
+        lines = [
+            {"id": asked.name, "prompt_token_ids": asked.body["prompt"], "max_tokens": _NUM_TOKENS, "ignore_eos": True}
+            for asked in alike(64, num_tokens=_NUM_TOKENS)
+        ]
+        workload.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "benchmarks.online", "--base-url", f"http://{target.host}:{target.port}",
+            "--model", MODEL_NAME, "--workload", str(workload), "--sweep", _FACTORS, "--capacity", f"{capacity:.3f}",
+            "--duration", str(_SECONDS), "--slo-ttft-ms", "2500", "--slo-itl-ms", "100",
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"the sweep failed with status {done.returncode}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result

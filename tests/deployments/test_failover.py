@@ -1,0 +1,173 @@
+"""Streams that survive what happens to their replicas, on a live cluster: smoke sizes of rows of `benchmarks.chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from benchmarks.chaos.mix import MODEL_NAME, alike, mixed
+from benchmarks.chaos.stage import application
+from benchmarks.chaos.stream import Stream, follow, moment
+from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.verdict import judged
+from benchmarks.http_call import Target
+from deployments.application import build
+from deployments.launcher import session_members
+from deployments.settings import parse
+
+APPLICATION = "failover"
+NUM_REPLICAS = 3
+NUM_STREAMS = 24
+SILENCE_S = 1.0
+PATIENCE_S = 30.0
+
+
+def deploy(demo_path: Path, **replicas: Any) -> None:
+    args = application(
+        num_replicas=NUM_REPLICAS, step_ms=20, model=str(demo_path), silence_timeout_s=SILENCE_S, **replicas
+    )
+    serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
+
+
+@pytest.fixture(scope="module")
+def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
+    """Mixed requests, and what three simulated replicas answer while nothing is wrong."""
+    # A replica that stops gets less time than most streams take: some of them have to go on elsewhere.
+    deploy(demo_path, drain_timeout_s=1)
+    target = Target.parse(f"{cluster}/{APPLICATION}")
+    yield asyncio.run(with_reference(target, mixed(NUM_STREAMS, max_tokens=(20, 120))))
+    serve.delete(APPLICATION)
+
+
+@pytest.fixture
+def fresh(traffic: Traffic) -> Traffic:
+    """The same with all replicas there and no answers yet."""
+    eventually(lambda: len(replicas()) == NUM_REPLICAS and len(stats()) == NUM_REPLICAS)
+    return replace(traffic, answers=[], timeout_s=PATIENCE_S)
+
+
+def replicas() -> list[int]:
+    """The pids of the replicas, among the processes of this session: other clusters have their own."""
+    title = f"ray::ServeReplica:{APPLICATION}:replica-{MODEL_NAME}"
+    found = []
+    for pid in session_members(os.getsid(0)):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
+                found.append(pid)
+    return found
+
+
+def stats() -> list[Any]:
+    """EngineStats of the replicas that answer; none while one of them does not."""
+    handle = serve.get_deployment_handle(f"replica-{MODEL_NAME}", APPLICATION)
+    if not handle.is_initialized:
+        handle._init(_run_router_in_separate_loop=True)
+    try:
+        return list(handle.broadcast("stats").results(timeout_s=2))
+    except Exception:  # one of them has just died, and Serve does not know yet
+        return []
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def holds_nothing() -> bool:
+    found = stats()
+    held = [(each.num_running, each.num_waiting, each.num_blocks - each.num_free_blocks) for each in found]
+    return held == [(0, 0, 0)] * NUM_REPLICAS
+
+
+def assert_nothing_is_wrong(traffic: Traffic) -> None:
+    found = judged(traffic.answers, traffic.reference)
+    assert found == dict.fromkeys(found, 0) | {
+        "streams": len(traffic.answers), "completed": len(traffic.answers), "other_ends": {},
+    }, found  # fmt: skip
+
+
+def struck(traffic: Traffic, strike: Callable[[], None], *, after_s: float = 0.8) -> None:
+    """All requests once; some of them are on their way when it strikes."""
+
+    async def main() -> None:
+        answering = asyncio.ensure_future(traffic.once())
+        await asyncio.sleep(after_s)
+        strike()
+        assert not answering.done()
+        await answering
+
+    asyncio.run(main())
+
+
+def test_killing_a_replica_changes_no_token(fresh: Traffic) -> None:
+    struck(fresh, lambda: os.kill(replicas()[0], signal.SIGKILL))
+    assert_nothing_is_wrong(fresh)
+    eventually(holds_nothing)
+
+
+def test_a_replica_that_stops_for_a_while_costs_its_streams_a_pause_and_says_nothing_afterwards(fresh: Traffic) -> None:
+    victim = replicas()[0]
+
+    async def main() -> None:
+        async with fresh.flowing():
+            await asyncio.sleep(0.8)
+            stopped_s = time.perf_counter()
+            os.kill(victim, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(2.5)
+            finally:
+                os.kill(victim, signal.SIGCONT)
+            await asyncio.sleep(0.5)
+            longest_s = max(each.longest_pause_s(stopped_s, stopped_s + 5) for each in fresh.answers)
+            assert SILENCE_S / 2 < longest_s < SILENCE_S + 1.0
+
+    asyncio.run(main())
+    assert_nothing_is_wrong(fresh)
+    assert victim in replicas()
+    eventually(holds_nothing)
+
+
+def test_when_all_replicas_are_killed_the_streams_wait_for_new_ones(fresh: Traffic) -> None:
+    struck(fresh, lambda: [os.kill(pid, signal.SIGKILL) for pid in replicas()] and None)
+    assert_nothing_is_wrong(fresh)
+    eventually(holds_nothing)
+
+
+def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
+    [asked] = alike(1, num_tokens=400)
+
+    async def leave_after(num_arrivals: int) -> None:
+        stream = Stream(asked.name, begun_s=time.perf_counter())
+        client = asyncio.create_task(follow(stream, fresh.target, asked.body, timeout_s=PATIENCE_S))
+        await moment(lambda: len(stream.arrivals_s) >= num_arrivals)
+        assert not await asyncio.to_thread(holds_nothing)
+        client.cancel()
+
+    for num_arrivals in (1, 10):
+        asyncio.run(leave_after(num_arrivals))
+        eventually(holds_nothing, timeout_s=1.0)
+
+
+def test_a_rolling_update_whose_drains_end_by_force_fails_no_request(fresh: Traffic, demo_path: Path) -> None:
+    old = set(replicas())
+
+    async def main() -> None:
+        async with fresh.flowing():
+            await asyncio.to_thread(deploy, demo_path, drain_timeout_s=1, max_resumes=10)
+            await asyncio.to_thread(eventually, lambda: not old & set(replicas()))
+
+    asyncio.run(main())
+    assert_nothing_is_wrong(fresh)
+    eventually(holds_nothing)
