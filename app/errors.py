@@ -11,6 +11,7 @@
     │   └── DeadlineMissed       the deadline has passed or cannot be met; do not try again
     ├── Failure                  ours
     │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
+    │   │   └── DeviceFault     it raised for every request alike
     │   ├── EngineStopped        the engine is shutting down or has died
     │   └── Unavailable          no replica can take the request now
     └── InvalidSetup             the operator's mistake, found at start
@@ -93,6 +94,10 @@ class Failure(CarouselError):
 
 class StepFailed(Failure):
     """The model step that computed this request raised."""
+
+
+class DeviceFault(StepFailed):
+    """The device failed on all requests of a step, each by itself too: the fault is hardly the request's."""
 
 
 class EngineStopped(Failure):

@@ -22,7 +22,7 @@ from app.engine.measurements import EngineMeasurements
 from app.engine.pace import RetryTimes
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, joined
 from app.engine.stats import EngineStats
-from app.errors import CarouselError, EngineStopped, InvalidRequest, Overloaded, StepFailed
+from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class AsyncEngine:
             deltas = self._engine.step()
         except StepError as error:
             logger.error("a step failed; its requests: %s", ", ".join(error.request_ids), exc_info=error.__cause__)
-            self._fail(error.request_ids, StepFailed("the model step that computed this request failed"))
+            self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
                 raise  # such a device does not recover; be unhealthy and be replaced

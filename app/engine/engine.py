@@ -256,7 +256,7 @@ def _check_place(request: Request) -> None:
 
 
 class StepError(Exception):
-    """The device fails on every request of a step; they have ended. Stays inside: callers hear `StepFailed`."""
+    """The device fails on every request of a step; they have ended. Stays inside: callers hear `DeviceFault`."""
 
     def __init__(self, request_ids: list[str]) -> None:
         super().__init__(f"a step failed with {len(request_ids)} requests in it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from app.engine.request import Request, TokenDelta, joined
-from app.errors import CarouselError
+from app.errors import CarouselError, DeviceFault, EngineStopped
 
 
 class Lost(Exception):
@@ -30,7 +30,7 @@ class Attempt:
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen it
         self.sending: asyncio.Task[None] | None = None  # the call to the replica, open until the request ends there
         self._deltas: list[TokenDelta] = []
-        self._error: Exception | None = None
+        self._error: CarouselError | Lost | None = None
         self._reader: asyncio.Future[None] | None = None  # its one reader, while it waits
 
     @property
@@ -49,7 +49,9 @@ class Attempt:
         self.is_accepted = True
         self.has_ended = delta.finish_reason is not None
         if delta.error is not None:
-            self._error = delta.error
+            # An engine that stops, or a device that fails on everything, says nothing about the request.
+            is_its_own = not isinstance(delta.error, EngineStopped | DeviceFault)
+            self._error = delta.error if is_its_own else Lost(str(delta.error), reason="engine_failed")
             delta = delta._replace(finish_reason=None, error=None)
         if self._error is None or delta.token_ids:
             self._deltas.append(delta)

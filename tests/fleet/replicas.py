@@ -27,10 +27,13 @@ class SteppedRunner(CountingRunner):
         self.going = threading.Event()
         self.going.set()
         self._step_s = step_s
+        self.is_broken = False
 
     def run(self, batch: Batch) -> list[int]:
         self.going.wait()
         time.sleep(self._step_s)
+        if self.is_broken:
+            raise RuntimeError("a broken device")
         return super().run(batch)
 
 

@@ -267,3 +267,34 @@ def test_requests_of_a_group_go_to_its_replicas() -> None:
                 await collect(local, replace(make_request(), group="c"))
 
     asyncio.run(main())
+
+
+def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
+    async def main() -> None:
+        requests = [make_request((5, 6, 7 + n), max_tokens=50) for n in range(6)]
+        async with LocalFleet(2, step_s=0.002) as local:
+
+            async def stop() -> None:
+                await asyncio.sleep(0.03)
+                await asyncio.to_thread(local.replicas[0].engine.shutdown)
+
+            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), stop())
+            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+            assert local.counts.resumes["engine_failed"] > 0
+
+    asyncio.run(main())
+
+
+def test_a_device_that_fails_on_everything_loses_none_of_its_requests() -> None:
+    async def main() -> None:
+        requests = [make_request((5, 6, 7 + n), max_tokens=50) for n in range(12)]
+        async with LocalFleet(2, step_s=0.002) as local:
+
+            async def break_device() -> None:
+                await asyncio.sleep(0.03)
+                local.replicas[0].runner.is_broken = True
+
+            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), break_device())
+            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+
+    asyncio.run(main())
