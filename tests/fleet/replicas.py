@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -26,10 +26,14 @@ class SteppedRunner(CountingRunner):
         self.going = threading.Event()
         self.going.set()
         self._step_s = step_s
+        self.deadly_token_id: int | None = None  # whoever computes it dies
+        self.on_deadly: Callable[[], object] = lambda: None
 
     def run(self, batch: Batch) -> list[int]:
         self.going.wait()
         time.sleep(self._step_s)
+        if any(self.deadly_token_id in item.token_ids for item in batch.scheduled):
+            self.on_deadly()
         return super().run(batch)
 
 
