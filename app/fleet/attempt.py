@@ -25,6 +25,7 @@ class Attempt:
         self.began_at = began_at
         self.replica_id: str | None = None  # where it was sent
         self.placed_at = began_at
+        self.is_trusted = False  # nothing was wrong with that replica then
         self.is_accepted = False  # that replica has queued it
         self.has_ended = False
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen it
@@ -37,9 +38,10 @@ class Attempt:
     def attempt_id(self) -> str:
         return self.request.request_id
 
-    def placed(self, replica_id: str, now: float) -> None:
-        """It was sent to a replica, which may still refuse it."""
+    def placed(self, replica_id: str, now: float, *, is_trusted: bool) -> None:
+        """It was sent to a replica, which may still refuse it; `is_trusted`: nothing was known to be wrong with it."""
         self.replica_id = replica_id
+        self.is_trusted = is_trusted
         self.placed_at = now
 
     def put(self, delta: TokenDelta) -> None:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Between the end of a request at its replica and the arrival of its last tokens here, which come another way.
 _LAST_TOKENS_S = 2.0
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
+# What may have killed its replica lets others go first: those that get a token before it comes are innocent.
+_SUSPECT_PAUSE_S = 0.25
 
 
 class Calls(Protocol):
@@ -115,6 +117,7 @@ class Fleet:
         journal = Journal(request, began_at=self._clock())
         avoid: frozenset[str] = frozenset()
         while True:
+            pause_s = 0.0
             attempt = await self._begin(journal, avoid)
             try:
                 while True:
@@ -126,7 +129,7 @@ class Fleet:
                         attempt.is_done = True
                         return
             except Lost as lost:
-                self._note_loss(journal, attempt, lost)
+                pause_s = self._note_loss(journal, attempt, lost)
                 avoid = _with(avoid, attempt.replica_id)
             except DeadlineMissed:
                 raise
@@ -137,6 +140,7 @@ class Fleet:
                     avoid = frozenset()
             finally:
                 self._end(attempt)
+            await asyncio.sleep(pause_s)
 
     @property
     def num_attempts(self) -> int:
@@ -202,14 +206,22 @@ class Fleet:
         if attempt.replica_id is not None and attempt.replica_id not in self._board.replica_ids:
             self._close_if_idle(attempt.replica_id)
 
-    def _note_loss(self, journal: Journal, attempt: Attempt, lost: Lost) -> None:
-        """Count a loss; raises Unavailable when it was one too many."""
+    def _note_loss(self, journal: Journal, attempt: Attempt, lost: Lost) -> float:
+        """Count a loss; returns how long to wait before the next try, in seconds.
+
+        Raises Unavailable when it was one too many. A request that may itself be what kills replicas is given up one
+        loss sooner than those that only were there: whatever it takes from them, they get over it.
+        """
         if attempt.replica_id is not None:
             self._board.suspect(attempt.replica_id)  # until it is heard of again
         journal.num_resumes += 1
         journal.lost_at = self._clock()
         request_id = journal.request.request_id
-        if journal.num_resumes > self._limits.max_resumes:
+        has_progressed = journal.num_tokens > len(attempt.request.generated_token_ids)
+        is_fruitless = attempt.is_trusted and not has_progressed
+        journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
+        max_resumes = self._limits.max_resumes
+        if journal.num_resumes > max_resumes or journal.num_fruitless >= max(2, max_resumes):
             self.totals.given_up += 1
             raise Unavailable(
                 f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
@@ -223,6 +235,7 @@ class Fleet:
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
             request_id, journal.num_tokens, attempt.replica_id, lost,
         )  # fmt: skip
+        return _SUSPECT_PAUSE_S * journal.num_fruitless if is_fruitless else 0.0
 
     async def _wait_for_room(self, journal: Journal, full: Overloaded) -> None:
         """Every replica is full. A new request is told so; one that was accepted before, and lost, waits instead."""
@@ -261,7 +274,7 @@ class Fleet:
     def _placed(self, request_id: str, replica_id: str) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
-            attempt.placed(replica_id, self._clock())
+            attempt.placed(replica_id, self._clock(), is_trusted=replica_id not in self._board.suspects)
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)

@@ -23,6 +23,7 @@ class Journal:
         self._queued: Queued | None = None
         self.num_attempts = 0
         self.num_resumes = 0
+        self.num_fruitless = 0  # replicas in a row that were sound before they got it and lost before its next token
         self.lost_at = 0.0  # when its last replica was lost, by the clock of `began_at`
 
     @property

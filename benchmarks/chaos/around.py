@@ -1,4 +1,4 @@
-"""Rows R6 and R7: what is around the replicas dies: an ingress, Serve's controller, Ray's GCS."""
+"""Rows R6 and R7: what is around the replicas dies: an ingress, Serve's controller."""
 
 from __future__ import annotations
 

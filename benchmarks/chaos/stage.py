@@ -35,7 +35,6 @@ class Holdings:
     num_running: int
     num_waiting: int
     num_blocks_held: int
-    num_resumes: int
 
     @property
     def nothing(self) -> bool:
@@ -73,10 +72,6 @@ class Stage:
         """Serve's controller: one process."""
         return [pid for pid, each in self.running.processes().items() if "ServeController" in each.title]
 
-    def head_stores(self) -> list[int]:
-        """Ray's GCS: one process."""
-        return [pid for pid, each in self.running.processes().items() if each.title == "gcs_server"]
-
     def holdings(self) -> Holdings:
         """Asked over /metrics. Raises OSError when nobody answers."""
         samples = _scrape(self.target)
@@ -93,7 +88,6 @@ class Stage:
             num_running=total("carousel_slots_used"),
             num_waiting=total("carousel_queue_requests"),
             num_blocks_held=total("carousel_kv_blocks") - total("carousel_kv_blocks_free"),
-            num_resumes=total("carousel_resumes_total"),
         )
 
     async def is_whole(self) -> float:
@@ -147,7 +141,6 @@ def application(
     max_running: int = 96,
     max_waiting: int = 96,
     model: str = "models/demo",
-    num_ingresses: int = 1,
     **replicas: Any,
 ) -> dict[str, Any]:
     """The `args` of an application with simulated replicas, or with real `weights`; `replicas`: of that branch."""
@@ -167,7 +160,7 @@ def application(
                 "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "drain_timeout_s": 30} | replicas,
             }
         ],
-        "ingress": {"num_replicas": num_ingresses, "num_cpus": 0.1},
+        "ingress": {"num_cpus": 0.1},
     }
 
 

@@ -45,7 +45,7 @@ def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
     # A replica that stops gets less time than most streams take: some of them have to go on elsewhere.
     deploy(demo_path, drain_timeout_s=1)
     target = Target.parse(f"{cluster}/{APPLICATION}")
-    yield asyncio.run(with_reference(target, mixed(NUM_STREAMS, max_tokens=(20, 120))))
+    yield asyncio.run(with_reference(target, mixed(NUM_STREAMS, max_tokens=(20, 100))))
     serve.delete(APPLICATION)
 
 

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -28,12 +28,16 @@ class SteppedRunner(CountingRunner):
         self.going.set()
         self._step_s = step_s
         self.is_broken = False
+        self.deadly_token_id: int | None = None  # whoever computes it dies
+        self.on_deadly: Callable[[], object] = lambda: None
 
     def run(self, batch: Batch) -> list[int]:
         self.going.wait()
         time.sleep(self._step_s)
         if self.is_broken:
             raise RuntimeError("a broken device")
+        if any(self.deadly_token_id in item.token_ids for item in batch.scheduled):
+            self.on_deadly()
         return super().run(batch)
 
 

@@ -149,6 +149,27 @@ def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_there_with_it() -> None:
+    async def main() -> None:
+        deadly = make_request((5, 0, 7), max_tokens=30)
+        others = [make_request((5, 6, 7 + n), max_tokens=250) for n in range(6)]
+        async with LocalFleet(4, step_s=0.004, max_resumes=3) as local:
+            loop = asyncio.get_running_loop()
+            for replica in local.replicas:
+                replica.runner.deadly_token_id = 0
+                replica.runner.on_deadly = lambda kill=replica.kill: loop.call_soon_threadsafe(kill)
+            answers = [asyncio.ensure_future(collect(local, request)) for request in others]
+            await asyncio.sleep(0.05)
+            with pytest.raises(Unavailable, match="3 replicas were lost"):
+                await collect(local, deadly)
+            assert not any(answer.done() for answer in answers), "they are there at every loss"
+            for request, (tokens, _) in zip(others, await asyncio.gather(*answers), strict=True):
+                assert tokens == expected(request)
+            assert sum(replica.is_dead for replica in local.replicas) == 3
+
+    asyncio.run(main())
+
+
 def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
     async def main() -> None:
         async with LocalFleet(1, place_timeout_s=0.1) as local:
