@@ -86,6 +86,9 @@ class _EventStreamResponse(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for data in self._rest:
+                # The streams that a frame has woken all write now, before the first of them sends: one after the
+                # other, their sends find the proxy awake, and a send that wakes somebody takes several times as long.
+                await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:  # how newer ASGI servers say that nobody reads
