@@ -32,7 +32,8 @@ class ServeCalls:
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
         """`ingress_id` tells this process from other ingresses, and from one that was here before it."""
         self._handle = handle
-        self._streaming = handle.options(stream=True)
+        # Plain pickle: frames hold no code, which is what cloudpickle is there for.
+        self._streaming = handle.options(stream=True, response_serialization="pickle")
         self._ingress_id = ingress_id
 
     async def serve(self, request: Request) -> None:

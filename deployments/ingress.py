@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -48,6 +49,8 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor; waits for a replica of every model."""
         models = [await self._served_model(model) for model in self._config.models]
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
         metrics = self._metrics
         return build_app(models, self._config.api, self._is_ready, metrics=metrics.requests, expose=metrics.expose)
 

@@ -121,6 +121,9 @@ class _EventStreamResponse(Response):
             self._sent_at = clock()
             await send({"type": "http.response.body", "body": await self._first, "more_body": True})
             async for data in self._rest:
+                # The streams that a frame has woken all write now, before the first of them sends: one after the
+                # other, their sends find the proxy awake, and a send that wakes somebody takes several times as long.
+                await asyncio.sleep(0)
                 self._sent_at = clock()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             self._sent_at = math.inf  # nothing may follow

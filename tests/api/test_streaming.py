@@ -124,6 +124,17 @@ def test_characters_are_never_cut_between_events(tokenizer: Tokenizer) -> None:
     assert "é".encode() in answer.body, "text goes out as UTF-8, not as escapes"
 
 
+@pytest.mark.parametrize("name", ["demo", "\0", 'a"\0"'])
+def test_awkward_text_and_names_are_written_as_json_writes_them(tokenizer: Tokenizer, name: str) -> None:
+    text = 'a "quoted" \\ back\\slash\n\t\0 \x1f\x7f é\u2028'
+    service = Service(tokenizer, say(tokenizer, text), names=(name,))
+    answer = service.complete(stream=True, n=2, stream_options={"include_usage": True})
+    assert texts(answer.chunks) == {0: text, 1: text}
+    assert {chunk["model"] for chunk in answer.chunks} == {name}
+    for written in answer.data[:-1]:
+        assert written == json.dumps(json.loads(written), ensure_ascii=False, separators=(",", ":"))
+
+
 def test_a_stop_string_across_tokens_never_shows(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5 6 7"))
     answer = service.chat(stream=True, stop="4 5")
