@@ -29,6 +29,7 @@ from app.dispatch import GroupChooser, make_policy
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.fleet import Board, Fleet, Frame, Limits, Patience, Report
+from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from benchmarks.options import positive
 from benchmarks.percentile import percentile
@@ -125,7 +126,8 @@ async def measure(model_path: str, *, num_streams: int, num_frames: int, pause_s
     board.set_replicas({REPLICA_ID: None}.keys())
     replica = FedReplica(board, num_streams)
     patience = Patience(silence_s=_LONG_S, step_s=_LONG_S)
-    fleet = Fleet(replica, board, Limits(max_resumes=0, place_timeout_s=_LONG_S, patience=patience))
+    metrics = RequestMetrics([MODEL_NAME]).model(MODEL_NAME)
+    fleet = Fleet(replica, board, Limits(max_resumes=0, place_timeout_s=_LONG_S, patience=patience), metrics)
     tokenizer = Tokenizer.load(model_path)
     words = [token for token in _TEXT_TOKENS if _is_text(tokenizer, token)]
     facts = ModelFacts(

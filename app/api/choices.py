@@ -17,7 +17,7 @@ from app.text import GeneratedText, TextDelta
 class Piece:
     """What one delta added to one choice. The last piece of a choice has its finish reason."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int
     text: str
     num_tokens: int
     num_cached_tokens: int

@@ -214,8 +214,12 @@ class Fleet:
         """
         if attempt.replica_id is not None:
             self._board.suspect(attempt.replica_id)  # until it is heard of again
+        now = self._clock()
+        was_hopeless = not (attempt.is_trusted or attempt.is_accepted)
+        if was_hopeless and journal.num_resumes and now - journal.lost_at <= self._limits.place_timeout_s:
+            return _SUSPECT_PAUSE_S  # it was asked for want of a better one: as good as waiting for a replica
         journal.num_resumes += 1
-        journal.lost_at = self._clock()
+        journal.lost_at = now
         request_id = journal.request.request_id
         has_progressed = journal.num_tokens > len(attempt.request.generated_token_ids)
         is_fruitless = attempt.is_trusted and not has_progressed

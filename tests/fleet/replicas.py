@@ -131,6 +131,12 @@ class LocalCalls:
             self.is_somebody_there.clear()
         self.board.set_replicas(self.present)
 
+    def join(self, replica_id: str) -> None:
+        """It takes requests from now on."""
+        self.present.add(replica_id)
+        self.is_somebody_there.set()
+        self.board.set_replicas(self.present)
+
 
 class Counts:
     """What a fleet tells its metrics."""
