@@ -1,4 +1,4 @@
-"""A request that comes not over HTTP but as a line of a batch: the same use case, the same answers, the lowest class."""
+"""A request that comes as a line of a batch: the same use case and answers as over HTTP, in the lowest class."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from app.api.responses import (
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.api.sse import begin_event_stream, unless_disconnected
 from app.config import ApiConfig
-from app.errors import CarouselError, InvalidRequest, Unavailable
+from app.errors import CarouselError, Unavailable
 from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
 
 logger = logging.getLogger(__name__)

@@ -75,7 +75,7 @@ class LocalBatchService:
     async def __aenter__(self) -> LocalBatchService:
         """Returns once the folder is this process's."""
         self.start()
-        await self._opened.wait()
+        await self.opened()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,6 +84,10 @@ class LocalBatchService:
     def start(self) -> None:
         """Open the folder as soon as it is free, and go on with the batches in it. Needs a running loop."""
         self._life = asyncio.create_task(self._live())
+
+    async def opened(self) -> None:
+        """Returns once the folder is this process's and work goes on."""
+        await self._opened.wait()
 
     async def close(self) -> None:
         """Stop working. Batches go on when the folder is opened again."""
@@ -95,7 +99,7 @@ class LocalBatchService:
     async def _live(self) -> None:
         lock = FolderLock(self._path)
         try:
-            while not lock.try_acquire():  # noqa: ASYNC110 (the system tells nobody when another process lets go)
+            while not lock.try_acquire():
                 logger.warning("the batches folder %s is another process's; waiting for it", self._path)
                 await asyncio.sleep(LOCK_RETRY_S)
             await self._hold()
@@ -159,8 +163,8 @@ class LocalBatchService:
         stored = await self._run(opened.store.total_bytes)
         if stored + upload.draft.num_bytes > self._config.max_total_bytes:
             raise InvalidRequest(
-                f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} and "
-                f"has {stored:,} already; delete files first",
+                f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} "
+                f"and has {stored:,} already; delete files first",
                 code="storage_full",
             )
         keep_s = new.expires_after_s or self._config.keep_s
