@@ -51,7 +51,7 @@ class Batches:
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
         if self._opening.done():
-            self._opening.result()
+            self._opening.result().check_health()
 
     async def _open(self) -> LocalBatchService:
         """Wait for a replica of every model and for the folder, then go on with what is unfinished there."""

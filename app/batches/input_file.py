@@ -5,7 +5,8 @@ Streaming for files of hundreds of megabytes. Blocks: call it in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,27 +46,33 @@ def check(path: Path, rules: InputRules) -> Checked:
     models: set[object] = set()
     errors: list[LineError] = []
     num_lines = 0
-    for line in read_lines(path, rules):
-        num_lines += 1
-        if num_lines > rules.max_lines:
-            errors.append(LineError(code="too_many_lines", message=f"the file has more than {rules.max_lines:,} lines"))
-        elif isinstance(line, LineError):
-            errors.append(line)
-        else:
-            models.add(line.body.get("model") if isinstance(line.body.get("model"), str) else None)
-            first = custom_ids.setdefault(line.custom_id, line.number)
-            if first != line.number:
-                errors.append(_duplicate(line, first))
-        if num_lines > rules.max_lines or len(errors) == MAX_LISTED_ERRORS:
-            break
+    with closing(read_lines(path, rules)) as lines:
+        for line in lines:
+            num_lines += 1
+            if num_lines > rules.max_lines:
+                errors.append(
+                    LineError(code="too_many_lines", message=f"the file has more than {rules.max_lines:,} lines")
+                )
+            elif isinstance(line, LineError):
+                errors.append(line)
+            else:
+                models.add(line.body.get("model") if isinstance(line.body.get("model"), str) else None)
+                first = custom_ids.setdefault(line.custom_id, line.number)
+                if first != line.number:
+                    errors.append(_duplicate(line, first))
+            if num_lines > rules.max_lines or len(errors) == MAX_LISTED_ERRORS:
+                break
     if not num_lines:
         errors.append(LineError(code="empty_file", message="the file has no lines; give at least one request"))
     model = models.pop() if len(models) == 1 else None
     return Checked(num_lines=num_lines, model=model if isinstance(model, str) else None, errors=tuple(errors))
 
 
-def read_lines(path: Path, rules: InputRules) -> Iterator[InputLine | LineError]:
-    """The lines that are not blank, in their order, each valid or with the first thing wrong with it."""
+def read_lines(path: Path, rules: InputRules) -> Generator[InputLine | LineError, None, None]:
+    """The lines that are not blank, in their order, each valid or with the first thing wrong with it.
+
+    Close it when you stop before its end: it has the file open.
+    """
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(rules.max_line_bytes + 1):

@@ -86,8 +86,19 @@ class LocalBatchService:
         self._life = asyncio.create_task(self._live())
 
     async def opened(self) -> None:
-        """Returns once the folder is this process's and work goes on."""
-        await self._opened.wait()
+        """Returns once the folder is this process's and work goes on; raises what keeps it from that."""
+        assert self._life is not None, "it was started"
+        opening = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait({opening, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opening.cancel()
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Raises what has ended the work, if something has."""
+        if self._life is not None and self._life.done():
+            self._life.result()
 
     async def close(self) -> None:
         """Stop working. Batches go on when the folder is opened again."""
@@ -97,14 +108,12 @@ class LocalBatchService:
         self._thread.close()
 
     async def _live(self) -> None:
-        lock = FolderLock(self._path)
+        lock = await self._thread.run(FolderLock, self._path)
         try:
             while not lock.try_acquire():
                 logger.warning("the batches folder %s is another process's; waiting for it", self._path)
                 await asyncio.sleep(LOCK_RETRY_S)
             await self._hold()
-        except STORAGE_FAILURES:
-            logger.exception("the batches folder %s cannot be used; files and batches are unavailable", self._path)
         finally:
             lock.release()
 
@@ -177,7 +186,7 @@ class LocalBatchService:
             filename=new.filename,
             purpose=new.purpose,
         )
-        await self._run(_keep, opened.store, upload.draft, file)
+        await self._run(_keep, opened, upload.draft, file)
         del self._uploads[upload_id]
         return file_object(file)
 
@@ -300,9 +309,13 @@ def _open_folder(path: Path) -> tuple[Store, FileFolder]:
     return store, folder
 
 
-def _keep(store: Store, draft: FileDraft, file: StoredFile) -> None:
+def _keep(opened: _Open, draft: FileDraft, file: StoredFile) -> None:
     draft.keep()
-    store.add_file(file)
+    try:
+        opened.store.add_file(file)
+    except STORAGE_FAILURES:
+        opened.folder.delete(file.id)
+        raise
 
 
 def _remove(opened: _Open, file_id: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from app.batches.folder import FileDraft, FileFolder
@@ -50,10 +50,11 @@ def write_files(batch: Batch, end: Status, store: Store, folder: FileFolder, rul
 
 
 def _unfinished(batch: Batch, folder: FileFolder, rules: InputRules, ended: set[int]) -> Iterator[InputLine]:
-    for line in read_lines(folder.path(batch.input_file_id), rules):
-        assert isinstance(line, InputLine), "a batch in progress has a valid input file"
-        if line.number not in ended:
-            yield line
+    with closing(read_lines(folder.path(batch.input_file_id), rules)) as lines:
+        for line in lines:
+            assert isinstance(line, InputLine), "a batch in progress has a valid input file"
+            if line.number not in ended:
+                yield line
 
 
 def _kept(draft: FileDraft) -> WrittenFile | None:

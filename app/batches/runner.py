@@ -150,10 +150,10 @@ class Runner:
         ended = await self._thread.run(self._store.ended_lines, batch.id)
         if ended:
             logger.info("batch %s goes on: %d of %d lines have ended", batch.id, len(ended), batch.num_lines)
-        lines = read_lines(self._path(batch), self._rules(batch))
+        lines, reader = read_lines(self._path(batch), self._rules(batch)), OneThread()
         try:
             async with asyncio.TaskGroup() as group:
-                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                while (line := await reader.run(next, lines, None)) is not None:
                     assert isinstance(line, InputLine), "a batch in progress has a valid input file"
                     if line.number in ended:
                         continue
@@ -162,6 +162,9 @@ class Runner:
                     group.create_task(self._do(batch, line)).add_done_callback(lambda _: self._places.release())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            await reader.run(lines.close)  # behind a line that is being read still
+            reader.close()
 
     async def _do(self, batch: Batch, line: InputLine) -> None:
         answered = await self._answered(batch.endpoint, line.body)
@@ -193,15 +196,20 @@ class Runner:
             for kind, file in (("output", written.output), ("error", written.errors))
             if file is not None
         ]
-        await self._thread.run(
-            self._store.end_batch,
-            batch.id,
-            files,
-            status=end,
-            output_file_id=written.output and written.output.id,
-            error_file_id=written.errors and written.errors.id,
-            **{f"{end.value}_at": now},
-        )
+        try:
+            await self._thread.run(
+                self._store.end_batch,
+                batch.id,
+                files,
+                status=end,
+                output_file_id=written.output and written.output.id,
+                error_file_id=written.errors and written.errors.id,
+                **{f"{end.value}_at": now},
+            )
+        except STORAGE_FAILURES:
+            for file in files:  # nobody knows them
+                await self._thread.run(self._folder.delete, file.id)
+            raise
         logger.info("batch %s: %s", batch.id, end.value)
 
     async def _fail(self, batch_id: str) -> None:

@@ -83,7 +83,12 @@ async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str,
 def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Path) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         content = b"".join(chat_line(f"line-{n}", max_tokens=8) for n in range(20)) + chat_line("bad", temperature=9)
-        file = await client.files.create(file=("mine.jsonl", content), purpose="batch")
+        file = await client.files.create(
+            file=("mine.jsonl", content),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert file.expires_at == file.created_at + 3600
         assert (file.bytes, file.filename, file.purpose, file.status) == (
             len(content), "mine.jsonl", "batch", "processed",
         )  # fmt: skip

@@ -56,6 +56,12 @@ class Echo:
         finally:
             self.num_open -= 1
 
+    async def has_open(self, number: int) -> None:
+        """Returns when so many lines wait for their answers."""
+        async with asyncio.timeout(10):
+            while self.num_open < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
 
 def ok(name: str) -> Answered:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}

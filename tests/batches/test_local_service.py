@@ -152,6 +152,23 @@ def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def main() -> None:
+        service = service_in(tmp_path / "file", Echo())
+        service.start()
+        with pytest.raises(FileExistsError):
+            await service.opened()
+        with pytest.raises(FileExistsError):
+            service.check_health()
+        with pytest.raises(Unavailable):
+            await service.begin_upload()
+        await service.close()
+
+    asyncio.run(main())
+
+
 def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.batches.local_service.LOCK_RETRY_S", 0.01)
 

@@ -67,7 +67,11 @@ def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None
     echo = Echo()
 
     async def use(service: LocalBatchService) -> None:
+        echo.hold = asyncio.Event()
         batch_ids = [await begin(service, TEN) for _ in range(3)]
+        await echo.has_open(4)
+        await asyncio.sleep(0.05)
+        echo.hold.set()
         for batch_id in batch_ids:
             output, _ = await ends(service, await until(service, batch_id))
             assert len(output) == 10
@@ -235,7 +239,7 @@ def test_a_full_disk_fails_the_batch_and_the_service_lives(
         async with service_in(tmp_path, echo) as service:
             echo.hold = asyncio.Event()
             batch_id = await begin(service, TEN)
-            await until(service, batch_id, "in_progress")
+            await echo.has_open(10)
             writes.left, writes.failures_left = 0, 3
             echo.hold.set()
             batch = await until(service, batch_id)
@@ -254,7 +258,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_nothing(tmp_path: Path, monkeypa
         async with service_in(tmp_path, echo) as service:
             echo.hold = asyncio.Event()
             batch_id = await begin(service, TEN)
-            await until(service, batch_id, "in_progress")
+            await echo.has_open(10)
             writes.left, writes.failures_left = 0, 1
             echo.hold.set()
             output, _ = await ends(service, await until(service, batch_id))
