@@ -486,6 +486,29 @@ class MetricsConfig(Settings):
     vllm_names: bool = Field(True, description="also under the names that vLLM's dashboards and gateways look for")
 
 
+class BatchesConfig(Settings):
+    """Files and batches over HTTP: where they are kept, what they may cost."""
+
+    path: str = Field(
+        "~/.local/share/carousel/batches",
+        min_length=1,
+        description="batches: folder that keeps files and batches over restarts; one service each",
+    )
+    max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, le=10**11, description="batches: bytes of one file")
+    max_total_bytes: int = Field(
+        20 * 1024**3, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
+    )
+    max_lines: int = Field(50_000, ge=1, le=10_000_000, description="batches: requests in one input file")
+    max_line_bytes: int = Field(8 * 1024 * 1024, ge=1024, le=10**8, description="batches: bytes of one line")
+    max_batches: int = Field(64, ge=1, le=1000, description="batches: as many that have not ended, at most")
+    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: lines sent to the replicas at once")
+    window_s: int = Field(86_400, ge=1, le=30 * 86_400, description="batches: seconds after which a batch expires")
+    keep_s: int | None = Field(
+        30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
+    )
+    num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
+
+
 class ApplicationConfig(Settings):
     """The `args` of the Serve application: what `deployments/serve.yaml` holds."""
 
@@ -493,6 +516,7 @@ class ApplicationConfig(Settings):
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
     metrics: MetricsConfig = MetricsConfig()
+    batches: BatchesConfig | None = Field(None, description="/v1/files and /v1/batches; `{}` takes the defaults below")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:

@@ -2,13 +2,16 @@
 
 # No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
 
+from pathlib import Path
+
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.assembly import resolve_model_path
-from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
+from app.config import ApplicationConfig, BatchesConfig, EngineConfig, IngressConfig, ServedModelConfig
 from deployments.autoscaling import number_of_replicas
+from deployments.batches import Batches
 from deployments.ingress import Ingress
 from deployments.replica import Replica
 from deployments.settings import check, deployment_name
@@ -20,6 +23,10 @@ HEALTH_CHECK_PERIOD_S = 5.0
 HEALTH_CHECK_TIMEOUT_S = 15.0
 # A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
 MAX_START_ATTEMPTS = 3
+# All of them are short; content goes over in pieces.
+MAX_BATCH_CALLS = 256
+# Calls end in moments, and batches go on after a restart.
+BATCHES_DRAIN_TIMEOUT_S = 2.0
 
 
 def build(args: ApplicationConfig) -> Application:
@@ -28,7 +35,13 @@ def build(args: ApplicationConfig) -> Application:
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
     replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
     paths = {model.name: model.engine.model.path for model in models}
-    return _ingress_deployment(args).bind(args, paths, replicas)
+    if args.batches is None:
+        return _ingress_deployment(args).bind(args, paths, replicas)
+    folder = str(Path(args.batches.path).expanduser().absolute())
+    settings = args.batches.model_copy(update={"path": folder})
+    args = args.model_copy(update={"batches": settings})
+    batches = _batches_deployment(settings).bind(args, paths, replicas)
+    return _ingress_deployment(args).bind(args, paths, replicas, batches)
 
 
 def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:
@@ -37,9 +50,9 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=deployment_name(model),
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
-        # The engine refuses what is beyond its limits. Each ingress keeps a call open for frames; while it is replaced
-        # there are twice as many, and control calls count too.
-        max_ongoing_requests=max_requests + 2 * ingress.num_replicas + 8,
+        # The engine refuses what is beyond its limits. Each ingress, and the batches' process, keeps a call open for
+        # frames; while it is replaced there are twice as many, and control calls count too.
+        max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
@@ -60,6 +73,21 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
         # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
         max_ongoing_requests=2 * max_requests,
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+    )
+
+
+def _batches_deployment(config: BatchesConfig) -> serve.Deployment:
+    return serve.deployment(Batches).options(
+        name="batches",
+        num_replicas=1,  # one writer
+        ray_actor_options={"num_cpus": config.num_cpus},
+        max_ongoing_requests=MAX_BATCH_CALLS,
+        max_queued_requests=MAX_BATCH_CALLS,
+        graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,

@@ -13,12 +13,14 @@ from typing import Literal
 
 from ray.serve.handle import DeploymentHandle
 
+from app.api import ServedModel
 from app.config import ServedModelConfig
 from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
 from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
+from app.text import Tokenizer
 from deployments import boards
 from deployments.calls import ServeCalls, apart
 from deployments.errors import to_carousel_error
@@ -77,6 +79,22 @@ class ModelClient:
         except Exception as error:
             return isinstance(to_carousel_error(error), Overloaded)
         return True
+
+
+async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
+    """The model as `app.api` wants it. `path` is resolved. Waits until a replica is there."""
+    tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
+    facts = await client.facts()
+    logger.info("model %s: context %d, vocabulary %d", model.name, facts.max_model_len, facts.vocab_size)
+    return ServedModel(
+        name=model.name,
+        tokenizer=tokenizer,
+        facts=facts,
+        generate=client.generate,
+        created=int(time.time()),
+        group_header=model.replicas.group_header,
+        session_header=model.replicas.session_header,
+    )
 
 
 class CallPerRequest:

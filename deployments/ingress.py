@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import time
 from collections.abc import Mapping
 
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.routing import Route
 
-from app.api.completions import ServedModel
-from app.api.routes import build_app
-from app.config import ApplicationConfig, ServedModelConfig
-from app.text.tokenizer import Tokenizer
-from deployments.client import ModelClient
+from app.api import batch_routes, build_app
+from app.config import ApplicationConfig
+from deployments.batch_calls import RemoteBatchService
+from deployments.client import ModelClient, served_model
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
-
-logger = logging.getLogger(__name__)
 
 READY_CACHE_S = 1.0
 
@@ -29,14 +26,22 @@ class Ingress:
     """One HTTP process. Comes up only when every model has told its facts."""
 
     def __init__(
-        self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
+        self,
+        config: ApplicationConfig,
+        paths: Mapping[str, str],
+        handles: Mapping[str, DeploymentHandle],
+        batches: DeploymentHandle | None = None,
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+
+        `batches` is the deployment that keeps files and batches, where they are served.
+        """
         log_where_serve_does()
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
-        self._metrics = MetricsCollector(handles, config.metrics)
+        self._batches = batches
+        self._metrics = MetricsCollector(handles, config.metrics, batches)
         self._clients = {
             model.name: ModelClient(
                 model, handles[model.name], config.ingress.transport, self._metrics.requests.model(model.name)
@@ -48,32 +53,31 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor; waits for a replica of every model."""
-        models = [await self._served_model(model) for model in self._config.models]
+        models = [
+            await served_model(model, self._paths[model.name], self._clients[model.name])
+            for model in self._config.models
+        ]
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
-        metrics = self._metrics
-        return build_app(models, self._config.api, self._is_ready, metrics=metrics.requests, expose=metrics.expose)
+        return build_app(
+            models,
+            self._config.api,
+            self._is_ready,
+            metrics=self._metrics.requests,
+            expose=self._metrics.expose,
+            batch_routes=self._batch_routes(),
+        )
 
     def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that was asked for all of it."""
         return self._metrics.report()
 
-    async def _served_model(self, model: ServedModelConfig) -> ServedModel:
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.load, self._paths[model.name], revision=model.engine.model.revision
-        )
-        client = self._clients[model.name]
-        facts = await client.facts()
-        logger.info("model %s: context %d, vocabulary %d", model.name, facts.max_model_len, facts.vocab_size)
-        return ServedModel(
-            name=model.name,
-            tokenizer=tokenizer,
-            facts=facts,
-            generate=client.generate,
-            created=int(time.time()),
-            group_header=model.replicas.group_header,
-            session_header=model.replicas.session_header,
-        )
+    def _batch_routes(self) -> list[Route]:
+        if self._batches is None:
+            return []
+        assert self._config.batches is not None, "a batches deployment comes with its settings"
+        service = RemoteBatchService(self._batches)
+        return batch_routes(service, max_file_bytes=self._config.batches.max_file_bytes)
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.

@@ -104,12 +104,24 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
 
 
 def check_folders(config: ServeFile) -> None:
-    """Raise InvalidSetup for a model path that can only be a folder and is none; a hub id cannot be told from here."""
+    """Raise InvalidSetup for a model path that can only be a folder and is none, or a batches folder that cannot be.
+
+    A hub id cannot be told from here.
+    """
     for application in config.applications.values():
         for index, served in enumerate(application.models):
             path = served.engine.model.path
             if path.startswith(("/", ".", "~")) and not _is_folder(path):
                 raise InvalidSetup(f"models[{index}].engine.model.path: got {path!r}; there is no such folder here")
+        if application.batches is not None:
+            _check_writable(application.batches.path)
+
+
+def _check_writable(path: str) -> None:
+    try:
+        Path(path).expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetup(f"batches.path: got {path!r}; it cannot be made: {error.strerror}") from error
 
 
 def check_port(config: ServeFile, path: Path) -> None:

@@ -32,10 +32,16 @@ class IngressReport:
 class MetricsCollector:
     """One for each ingress process: has its measurements, and asks the others for theirs when somebody scrapes."""
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle], config: MetricsConfig) -> None:
-        """`handles` are the replica deployments by the model's name."""
+    def __init__(
+        self,
+        handles: Mapping[str, DeploymentHandle],
+        config: MetricsConfig,
+        batches: DeploymentHandle | None = None,
+    ) -> None:
+        """`handles` are the replica deployments by the model's name; `batches` sends them requests as ingresses do."""
         self.requests = RequestMetrics(handles)
         self._handles = handles
+        self._senders = [] if batches is None else [batches]
         self._known = {name: KnownReplicas() for name in handles}
         self._config = config
 
@@ -51,19 +57,19 @@ class MetricsCollector:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
         context = serve.get_replica_context()
         this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
-        ingresses, *answers = await asyncio.gather(
-            _reports(this_deployment), *(_reports(handle) for handle in self._handles.values())
-        )
-        replicas = {name: each.reports for name, each in zip(self._handles, answers, strict=True)}
-        self._learn(ingresses.reports, replicas)
-        requests = {report.ingress_id: report.requests for report in (*ingresses.reports, self.report())}
+        senders = [this_deployment, *self._senders]
+        asked = await asyncio.gather(*map(_reports, (*senders, *self._handles.values())))
+        ingresses = [report for each in asked[: len(senders)] for report in each.reports]
+        replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
+        self._learn(ingresses, replicas)
+        requests = {report.ingress_id: report.requests for report in (*ingresses, self.report())}
         scrape = Scrape(
             requests=list(requests.values()),
             replicas=replicas,
             gone={
                 name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
             },
-            num_missing=sum(each.num_missing for each in (ingresses, *answers)),
+            num_missing=sum(each.num_missing for each in asked),
         )
         return exposition(scrape, vllm_names=self._config.vllm_names)
 

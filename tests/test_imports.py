@@ -28,9 +28,10 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
+    "app.batches": {"app.config", "app.errors", "pydantic_core"},
     "app.api": {
-        "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
-        "starlette", "pydantic", "pydantic_core",
+        "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
+        "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},

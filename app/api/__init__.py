@@ -1,6 +1,8 @@
 """The OpenAI-compatible HTTP API on Starlette: knows a `generate` callable, not who serves it."""
 
+from app.api.answering import Answering
+from app.api.batch_routes import batch_routes
 from app.api.completions import ServedModel
 from app.api.routes import build_app
 
-__all__ = ["ServedModel", "build_app"]
+__all__ = ["Answering", "ServedModel", "batch_routes", "build_app"]

@@ -10,14 +10,14 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Request, SamplingParams
-from app.errors import ContextTooLong, InvalidRequest
+from app.errors import ContextTooLong, InvalidRequest, NotFound
 from app.text import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may use the rest of the context
@@ -56,6 +56,20 @@ class Call:
     def num_prompt_tokens(self) -> int:
         """Each prompt counted once, however many samples it gets."""
         return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_samples])
+
+
+def model_named(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
+    """The model of that name; without a name the only one. Raises InvalidRequest."""
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    served = ", ".join(models)
+    if name is None:
+        raise InvalidRequest(f"model is required: this server has {served}", param="model")
+    if name not in models:
+        raise NotFound(
+            f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
+        )
+    return models[name]
 
 
 async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig) -> Call:

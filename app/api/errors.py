@@ -68,6 +68,11 @@ def error_body(error: Exception, request_id: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind.type, "param": param, "code": code or kind.code}}
 
 
+def error_status(error: Exception) -> int:
+    """The HTTP status of an error."""
+    return _kind_of(error).status
+
+
 def error_response(error: Exception, request_id: str) -> Response:
     """The whole answer to a request that failed before its first byte."""
     if isinstance(error, ClientGone):

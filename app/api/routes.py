@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.hints import wants_explanation, with_hints
 from app.api.parameters import UnknownFields
@@ -35,7 +35,7 @@ from app.api.responses import (
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.api.sse import begin_event_stream, unless_disconnected
 from app.config import ApiConfig
-from app.errors import CarouselError, InvalidRequest, NotFound, Unavailable
+from app.errors import CarouselError, Unavailable
 from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,13 @@ def build_app(
     *,
     metrics: RequestMetrics | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
+    batch_routes: Sequence[Route] = (),
 ) -> Starlette:
     """The HTTP application over these models.
 
     `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
-    the text of /metrics; by default, what this process has measured.
+    the text of /metrics; by default, what this process has measured. `batch_routes` are those of files and batches
+    where they are served.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
     api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
@@ -68,6 +70,7 @@ def build_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.ready, methods=["GET"]),
             Route("/metrics", api.expose_metrics, methods=["GET"]),
+            *batch_routes,
         ],
         middleware=[Middleware(_Border)],
         exception_handlers={HTTPException: _on_http_exception},
@@ -104,7 +107,7 @@ class _Api:
         return JSONResponse({"object": "list", "data": [model_entry(model) for model in self._models.values()]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(model_entry(self._model(request.path_params["model_id"])))
+        return JSONResponse(model_entry(model_named(request.path_params["model_id"], self._models)))
 
     async def health(self, request: Request) -> Response:
         """The process lives and its loop turns."""
@@ -156,25 +159,12 @@ class _Api:
             parsed = parse(body, schema, self._unknown_fields)
             if parsed.request_id is not None and "x-request-id" not in request.headers:
                 request.state.request_id = parsed.request_id
-            model = self._model(parsed.model)
+            model = model_named(parsed.model, self._models)
             model_name = model.name
             return with_hints(await prepare(parsed, model, self._config), request.headers), parsed.stream
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise
-
-    def _model(self, name: str | None) -> ServedModel:
-        """The model of that name; without a name the only one."""
-        if name is None and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        served = ", ".join(self._models)
-        if name is None:
-            raise InvalidRequest(f"model is required: this server has {served}", param="model")
-        if name not in self._models:
-            raise NotFound(
-                f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
-            )
-        return self._models[name]
 
 
 def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:

@@ -25,13 +25,14 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def config(demo_path: Path) -> dict[str, Any]:
+def config(demo_path: Path, tmp_path: Path) -> dict[str, Any]:
     """serve.yaml with a port of its own and less of everything."""
     loaded: dict[str, Any] = yaml.safe_load((PROJECT / "deployments" / "serve.yaml").read_text())
     loaded["http_options"]["port"] = free_port()
     [model] = loaded["applications"][0]["args"]["models"]
     model["engine"]["model"]["path"] = str(demo_path)
     model["replicas"]["num_replicas"] = 1
+    loaded["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "batches")
     return loaded
 
 

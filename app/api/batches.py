@@ -1,0 +1,92 @@
+"""/v1/batches: create, list, get, cancel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.answering import BATCH_ENDPOINTS
+from app.api.body import read_json_object
+from app.api.files import ExpiresAfter
+from app.api.pages import page_of
+from app.api.schemas import MAX_ID_LENGTH, Schema, from_validation_error
+from app.batches import BatchService, NewBatch
+
+MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
+_MAX_BODY_BYTES = 64 * 1024
+
+
+class BatchRequest(Schema):
+    """The body of POST /v1/batches."""
+
+    input_file_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+    output_expires_after: ExpiresAfter | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_served(cls, endpoint: str) -> str:
+        if endpoint not in BATCH_ENDPOINTS:
+            raise ValueError(f"should be one of {', '.join(BATCH_ENDPOINTS)}")
+        return endpoint
+
+    @field_validator("metadata")
+    @classmethod
+    def _metadata_is_short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
+        for key, value in (metadata or {}).items():
+            if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
+                raise ValueError(
+                    f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
+                    f"{key[:40]!r} has {len(key):,} and {len(value):,}"
+                )
+        return metadata
+
+
+class BatchRoutes:
+    """The endpoints, over whoever keeps the batches."""
+
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """An id in a path is one segment, and only looked up."""
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch."""
+        body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES)
+        try:
+            asked = BatchRequest.model_validate(body)
+        except ValidationError as error:
+            raise from_validation_error(error) from None
+        expires_after = asked.output_expires_after
+        new = NewBatch(
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            metadata=asked.metadata,
+            output_expires_after_s=None if expires_after is None else expires_after.seconds,
+        )
+        return JSONResponse(await self._service.create_batch(new))
+
+    async def list(self, request: Request) -> Response:
+        """A page of batches, the newest first."""
+        return JSONResponse(await self._service.batches(page_of(request.query_params, max_limit=100, default_limit=20)))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One batch's object."""
+        return JSONResponse(await self._service.batch(request.path_params["batch_id"]))
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop a batch."""
+        return JSONResponse(await self._service.cancel_batch(request.path_params["batch_id"]))

@@ -1,0 +1,22 @@
+"""Files and batches: kept in SQLite and a folder, worked off through whoever answers a line. No HTTP, no Ray here."""
+
+from app.batches.line import Answer, Answered, InputLine, Json, LineResult
+from app.batches.local_service import LocalBatchService
+from app.batches.objects import Batch, LineError, StoredFile
+from app.batches.service import BatchService, NewBatch, NewFile, PageOf
+
+__all__ = [
+    "Answer",
+    "Answered",
+    "Batch",
+    "BatchService",
+    "InputLine",
+    "Json",
+    "LineError",
+    "LineResult",
+    "LocalBatchService",
+    "NewBatch",
+    "NewFile",
+    "PageOf",
+    "StoredFile",
+]

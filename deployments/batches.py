@@ -1,0 +1,69 @@
+"""The batches deployment: files and batches in one process, whose lines go to the replicas. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from app.api import Answering
+from app.batches import LocalBatchService
+from app.config import ApplicationConfig
+from app.errors import Unavailable
+from deployments.client import ModelClient, served_model
+from deployments.logs import log_where_serve_does
+from deployments.loopback import keep_calls_on_loopback
+from deployments.metrics import IngressReport, MetricsCollector
+
+OPENING_TIMEOUT_S = 10.0
+
+
+class Batches:
+    """The one process that writes. Another of the same folder waits until this one is gone."""
+
+    def __init__(
+        self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
+    ) -> None:
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
+        log_where_serve_does()
+        keep_calls_on_loopback()
+        self._config = config
+        self._paths = paths
+        self._handles = handles
+        self._metrics = MetricsCollector(handles, config.metrics)
+        # Serve calls this on the loop that everything here runs on.
+        self._opening = asyncio.create_task(self._open())
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `BatchService`."""
+        await asyncio.wait({self._opening}, timeout=OPENING_TIMEOUT_S)
+        if not self._opening.done():
+            raise Unavailable("files and batches are being opened or are another process's; try again")
+        return await getattr(self._opening.result(), method)(*arguments)
+
+    def metrics_report(self) -> IngressReport:
+        """What this process has measured of the lines that it sent."""
+        return self._metrics.report()
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
+        if self._opening.done():
+            self._opening.result().check_health()
+
+    async def _open(self) -> LocalBatchService:
+        """Wait for a replica of every model and for the folder, then go on with what is unfinished there."""
+        config = self._config
+        assert config.batches is not None, "deployed only with batches"
+        models = []
+        for model in config.models:
+            metrics = self._metrics.requests.model(model.name)
+            client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
+            models.append(await served_model(model, self._paths[model.name], client))
+        answering = Answering(models, config.api, self._metrics.requests)
+        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer)
+        service.start()
+        await service.opened()
+        return service

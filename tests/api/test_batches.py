@@ -1,0 +1,395 @@
+"""Files and batches over HTTP: the real `openai` package, and requests that no honest client sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+
+from app.api import Answering, batch_routes, build_app
+from app.batches import LocalBatchService
+from app.config import ApiConfig, BatchesConfig
+from app.errors import Overloaded
+from app.metrics import RequestMetrics
+from app.text import Tokenizer
+from tests.api.fakes import Service, say
+
+CHAT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+def chat_line(custom_id: str, **fields: Any) -> bytes:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]} | fields
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}).encode() + b"\n"
+
+
+@asynccontextmanager
+async def served(service: Service, folder: Path, **settings: Any) -> AsyncIterator[Any]:
+    """The app of a scripted model, with files and batches in `folder`."""
+    config = BatchesConfig(**settings)
+    answering = Answering(service.models, ApiConfig(), RequestMetrics(model.name for model in service.models))
+    async with LocalBatchService(folder, config, answering.answer) as batches:
+        yield build_app(
+            service.models,
+            ApiConfig(),
+            service._is_ready,
+            batch_routes=batch_routes(batches, max_file_bytes=config.max_file_bytes),
+        )
+
+
+def with_openai(
+    service: Service, folder: Path, use: Callable[[openai.AsyncOpenAI], Awaitable[None]], **settings: Any
+) -> None:
+    async def main() -> None:
+        async with (
+            served(service, folder, **settings) as app,
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app)) as http,
+            openai.AsyncOpenAI(
+                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
+            ) as client,
+        ):
+            await use(client)
+
+    asyncio.run(main())
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    """The batch once it has ended."""
+    async with asyncio.timeout(20):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return batch
+
+
+async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    """The lines of a file by custom id, each there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(line) for line in (await client.files.content(file_id)).content.splitlines()]
+    by_id = {line["custom_id"]: line for line in lines}
+    assert len(by_id) == len(lines)
+    return by_id
+
+
+def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Path) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        content = b"".join(chat_line(f"line-{n}", max_tokens=8) for n in range(20)) + chat_line("bad", temperature=9)
+        file = await client.files.create(
+            file=("mine.jsonl", content),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert file.expires_at == file.created_at + 3600
+        assert (file.bytes, file.filename, file.purpose, file.status) == (
+            len(content), "mine.jsonl", "batch", "processed",
+        )  # fmt: skip
+        assert (await client.files.content(file.id)).content == content
+
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"night": "first"}
+        )
+        assert batch.status == "validating"
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed"
+        assert batch.metadata == {"night": "first"}
+        assert batch.request_counts is not None
+        assert batch.request_counts.model_dump() == {"total": 21, "completed": 20, "failed": 1}
+        assert batch.usage is not None
+        assert batch.usage.output_tokens == 20 * 5
+        assert batch.model == "demo"
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at  # type: ignore[operator]
+
+        output, errors = await lines_of(client, batch.output_file_id), await lines_of(client, batch.error_file_id)
+        assert output.keys() == {f"line-{n}" for n in range(20)}
+        response = output["line-3"]["response"]
+        assert response["status_code"] == 200
+        assert response["body"]["choices"][0]["message"]["content"] == "3 4 5."
+        assert errors.keys() == {"bad"}
+        assert errors["bad"]["response"]["status_code"] == 400
+        assert errors["bad"]["response"]["body"]["error"]["param"] == "temperature"
+
+        assert [each.id async for each in client.batches.list(limit=1)] == [batch.id]
+        assert {each.purpose async for each in client.files.list()} == {"batch", "batch_output"}
+        assert (await client.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+
+    with_openai(service, tmp_path, use)
+    assert {request.priority for request in service.generate.requests} == {100}
+
+
+def with_http(
+    service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
+) -> None:
+    async def main() -> None:
+        async with (
+            served(service, folder, **settings) as app,
+            httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel") as client,
+        ):
+            await use(client)
+
+    asyncio.run(main())
+
+
+def names_below(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+async def send(client: httpx.AsyncClient, content: bytes = b"{}\n", name: str = "a.jsonl", **fields: str) -> Any:
+    return await client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch"} | fields)
+
+
+def form(*parts: bytes, end: bytes = b"--edge--\r\n") -> dict[str, Any]:
+    """A body made by hand."""
+    body = b"".join(b"--edge\r\n" + part + b"\r\n" for part in parts) + end
+    return {"content": body, "headers": {"content-type": "multipart/form-data; boundary=edge"}}
+
+
+FILE_PART = b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}'
+PURPOSE_PART = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch'
+
+
+def test_a_form_may_have_its_parts_in_any_order(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for parts in ((FILE_PART, PURPOSE_PART), (PURPOSE_PART, FILE_PART)):
+            response = await client.post("/v1/files", **form(*parts))
+            assert (response.status_code, response.json()["bytes"]) == (200, 2), response.text
+
+    with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("../../etc/passwd", "passwd"),
+        ("/etc/shadow", "shadow"),
+        ("C:\\temp\\..\\boot.ini", "boot.ini"),
+        ("..", None),
+        ("nul\0.jsonl", None),
+        ("x" * 4096, None),
+        ("", None),
+        ("\u202egpj.exe", None),
+        ("día.jsonl", "día.jsonl"),
+        ("batches.sqlite3", "batches.sqlite3"),
+    ],
+)
+def test_a_clients_name_is_for_show_only(service: Service, tmp_path: Path, name: str, shown: str | None) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        before = names_below(tmp_path)
+        disposition = b'Content-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\n{}'
+        response = await client.post("/v1/files", **form(disposition, PURPOSE_PART))
+        if shown is None:
+            assert response.status_code == 400
+            assert names_below(tmp_path) == before
+        else:
+            assert response.json()["filename"] == shown
+            assert names_below(tmp_path) - before == {response.json()["id"]}
+
+    with_http(service, tmp_path / "folder", use)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder"}
+
+
+@pytest.mark.parametrize("file_id", ["file-..%2f..%2fx", "..%2fbatches.sqlite3", "%2e%2e", "file-%00", "x" * 5000])
+def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_id: str) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        for method, path in (
+            ("GET", f"/v1/files/{file_id}"),
+            ("GET", f"/v1/files/{file_id}/content"),
+            ("DELETE", f"/v1/files/{file_id}"),
+            ("GET", f"/v1/batches/{file_id}"),
+            ("POST", f"/v1/batches/{file_id}/cancel"),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == 404, (method, path)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+    with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"content": b"{}", "headers": {"content-type": "application/json"}}, "multipart/form-data with a boundary"),
+        ({"content": b"{}", "headers": {"content-type": "multipart/form-data"}}, "with a boundary"),
+        (form(PURPOSE_PART), "the form has no file"),
+        (form(FILE_PART, PURPOSE_PART, end=b""), "ends before its last boundary"),
+        (form(FILE_PART, PURPOSE_PART, end=b"--edge"), "ends before its last boundary"),
+        (form(FILE_PART, FILE_PART, PURPOSE_PART), "two parts 'file'"),
+        (form(FILE_PART, PURPOSE_PART, PURPOSE_PART), "two parts 'purpose'"),
+        (form(PURPOSE_PART, b'Content-Disposition: form-data; name="file"\r\n\r\n{}'), "no filename"),
+        (form(b"Content-Disposition: form-data\r\n\r\nx"), "without a name"),
+        (form(b"X: y\r\n\r\nx"), "without a name"),
+        (form(b"X" * 10_000 + b": y\r\n\r\nx"), "header size"),
+        (form(b"X: y\r\n" * 1000 + b"\r\nx"), "header count"),
+        (form(*[b'Content-Disposition: form-data; name="n%d"\r\n\r\n' % n for n in range(100_000)]), "than 16 parts"),
+        (form(b'Content-Disposition: form-data; name="big"\r\n\r\n' + b"x" * 5000), "more than 4,096 bytes"),
+        (form(FILE_PART), "purpose should be 'batch'"),
+        (form(FILE_PART, PURPOSE_PART.replace(b"batch", b"vision")), "got 'vision'"),
+        (
+            form(FILE_PART, PURPOSE_PART, b'Content-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n7'),
+            "anchor",
+        ),
+    ],
+    ids=str,
+)
+def test_a_form_that_is_none_leaves_nothing(
+    service: Service, tmp_path: Path, request_: dict[str, Any], message: str
+) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        response = await client.post("/v1/files", **request_)
+        assert response.status_code == 400, response.text
+        assert message in response.json()["error"]["message"]
+        assert (await client.get("/v1/files")).json()["data"] == []
+        assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await send(client, b"x" * 1000)).status_code == 200
+        refused = await send(client, b"x" * 1001)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield b"--edge\r\n" + FILE_PART
+            while True:
+                yield b"x" * 65536
+
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        assert (await client.post("/v1/files", content=endless(), headers=headers)).status_code == 413
+        headers["content-length"] = "9" * 30
+        assert (await client.post("/v1/files", content=b"", headers=headers)).status_code == 413
+
+    with_http(service, tmp_path, use, max_file_bytes=1000)
+
+
+class _Stalls:
+    """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            self.longest_s = max(self.longest_s, time.thread_time() - before)
+
+
+def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Path) -> None:
+    hostile = [
+        form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
+        form(FILE_PART + b"\r" * 8_000_000),
+        form(FILE_PART + b"\r\n--edg" * 1_000_000),
+        form(FILE_PART, PURPOSE_PART, end=b"--edge--\r\n" + b"\r\n" * 4_000_000),
+        {"content": b"\r\n" * 4_000_000, "headers": {"content-type": "multipart/form-data; boundary=edge"}},
+        form(FILE_PART + b"x" * 16_000_000, PURPOSE_PART),
+    ]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        stalls = _Stalls()
+        watch = asyncio.create_task(stalls.watch())
+        for request in hostile:
+            body, headers = request["content"], request["headers"]
+
+            async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
+                for start in range(0, len(body), 1_000_000):
+                    yield body[start : start + 1_000_000]
+
+            assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
+        watch.cancel()
+        assert stalls.longest_s < 0.1
+
+    with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "48h"}, "completion_window"),
+        ({"completion_window": None}, "completion_window"),
+        ({"input_file_id": 7}, "input_file_id"),
+        ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
+    ],
+)
+def test_a_batch_that_cannot_be_names_the_field(
+    service: Service, tmp_path: Path, fields: dict[str, Any], param: str
+) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        file = (await send(client)).json()
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"} | fields
+        response = await client.post("/v1/batches", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        assert (await client.get("/v1/batches")).json()["data"] == []
+
+    with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "limit=99999999", "order=up", "after=batch_none"])
+def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        response = await client.get(f"/v1/batches?{query}")
+        assert response.status_code == (404 if "after" in query else 400)
+        assert response.json()["error"]["param"] == query.partition("=")[0]
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        file = (await send(client, **given)).json()
+        assert file["expires_at"] == file["created_at"] + 3600
+        kept = (await send(client)).json()
+        assert kept["expires_at"] == kept["created_at"] + 30 * 86_400
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    is_full = True
+    hello = say(tokenizer, "3 4 5.")
+    service = Service(
+        tokenizer, lambda request: [Overloaded("full", retry_after_s=0.01)] if is_full else hello(request)
+    )
+    content = b"".join(chat_line(f"line-{n}") for n in range(5))
+    batch_ids: list[str] = []
+
+    async def begin(client: openai.AsyncOpenAI) -> None:
+        file = await client.files.create(file=("a.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch_ids.append(batch.id)
+        await asyncio.sleep(0.1)
+        counts = (await client.batches.retrieve(batch.id)).request_counts
+        assert counts is not None
+        assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
+
+    async def see(client: openai.AsyncOpenAI) -> None:
+        batch = await ended(client, batch_ids[0])
+        assert batch.status == "completed"
+        assert len(await lines_of(client, batch.output_file_id)) == 5
+
+    with_openai(service, tmp_path, begin)
+    is_full = False
+    with_openai(service, tmp_path, see)
+
+
+def test_without_batches_there_are_no_such_routes(service: Service) -> None:
+    for method, path in (("POST", "/v1/files"), ("GET", "/v1/batches")):
+        assert service.call(method, path).error["code"] == "not_found"

@@ -1,0 +1,99 @@
+"""A whole batch by the real `openai` package on a live cluster, whose process is killed in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from deployments.application import build
+from deployments.settings import parse
+
+MODEL = "night"
+CHAT = "/v1/chat/completions"
+NUM_LINES = 200
+
+
+@pytest.fixture(scope="module")
+def client(cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    model = {
+        "name": MODEL,
+        "engine": {"model": {"path": str(demo_path), "simulated": {"step_ms": 10}}, "cache": {"num_blocks": 256}},
+        "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
+    }
+    args = {
+        "models": [model],
+        "ingress": {"num_cpus": 0.05},
+        "batches": {"path": str(tmp_path_factory.mktemp("batches")), "max_in_flight": 8, "num_cpus": 0.05},
+    }
+    serve.run(build(parse(args)), name=MODEL, route_prefix=f"/{MODEL}")
+    with openai.OpenAI(base_url=f"{cluster}/{MODEL}/v1", api_key="none", max_retries=10) as client:
+        yield client
+    serve.delete(MODEL)
+
+
+def line(number: int) -> str:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Once"}], "max_tokens": 8, "ignore_eos": True}
+    return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body})
+
+
+def kill_batches() -> None:
+    """As `kill -9` does."""
+    [name] = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"SERVE_REPLICA::{MODEL}#batches#")
+    ]
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI) -> None:
+    content = "\n".join(map(line, range(NUM_LINES))).encode()
+    file = client.files.create(file=("night.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+
+    def completed() -> int:
+        counts = client.batches.retrieve(batch.id).request_counts
+        assert counts is not None
+        return counts.completed
+
+    deadline = time.monotonic() + 20
+    while completed() < NUM_LINES // 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    kill_batches()
+    before = completed()  # asked again and again until the next process answers
+    assert NUM_LINES // 10 <= before < NUM_LINES
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < deadline + 20, batch
+        time.sleep(0.05)
+    assert batch.output_file_id is not None
+    assert batch.error_file_id is None
+    lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
+    assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
+    assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
+
+
+def test_a_large_file_comes_back_as_it_was_sent(client: openai.OpenAI) -> None:
+    content = b"".join(b"%d\n" % n for n in range(500_000))
+    file = client.files.create(file=("large.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).content == content
+    assert client.files.delete(file.id).deleted
+
+
+def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
+    text = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    finished = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total" and sample.labels["model_name"] == MODEL
+    ]
+    assert sum(finished) > 0
