@@ -27,6 +27,7 @@ from deployments.settings import ServeFile, read_serve_file
 PROJECT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0
+_MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -93,6 +94,11 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
+        # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
+        # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     }
     if config.host in LOOPBACK:
         # Ray names every node by an outside address unless it is told that this machine can have no cluster.
@@ -101,6 +107,11 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         defaults["HF_HUB_OFFLINE"] = "1"
     kept = {name: value for name, value in inherited.items() if name != "RAY_ADDRESS"}
     return defaults | kept | ours
+
+
+def num_proxy_threads(num_cores: int) -> int:
+    """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
+    return max(1, min(_MAX_PROXY_THREADS, num_cores // 4))
 
 
 def check_folders(config: ServeFile) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from deployments.launcher import session_members
+from deployments.launcher import num_proxy_threads, session_members
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
 
 PROJECT = Path(__file__).parents[2]
@@ -76,6 +76,10 @@ def output_until(process: subprocess.Popen[str], words: str) -> str:
 
 def child_of(process: subprocess.Popen[str]) -> int:
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def test_the_proxy_has_more_threads_on_larger_machines() -> None:
+    assert [num_proxy_threads(num_cores) for num_cores in (1, 2, 7, 8, 16, 128)] == [1, 1, 1, 2, 4, 4]
 
 
 def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, config: dict[str, Any]) -> None:
