@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -305,11 +305,13 @@ def is_loopback(address: str) -> bool:
 
 def test_nothing_that_takes_calls_listens_beyond_this_machine(service: Service) -> None:
     """Only HAProxy's two pages of statistics do; Serve has no setting for them."""
-    open_to_others = {
-        (process.name(), connection.laddr.port)
-        for process in psutil.Process().children(recursive=True)
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
-    }
+    open_to_others = set[tuple[str, int]]()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            open_to_others |= {
+                (process.name(), connection.laddr.port)
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
+            }
     pages = {int(os.environ[f"RAY_SERVE_HAPROXY_{page}_PORT"]) for page in ("STATS", "METRICS")}
     assert {port for _, port in open_to_others} <= pages, (open_to_others, pages)
