@@ -53,9 +53,10 @@ class Store:
         with self._transaction():
             self._insert("files", _file_row(file))
 
-    def file(self, file_id: str, now: float) -> StoredFile:
-        """Raises NotFound when there is none, or no longer."""
-        row = self._row("SELECT * FROM files WHERE id = ? AND ifnull(expires_at, ?) >= ?", (file_id, now, now))
+    def file(self, owner: str, file_id: str, now: float) -> StoredFile:
+        """Raises NotFound when the owner has none, or no longer."""
+        query = "SELECT * FROM files WHERE id = ? AND owner = ? AND ifnull(expires_at, ?) >= ?"
+        row = self._row(query, (file_id, owner, now, now))
         if row is None:
             raise NotFound(f"there is no file {file_id[:100]!r}", code="file_not_found")
         return _stored_file(row)
@@ -100,9 +101,10 @@ class Store:
         with self._transaction():
             self._insert("batches", _batch_row(batch))
 
-    def batch(self, batch_id: str) -> Batch:
-        """Raises NotFound when there is none."""
-        row = self._row("SELECT * FROM batches WHERE id = ?", (batch_id,))
+    def batch(self, batch_id: str, owner: str | None = None) -> Batch:
+        """Raises NotFound when there is none, or the owner has none where one is named."""
+        query = "SELECT * FROM batches WHERE id = ? AND owner = ifnull(?, owner)"
+        row = self._row(query, (batch_id, owner))
         if row is None:
             raise NotFound(f"there is no batch {batch_id[:100]!r}", code="batch_not_found")
         return _batch(row)
@@ -210,14 +212,14 @@ class Store:
     def _page(self, table: str, page: PageOf, condition: str, values: Sequence[object]) -> list[sqlite3.Row]:
         beyond: tuple[object, ...] = ()
         if page.after is not None:
-            cursor = self._row(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
+            cursor = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, page.owner))
             if cursor is None:
                 raise NotFound(f"there is nothing with the id {page.after[:100]!r} to go on after", param="after")
             condition += f" AND number {'>' if page.is_ascending else '<'} ?"
             beyond = (cursor["number"],)
         order = "ASC" if page.is_ascending else "DESC"
-        query = f"SELECT * FROM {table} WHERE {condition} ORDER BY number {order} LIMIT ?"
-        return self._connection.execute(query, (*values, *beyond, page.limit + 1)).fetchall()
+        query = f"SELECT * FROM {table} WHERE owner = ? AND {condition} ORDER BY number {order} LIMIT ?"
+        return self._connection.execute(query, (page.owner, *values, *beyond, page.limit + 1)).fetchall()
 
 
 def _value(value: Any) -> Any:
