@@ -110,9 +110,10 @@ class LocalBatchService:
     async def _live(self) -> None:
         lock = await self._thread.run(FolderLock, self._path)
         try:
-            while not lock.try_acquire():
+            if not lock.try_acquire():
                 logger.warning("the batches folder %s is another process's; waiting for it", self._path)
-                await asyncio.sleep(LOCK_RETRY_S)
+                while not lock.try_acquire():  # noqa: ASYNC110 (nobody is told when another process lets go)
+                    await asyncio.sleep(LOCK_RETRY_S)
             await self._hold()
         finally:
             lock.release()
@@ -140,13 +141,13 @@ class LocalBatchService:
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files whose time is over and uploads that nobody goes on with."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
-        for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
-            await self.abandon_upload(upload_id)
         try:
+            for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
+                await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
             for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
                 await self._thread.run(_remove, opened, file_id)
         except STORAGE_FAILURES:
-            logger.exception("files whose time is over could not be removed")
+            logger.exception("files and uploads whose time is over could not be removed")
 
     # Files
 
@@ -227,25 +228,19 @@ class LocalBatchService:
                 f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        file = await self._file(new.owner, new.input_file_id)
-        if file.purpose != INPUT_PURPOSE:
-            raise InvalidRequest(
-                f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
-                param="input_file_id",
-            )
         now = self._now()
         batch = Batch(
             id=new_batch_id(),
             owner=new.owner,
             endpoint=new.endpoint,
-            input_file_id=file.id,
+            input_file_id=new.input_file_id,
             status=Status.VALIDATING,
             created_at=now,
             expires_at=now + self._config.window_s,
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(opened.store.add_batch, batch)
+        await self._run(_add_batch, opened.store, batch, self._clock())
         opened.runner.start(batch.id)
         return batch_object(batch)
 
@@ -331,6 +326,16 @@ def _remove_unread(opened: _Open, file_id: str) -> None:
     if readers:
         raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
     _remove(opened, file_id)
+
+
+def _add_batch(store: Store, batch: Batch, now: float) -> None:
+    file = store.file(batch.owner, batch.input_file_id, now)
+    if file.purpose != INPUT_PURPOSE:
+        raise InvalidRequest(
+            f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
+            param="input_file_id",
+        )
+    store.add_batch(batch)
 
 
 def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:

@@ -16,12 +16,14 @@ from typing import Any
 from app.batches.line import LineResult
 from app.batches.objects import Batch, LineError, Status, StoredFile
 from app.batches.service import PageOf
-from app.errors import NotFound
+from app.errors import InvalidSetup, NotFound
 
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _ENDED = tuple(status.value for status in Status if status.has_ended)
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
+
+_VERSION = 1  # of the tables below; a change of theirs needs another
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
@@ -29,6 +31,7 @@ CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", 
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_BATCH_COLUMNS)}, UNIQUE (id));
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS results (batch_id, line INTEGER, is_error, text, PRIMARY KEY (batch_id, line));
+PRAGMA user_version = {_VERSION};
 """
 
 
@@ -36,8 +39,16 @@ class Store:
     """The database of one folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Make it where there is none. Raises InvalidSetup for one that a version with other tables has made."""
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
+        [version] = self._connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            self._connection.close()
+            raise InvalidSetup(
+                f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
+                f"another folder, or run the version that made it"
+            )
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         self._connection.executescript(_SCHEMA)

@@ -273,6 +273,24 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
     with_http(service, tmp_path, use, max_file_bytes=1000)
 
 
+def test_an_upload_that_stalls_gives_its_place_back(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.multipart.SILENCE_TIMEOUT_S", 0.05)
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"--edge\r\n" + FILE_PART
+        await asyncio.Event().wait()
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        response = await client.post("/v1/files", content=stalling(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "upload_stalled")
+        assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use)
+
+
 class _Stalls:
     """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
 
