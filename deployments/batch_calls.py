@@ -28,30 +28,30 @@ class RemoteBatchService:
     async def abandon_upload(self, upload_id: str) -> None:
         await self._call("abandon_upload", upload_id)
 
-    async def file(self, file_id: str) -> Json:
-        return await self._object("file", file_id)
+    async def file(self, owner: str, file_id: str) -> Json:
+        return await self._object("file", owner, file_id)
 
     async def files(self, page: PageOf) -> Json:
         return await self._object("files", page)
 
-    async def read(self, file_id: str, offset: int, max_bytes: int) -> bytes:
-        data: bytes = await self._call("read", file_id, offset, max_bytes)
+    async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
+        data: bytes = await self._call("read", owner, file_id, offset, max_bytes)
         return data
 
-    async def delete_file(self, file_id: str) -> Json:
-        return await self._object("delete_file", file_id)
+    async def delete_file(self, owner: str, file_id: str) -> Json:
+        return await self._object("delete_file", owner, file_id)
 
     async def create_batch(self, new: NewBatch) -> Json:
         return await self._object("create_batch", new)
 
-    async def batch(self, batch_id: str) -> Json:
-        return await self._object("batch", batch_id)
+    async def batch(self, owner: str, batch_id: str) -> Json:
+        return await self._object("batch", owner, batch_id)
 
     async def batches(self, page: PageOf) -> Json:
         return await self._object("batches", page)
 
-    async def cancel_batch(self, batch_id: str) -> Json:
-        return await self._object("cancel_batch", batch_id)
+    async def cancel_batch(self, owner: str, batch_id: str) -> Json:
+        return await self._object("cancel_batch", owner, batch_id)
 
     async def _object(self, method: str, *arguments: object) -> Json:
         answer: Json = await self._call(method, *arguments)

@@ -193,7 +193,8 @@ def _address(config: ServeFile) -> str:
 
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
-    return replicas + config.ingress.num_replicas * config.ingress.num_cpus
+    batches = config.batches.num_cpus if config.batches else 0.0
+    return replicas + config.ingress.num_replicas * config.ingress.num_cpus + batches
 
 
 def _num_gpus(config: ApplicationConfig) -> float:

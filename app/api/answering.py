@@ -45,14 +45,16 @@ class Answering:
         self._metrics = metrics
         self._unknown_fields = UnknownFields()
 
-    async def answer(self, endpoint: str, body: Mapping[str, Any]) -> Answered:
+    async def answer(self, owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
         """What an HTTP client would have got for this body at this endpoint, one of BATCH_ENDPOINTS.
+
+        An owner with a name is the tenant, whatever the body says of its `user`.
 
         Raises Overloaded, Unavailable or EngineStopped when nobody can serve it now.
         """
         request_id = uuid.uuid4().hex
         try:
-            return Answered(200, await self._response(_ENDPOINTS[endpoint], body, request_id))
+            return Answered(200, await self._response(_ENDPOINTS[endpoint], {**body, **_class_of(owner)}, request_id))
         except Exception as error:
             if isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed):
                 raise
@@ -69,12 +71,16 @@ class Answering:
     async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> Call:
         model_name = NO_MODEL
         try:
-            parsed = parse(
-                {**body, "priority": MAX_PRIORITY, "service_tier": "flex"}, endpoint.schema, self._unknown_fields
-            )
+            parsed = parse(body, endpoint.schema, self._unknown_fields)
             model = model_named(parsed.model, self._models)
             model_name = model.name
             return await endpoint.prepare(parsed, model, self._limits)
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise
+
+
+def _class_of(owner: str) -> dict[str, Any]:
+    """The fields that a line does not choose."""
+    lowest: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
+    return lowest | {"user": owner} if owner else lowest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -51,8 +52,9 @@ class BatchRequest(Schema):
 class BatchRoutes:
     """The endpoints, over whoever keeps the batches."""
 
-    def __init__(self, service: BatchService) -> None:
+    def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
         self._service = service
+        self._owner_of = owner_of
 
     def routes(self) -> list[Route]:
         """An id in a path is one segment, and only looked up."""
@@ -72,6 +74,7 @@ class BatchRoutes:
             raise from_validation_error(error) from None
         expires_after = asked.output_expires_after
         new = NewBatch(
+            owner=self._owner_of(request),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             metadata=asked.metadata,
@@ -81,12 +84,13 @@ class BatchRoutes:
 
     async def list(self, request: Request) -> Response:
         """A page of batches, the newest first."""
-        return JSONResponse(await self._service.batches(page_of(request.query_params, max_limit=100, default_limit=20)))
+        page = page_of(self._owner_of(request), request.query_params, max_limit=100, default_limit=20)
+        return JSONResponse(await self._service.batches(page))
 
     async def retrieve(self, request: Request) -> Response:
         """One batch's object."""
-        return JSONResponse(await self._service.batch(request.path_params["batch_id"]))
+        return JSONResponse(await self._service.batch(self._owner_of(request), request.path_params["batch_id"]))
 
     async def cancel(self, request: Request) -> Response:
         """Stop a batch."""
-        return JSONResponse(await self._service.cancel_batch(request.path_params["batch_id"]))
+        return JSONResponse(await self._service.cancel_batch(self._owner_of(request), request.path_params["batch_id"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -31,8 +31,9 @@ class ExpiresAfter(Schema):
 class FileRoutes:
     """The endpoints, over whoever keeps the files."""
 
-    def __init__(self, service: BatchService, *, max_file_bytes: int) -> None:
+    def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, max_file_bytes: int) -> None:
         self._service = service
+        self._owner_of = owner_of
         self._max_file_bytes = max_file_bytes
 
     def routes(self) -> list[Route]:
@@ -53,7 +54,7 @@ class FileRoutes:
             form = await read_form(
                 request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
             )
-            return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
+            return JSONResponse(await service.finish_upload(upload_id, _new_file(form, self._owner_of(request))))
         except BaseException:
             with suppress(Exception):  # it is forgotten anyway, some minutes later
                 await service.abandon_upload(upload_id)
@@ -61,39 +62,48 @@ class FileRoutes:
 
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
-        page = page_of(request.query_params, max_limit=10_000, default_limit=10_000)
+        page = page_of(self._owner_of(request), request.query_params, max_limit=10_000, default_limit=10_000)
         return JSONResponse(await self._service.files(page))
 
     async def retrieve(self, request: Request) -> Response:
         """One file's object."""
-        return JSONResponse(await self._service.file(request.path_params["file_id"]))
+        return JSONResponse(await self._service.file(self._owner_of(request), request.path_params["file_id"]))
 
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
-        return JSONResponse(await self._service.delete_file(request.path_params["file_id"]))
+        return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
 
     async def content(self, request: Request) -> Response:
         """A file as it was sent or written."""
-        file = await self._service.file(request.path_params["file_id"])
+        file = await self._service.file(self._owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
-        return StreamingResponse(self._content(file["id"], num_bytes), media_type="application/jsonl", headers=headers)
+        return StreamingResponse(
+            self._content(self._owner_of(request), file["id"], num_bytes),
+            media_type="application/jsonl",
+            headers=headers,
+        )
 
-    async def _content(self, file_id: str, num_bytes: int) -> AsyncIterator[bytes]:
+    async def _content(self, owner: str, file_id: str, num_bytes: int) -> AsyncIterator[bytes]:
         offset = 0
         while offset < num_bytes:
-            data = await self._service.read(file_id, offset, _READ_BYTES)
+            data = await self._service.read(owner, file_id, offset, _READ_BYTES)
             assert data, "a kept file has the bytes that it is listed with"
             offset += len(data)
             yield data
 
 
-def _new_file(form: Form) -> NewFile:
+def _new_file(form: Form, owner: str) -> NewFile:
     fields = form.fields
     purpose = fields.get("purpose")
     if purpose != "batch":
         raise InvalidRequest(f"purpose should be 'batch'; got {(purpose or '')[:40]!r}", param="purpose")
-    return NewFile(filename=_filename(form.filename), purpose=purpose, expires_after_s=_expires_after_s(fields))
+    return NewFile(
+        owner=owner,
+        filename=_filename(form.filename),
+        purpose=purpose,
+        expires_after_s=_expires_after_s(fields),
+    )
 
 
 def _filename(given: str) -> str:

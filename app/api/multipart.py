@@ -17,6 +17,7 @@ FILE_FIELD = "file"
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_BYTES = 128
+SILENCE_TIMEOUT_S = 60.0
 _PARSED_AT_ONCE = 64 * 1024  # bytes; between two such pieces others may use the event loop
 _SENT_AT_ONCE = 1024 * 1024
 _OVERHEAD_BYTES = 256 * 1024  # what boundaries, headers and fields may add to the file
@@ -53,13 +54,24 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
     num_bytes = 0
+    chunks = request.stream()
+    while (chunk := await _next(chunks)) is not None:
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        for start in range(0, len(chunk), _PARSED_AT_ONCE):
+            yield chunk[start : start + _PARSED_AT_ONCE]
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    """What comes next of the body; None behind its end."""
     try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > max_bytes:
-                raise _too_large(max_bytes)
-            for start in range(0, len(chunk), _PARSED_AT_ONCE):
-                yield chunk[start : start + _PARSED_AT_ONCE]
+        async with asyncio.timeout(SILENCE_TIMEOUT_S):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"nothing came of the upload for {SILENCE_TIMEOUT_S:g} s; send the file again", code="upload_stalled"
+        ) from None
     except ClientDisconnect:
         raise ClientGone from None
 

@@ -30,9 +30,9 @@ class Answered:
     body: Json
 
 
-# The seam to whoever answers, by endpoint and body. Raises Overloaded, Unavailable or EngineStopped when nobody can do
-# so now: the line is tried again later. Cancelling it aborts the request.
-Answer = Callable[[str, Mapping[str, Any]], Awaitable[Answered]]
+# The seam to whoever answers, by owner, endpoint and body. Raises Overloaded, Unavailable or EngineStopped when nobody
+# can do so now: the line is tried again later. Cancelling it aborts the request.
+Answer = Callable[[str, str, Mapping[str, Any]], Awaitable[Answered]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

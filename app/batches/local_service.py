@@ -110,9 +110,10 @@ class LocalBatchService:
     async def _live(self) -> None:
         lock = await self._thread.run(FolderLock, self._path)
         try:
-            while not lock.try_acquire():
+            if not lock.try_acquire():
                 logger.warning("the batches folder %s is another process's; waiting for it", self._path)
-                await asyncio.sleep(LOCK_RETRY_S)
+                while not lock.try_acquire():  # noqa: ASYNC110 (nobody is told when another process lets go)
+                    await asyncio.sleep(LOCK_RETRY_S)
             await self._hold()
         finally:
             lock.release()
@@ -140,13 +141,13 @@ class LocalBatchService:
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files whose time is over and uploads that nobody goes on with."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
-        for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
-            await self.abandon_upload(upload_id)
         try:
+            for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
+                await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
             for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
                 await self._thread.run(_remove, opened, file_id)
         except STORAGE_FAILURES:
-            logger.exception("files whose time is over could not be removed")
+            logger.exception("files and uploads whose time is over could not be removed")
 
     # Files
 
@@ -180,6 +181,7 @@ class LocalBatchService:
         now = self._now()
         file = StoredFile(
             id=upload.draft.id,
+            owner=new.owner,
             bytes=upload.draft.num_bytes,
             created_at=now,
             expires_at=None if keep_s is None else now + keep_s,
@@ -196,23 +198,23 @@ class LocalBatchService:
         if upload is not None:
             await self._run(upload.draft.abandon)
 
-    async def file(self, file_id: str) -> Json:
+    async def file(self, owner: str, file_id: str) -> Json:
         """See `BatchService`."""
-        return file_object(await self._file(file_id))
+        return file_object(await self._file(owner, file_id))
 
     async def files(self, page: PageOf) -> Json:
         """See `BatchService`."""
         files = await self._run(self._opened_now().store.files, page, self._clock())
         return _list([file_object(file) for file in files], page)
 
-    async def read(self, file_id: str, offset: int, max_bytes: int) -> bytes:
+    async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         """See `BatchService`."""
-        await self._file(file_id)
+        await self._file(owner, file_id)
         return await self._translated(asyncio.to_thread(_read, self._opened_now().folder, file_id, offset, max_bytes))
 
-    async def delete_file(self, file_id: str) -> Json:
+    async def delete_file(self, owner: str, file_id: str) -> Json:
         """See `BatchService`."""
-        await self._file(file_id)
+        await self._file(owner, file_id)
         await self._run(_remove_unread, self._opened_now(), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -226,39 +228,34 @@ class LocalBatchService:
                 f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        file = await self._file(new.input_file_id)
-        if file.purpose != INPUT_PURPOSE:
-            raise InvalidRequest(
-                f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
-                param="input_file_id",
-            )
         now = self._now()
         batch = Batch(
             id=new_batch_id(),
+            owner=new.owner,
             endpoint=new.endpoint,
-            input_file_id=file.id,
+            input_file_id=new.input_file_id,
             status=Status.VALIDATING,
             created_at=now,
             expires_at=now + self._config.window_s,
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(opened.store.add_batch, batch)
+        await self._run(_add_batch, opened.store, batch, self._clock())
         opened.runner.start(batch.id)
         return batch_object(batch)
 
-    async def batch(self, batch_id: str) -> Json:
+    async def batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
-        return batch_object(await self._run(self._opened_now().store.batch, batch_id))
+        return batch_object(await self._run(self._opened_now().store.batch, batch_id, owner))
 
     async def batches(self, page: PageOf) -> Json:
         """See `BatchService`."""
         return _list([batch_object(batch) for batch in await self._run(self._opened_now().store.batches, page)], page)
 
-    async def cancel_batch(self, batch_id: str) -> Json:
+    async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
         opened = self._opened_now()
-        batch = await self._run(_cancel, opened.store, batch_id, self._now())
+        batch = await self._run(_cancel, opened.store, owner, batch_id, self._now())
         if batch.status not in (Status.CANCELLING, Status.CANCELLED):
             raise InvalidRequest(f"the batch is {batch.status.value}; only one that has lines to do can be cancelled")
         opened.runner.stop(batch_id)
@@ -281,8 +278,8 @@ class LocalBatchService:
                 f"the file has more than {self._config.max_file_bytes:,} bytes, which this server accepts"
             )
 
-    async def _file(self, file_id: str) -> StoredFile:
-        return await self._run(self._opened_now().store.file, file_id, self._clock())
+    async def _file(self, owner: str, file_id: str) -> StoredFile:
+        return await self._run(self._opened_now().store.file, owner, file_id, self._clock())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
@@ -331,8 +328,18 @@ def _remove_unread(opened: _Open, file_id: str) -> None:
     _remove(opened, file_id)
 
 
-def _cancel(store: Store, batch_id: str, now: int) -> Batch:
-    batch = store.batch(batch_id)
+def _add_batch(store: Store, batch: Batch, now: float) -> None:
+    file = store.file(batch.owner, batch.input_file_id, now)
+    if file.purpose != INPUT_PURPOSE:
+        raise InvalidRequest(
+            f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
+            param="input_file_id",
+        )
+    store.add_batch(batch)
+
+
+def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
+    batch = store.batch(batch_id, owner)
     if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
         return store.change_batch(batch_id, batch.status, status=Status.CANCELLING, cancelling_at=now)
     return batch

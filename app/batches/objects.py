@@ -38,6 +38,7 @@ class StoredFile:
     """A file as it is listed. Its name on disk is its id; the client's name for it is never part of a path."""
 
     id: str
+    owner: str
     bytes: int
     created_at: int  # seconds since 1970, as all times here
     expires_at: int | None
@@ -60,6 +61,7 @@ class Batch:
     """A batch as far as it has come. A time is None until it has come."""
 
     id: str
+    owner: str
     endpoint: str
     input_file_id: str
     status: Status
@@ -96,7 +98,8 @@ def new_batch_id() -> str:
 
 def file_object(file: StoredFile) -> Json:
     """The `file` of OpenAI's API."""
-    return asdict(file) | {"object": "file", "status": "processed", "status_details": None}
+    shown = {name: value for name, value in asdict(file).items() if name != "owner"}
+    return shown | {"object": "file", "status": "processed", "status_details": None}
 
 
 def batch_object(batch: Batch) -> Json:

@@ -167,15 +167,15 @@ class Runner:
             reader.close()
 
     async def _do(self, batch: Batch, line: InputLine) -> None:
-        answered = await self._answered(batch.endpoint, line.body)
+        answered = await self._answered(batch, line.body)
         await self._recorder.record(result_of(batch.id, line, answered))
 
-    async def _answered(self, endpoint: str, body: Json) -> Answered:
+    async def _answered(self, batch: Batch, body: Json) -> Answered:
         """The answer to a line, however long it takes until somebody has room for it."""
         num_failures = 0
         while True:
             try:
-                answered = await self._answer(endpoint, body)
+                answered = await self._answer(batch.owner, batch.endpoint, body)
             except Overloaded as error:
                 pause_s = error.retry_after_s
             except (Unavailable, EngineStopped):
@@ -192,7 +192,7 @@ class Runner:
         now = self._now()
         keep_s = batch.output_expires_after_s or self._config.keep_s
         files = [
-            _stored(file, f"{batch.id}_{kind}.jsonl", now, keep_s)
+            _stored(file, batch, f"{batch.id}_{kind}.jsonl", now, keep_s)
             for kind, file in (("output", written.output), ("error", written.errors))
             if file is not None
         ]
@@ -234,9 +234,10 @@ class Runner:
         return int(self._clock())
 
 
-def _stored(file: WrittenFile, name: str, now: int, keep_s: int | None) -> StoredFile:
+def _stored(file: WrittenFile, batch: Batch, name: str, now: int, keep_s: int | None) -> StoredFile:
     return StoredFile(
         id=file.id,
+        owner=batch.owner,
         bytes=file.num_bytes,
         created_at=now,
         expires_at=None if keep_s is None else now + keep_s,

@@ -13,6 +13,7 @@ from app.batches.line import Json
 class NewFile:
     """What a client says about a file that it has sent."""
 
+    owner: str
     filename: str
     purpose: str
     expires_after_s: int | None = None
@@ -22,6 +23,7 @@ class NewFile:
 class NewBatch:
     """What a client asks for."""
 
+    owner: str
     endpoint: str
     input_file_id: str
     metadata: Mapping[str, str] | None = None
@@ -32,6 +34,7 @@ class NewBatch:
 class PageOf:
     """Which part of a list is wanted: `limit` entries behind the one with the id `after`."""
 
+    owner: str
     limit: int
     after: str | None = None
     is_ascending: bool = False
@@ -41,7 +44,8 @@ class PageOf:
 class BatchService(Protocol):
     """Files and batches, by their ids. All objects are those of OpenAI's API.
 
-    Every method raises NotFound for an id that there is not, and Unavailable when nothing can be kept now.
+    Each belongs to an owner, "" where nobody is told from anybody, and is there for no other. Every method raises
+    NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
     """
 
     async def begin_upload(self) -> str:
@@ -56,26 +60,26 @@ class BatchService(Protocol):
     async def abandon_upload(self, upload_id: str) -> None:
         """Forget what was sent, if it is still there."""
 
-    async def file(self, file_id: str) -> Json:
+    async def file(self, owner: str, file_id: str) -> Json:
         """One file's object."""
 
     async def files(self, page: PageOf) -> Json:
         """A list of files."""
 
-    async def read(self, file_id: str, offset: int, max_bytes: int) -> bytes:
+    async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         """A piece of a file's content; empty behind its end."""
 
-    async def delete_file(self, file_id: str) -> Json:
+    async def delete_file(self, owner: str, file_id: str) -> Json:
         """Delete a file. Raises InvalidRequest while a batch reads it."""
 
     async def create_batch(self, new: NewBatch) -> Json:
         """Begin a batch. Raises Overloaded when too many have not ended."""
 
-    async def batch(self, batch_id: str) -> Json:
+    async def batch(self, owner: str, batch_id: str) -> Json:
         """One batch's object."""
 
     async def batches(self, page: PageOf) -> Json:
         """A list of batches."""
 
-    async def cancel_batch(self, batch_id: str) -> Json:
+    async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """Stop a batch. Raises InvalidRequest when all its lines have ended."""

@@ -16,12 +16,14 @@ from typing import Any
 from app.batches.line import LineResult
 from app.batches.objects import Batch, LineError, Status, StoredFile
 from app.batches.service import PageOf
-from app.errors import NotFound
+from app.errors import InvalidSetup, NotFound
 
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _ENDED = tuple(status.value for status in Status if status.has_ended)
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
+
+_VERSION = 1  # of the tables below; a change of theirs needs another
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
@@ -29,6 +31,7 @@ CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", 
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_BATCH_COLUMNS)}, UNIQUE (id));
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS results (batch_id, line INTEGER, is_error, text, PRIMARY KEY (batch_id, line));
+PRAGMA user_version = {_VERSION};
 """
 
 
@@ -36,8 +39,16 @@ class Store:
     """The database of one folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Make it where there is none. Raises InvalidSetup for one that a version with other tables has made."""
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
+        [version] = self._connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            self._connection.close()
+            raise InvalidSetup(
+                f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
+                f"another folder, or run the version that made it"
+            )
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         self._connection.executescript(_SCHEMA)
@@ -53,9 +64,10 @@ class Store:
         with self._transaction():
             self._insert("files", _file_row(file))
 
-    def file(self, file_id: str, now: float) -> StoredFile:
-        """Raises NotFound when there is none, or no longer."""
-        row = self._row("SELECT * FROM files WHERE id = ? AND ifnull(expires_at, ?) >= ?", (file_id, now, now))
+    def file(self, owner: str, file_id: str, now: float) -> StoredFile:
+        """Raises NotFound when the owner has none, or no longer."""
+        query = "SELECT * FROM files WHERE id = ? AND owner = ? AND ifnull(expires_at, ?) >= ?"
+        row = self._row(query, (file_id, owner, now, now))
         if row is None:
             raise NotFound(f"there is no file {file_id[:100]!r}", code="file_not_found")
         return _stored_file(row)
@@ -100,9 +112,10 @@ class Store:
         with self._transaction():
             self._insert("batches", _batch_row(batch))
 
-    def batch(self, batch_id: str) -> Batch:
-        """Raises NotFound when there is none."""
-        row = self._row("SELECT * FROM batches WHERE id = ?", (batch_id,))
+    def batch(self, batch_id: str, owner: str | None = None) -> Batch:
+        """Raises NotFound when there is none, or the owner has none where one is named."""
+        query = "SELECT * FROM batches WHERE id = ? AND owner = ifnull(?, owner)"
+        row = self._row(query, (batch_id, owner))
         if row is None:
             raise NotFound(f"there is no batch {batch_id[:100]!r}", code="batch_not_found")
         return _batch(row)
@@ -210,14 +223,14 @@ class Store:
     def _page(self, table: str, page: PageOf, condition: str, values: Sequence[object]) -> list[sqlite3.Row]:
         beyond: tuple[object, ...] = ()
         if page.after is not None:
-            cursor = self._row(f"SELECT number FROM {table} WHERE id = ?", (page.after,))
+            cursor = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, page.owner))
             if cursor is None:
                 raise NotFound(f"there is nothing with the id {page.after[:100]!r} to go on after", param="after")
             condition += f" AND number {'>' if page.is_ascending else '<'} ?"
             beyond = (cursor["number"],)
         order = "ASC" if page.is_ascending else "DESC"
-        query = f"SELECT * FROM {table} WHERE {condition} ORDER BY number {order} LIMIT ?"
-        return self._connection.execute(query, (*values, *beyond, page.limit + 1)).fetchall()
+        query = f"SELECT * FROM {table} WHERE owner = ? AND {condition} ORDER BY number {order} LIMIT ?"
+        return self._connection.execute(query, (page.owner, *values, *beyond, page.limit + 1)).fetchall()
 
 
 def _value(value: Any) -> Any:

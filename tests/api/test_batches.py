@@ -273,6 +273,24 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
     with_http(service, tmp_path, use, max_file_bytes=1000)
 
 
+def test_an_upload_that_stalls_gives_its_place_back(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.multipart.SILENCE_TIMEOUT_S", 0.05)
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"--edge\r\n" + FILE_PART
+        await asyncio.Event().wait()
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        response = await client.post("/v1/files", content=stalling(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "upload_stalled")
+        assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use)
+
+
 class _Stalls:
     """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
 
@@ -349,6 +367,30 @@ def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> 
         assert response.json()["error"]["param"] == query.partition("=")[0]
 
     with_http(service, tmp_path, use)
+
+
+def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(service: Service, tmp_path: Path) -> None:
+    async def main() -> None:
+        answering = Answering(service.models, ApiConfig(), RequestMetrics(["demo"]))
+        async with LocalBatchService(tmp_path, BatchesConfig(), answering.answer) as batches:
+            routes = batch_routes(batches, max_file_bytes=10_000, owner_of=lambda request: request.headers["owner"])
+            app = build_app(service.models, ApiConfig(), service._is_ready, batch_routes=routes)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://c", headers={"owner": "ann"}) as client:
+                file = (await send(client, chat_line("one", user="bob"))).json()
+                assert "owner" not in file
+                body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+                refused = await client.post("/v1/batches", json=body, headers={"owner": "bob"})
+                assert refused.status_code == 404
+                batch = (await client.post("/v1/batches", json=body)).json()
+                path = f"/v1/batches/{batch['id']}"
+                assert (await client.get(path, headers={"owner": "bob"})).status_code == 404
+                async with asyncio.timeout(10):
+                    while (await client.get(path)).json()["status"] not in ENDED:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert service.request.tenant == "ann"
 
 
 def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:

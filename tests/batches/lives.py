@@ -20,6 +20,7 @@ from app.config import BatchesConfig
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
 READ_BYTES = 1000
+OWNER = "ann"
 
 
 def input_line(name: str, /, **fields: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class Echo:
         self.max_open = 0
         self.hold: asyncio.Event | None = None  # answers wait for it where there is one
 
-    async def __call__(self, endpoint: str, body: Mapping[str, Any]) -> Answered:
+    async def __call__(self, owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
         name = body["name"]
         self.asked[name] += 1
         self.num_open += 1
@@ -81,27 +82,27 @@ def service_in(
 async def upload(service: LocalBatchService, content: bytes, expires_after_s: int | None = None) -> str:
     upload_id = await service.begin_upload()
     await service.append(upload_id, content)
-    new = NewFile(filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
+    new = NewFile(owner=OWNER, filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
     return str((await service.finish_upload(upload_id, new))["id"])
 
 
 async def begin(service: LocalBatchService, content: bytes) -> str:
     """Send a file and begin a batch over it."""
     file_id = await upload(service, content)
-    return str((await service.create_batch(NewBatch(endpoint=CHAT, input_file_id=file_id)))["id"])
+    return str((await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)))["id"])
 
 
 async def until(service: LocalBatchService, batch_id: str, *statuses: str) -> dict[str, Any]:
     """The batch once it has one of these statuses."""
     async with asyncio.timeout(20):
-        while (batch := await service.batch(batch_id))["status"] not in (statuses or ENDED):  # noqa: ASYNC110
+        while (batch := await service.batch(OWNER, batch_id))["status"] not in (statuses or ENDED):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     return batch
 
 
 async def content(service: LocalBatchService, file_id: str | None) -> bytes:
     data = b""
-    while file_id is not None and (piece := await service.read(file_id, len(data), READ_BYTES)):
+    while file_id is not None and (piece := await service.read(OWNER, file_id, len(data), READ_BYTES)):
         data += piece
     return data
 
@@ -117,7 +118,7 @@ async def ends(service: LocalBatchService, batch: dict[str, Any]) -> tuple[dict[
 
 
 async def all_files(service: LocalBatchService) -> list[dict[str, Any]]:
-    return list((await service.files(PageOf(limit=100)))["data"])
+    return list((await service.files(PageOf(owner=OWNER, limit=100)))["data"])
 
 
 class Crash(BaseException):
@@ -131,12 +132,15 @@ class Writes:
         self.error = error
         self.left: int | None = None  # writes that still succeed; None: all
         self.failures_left: int | None = None  # failures until all is well again; None: never
+        self.only = ""  # what a write must contain to fail
 
     @property
     def is_dead(self) -> bool:
         return self.left == 0
 
-    def __call__(self) -> None:
+    def __call__(self, what: str) -> None:
+        if self.only not in what:
+            return
         if self.left == 0 and self.failures_left != 0:
             if self.failures_left is not None:
                 self.failures_left -= 1
@@ -152,22 +156,22 @@ class Writes:
             def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
                 if sql.split()[0] not in ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT"):
                     return super().execute(sql, *parameters)
-                writes()
+                writes(sql)
                 cursor = super().execute(sql, *parameters)
                 if sql == "COMMIT":
-                    writes()  # on disk, but nobody was told
+                    writes("committed")  # on disk, but nobody was told
                 return cursor
 
         connect, replace, fsync = sqlite3.connect, Path.replace, os.fsync
 
         def watched_replace(path: Path, target: Path) -> Path:
-            writes()
+            writes("rename")
             moved = replace(path, target)
-            writes()
+            writes("renamed")
             return moved
 
         def watched_fsync(descriptor: int) -> None:
-            writes()
+            writes("fsync")
             fsync(descriptor)
 
         monkeypatch.setattr("sqlite3.connect", lambda *args, **named: connect(*args, **named, factory=Watched))

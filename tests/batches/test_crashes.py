@@ -16,6 +16,7 @@ from app.batches import LocalBatchService, PageOf
 from app.errors import InvalidRequest
 from tests.batches.lives import (
     ENDED,
+    OWNER,
     Crash,
     Echo,
     Writes,
@@ -48,12 +49,12 @@ async def one_life(folder: Path, echo: Echo, writes: Writes, num_writes: int, *,
 
 
 async def _go_on(service: LocalBatchService, writes: Writes, *, cancel: bool = False) -> None:
-    batches = (await service.batches(PageOf(limit=10)))["data"]
+    batches = (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]
     batch_id = batches[0]["id"] if batches else await begin(service, CONTENT)
     if cancel:
         with suppress(InvalidRequest):  # it has ended already
-            await service.cancel_batch(batch_id)
-    while not writes.is_dead and (await service.batch(batch_id))["status"] not in ENDED:  # noqa: ASYNC110
+            await service.cancel_batch(OWNER, batch_id)
+    while not writes.is_dead and (await service.batch(OWNER, batch_id))["status"] not in ENDED:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -62,7 +63,7 @@ async def last_life(folder: Path, echo: Echo, writes: Writes) -> tuple[dict[str,
     writes.left = None
     async with service_in(folder, echo, max_in_flight=MAX_IN_FLIGHT) as service:
         await _go_on(service, writes)
-        [batch] = (await service.batches(PageOf(limit=10)))["data"]
+        [batch] = (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]
         batch = await until(service, batch["id"])
         output, errors = await ends(service, batch)
         known = {file["id"] for file in await all_files(service)}

@@ -11,7 +11,7 @@ import pytest
 
 from app.batches import LocalBatchService, NewBatch, NewFile, PageOf
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
-from tests.batches.lives import CHAT, Echo, begin, content, input_line, jsonl, service_in, until, upload
+from tests.batches.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
 
 ONE = jsonl(input_line("one"))
 
@@ -29,9 +29,13 @@ def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None:
         data = bytes(range(256)) * 20
         file_id = await upload(service, data)
         assert await content(service, file_id) == data
-        assert await service.read(file_id, len(data), 10) == b""
-        await service.delete_file(file_id)
-        for call in (service.file(file_id), service.read(file_id, 0, 1), service.delete_file(file_id)):
+        assert await service.read(OWNER, file_id, len(data), 10) == b""
+        await service.delete_file(OWNER, file_id)
+        for call in (
+            service.file(OWNER, file_id),
+            service.read(OWNER, file_id, 0, 1),
+            service.delete_file(OWNER, file_id),
+        ):
             with pytest.raises(NotFound):
                 await call
         assert not list((tmp_path / "files").iterdir())
@@ -46,13 +50,13 @@ def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
     async def use(service: LocalBatchService) -> None:
         await upload(service, ONE)
         for call in (
-            service.file(file_id),
-            service.read(file_id, 0, 10),
-            service.delete_file(file_id),
-            service.batch(file_id),
-            service.cancel_batch(file_id),
-            service.create_batch(NewBatch(endpoint=CHAT, input_file_id=file_id)),
-            service.files(PageOf(limit=1, after=file_id)),
+            service.file(OWNER, file_id),
+            service.read(OWNER, file_id, 0, 10),
+            service.delete_file(OWNER, file_id),
+            service.batch(OWNER, file_id),
+            service.cancel_batch(OWNER, file_id),
+            service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)),
+            service.files(PageOf(owner=OWNER, limit=1, after=file_id)),
         ):
             with pytest.raises(NotFound):
                 await call
@@ -60,17 +64,39 @@ def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
     run(tmp_path, use)
 
 
+def test_nobody_sees_what_another_owns(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        batch = await until(service, await begin(service, ONE))
+        file_id, other = batch["output_file_id"], "bob"
+        for call in (
+            service.file(other, file_id),
+            service.read(other, file_id, 0, 10),
+            service.delete_file(other, file_id),
+            service.batch(other, batch["id"]),
+            service.cancel_batch(other, batch["id"]),
+            service.create_batch(NewBatch(owner=other, endpoint=CHAT, input_file_id=batch["input_file_id"])),
+            service.files(PageOf(owner=other, limit=1, after=file_id)),
+            service.batches(PageOf(owner=other, limit=1, after=batch["id"])),
+        ):
+            with pytest.raises(NotFound):
+                await call
+        assert (await service.files(PageOf(owner=other, limit=10)))["data"] == []
+        assert (await service.batches(PageOf(owner=other, limit=10)))["data"] == []
+
+    run(tmp_path, use)
+
+
 def test_lists_come_in_pages(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
         ids = [await upload(service, ONE) for _ in range(5)]
-        newest = await service.files(PageOf(limit=2))
+        newest = await service.files(PageOf(owner=OWNER, limit=2))
         assert [file["id"] for file in newest["data"]] == [ids[4], ids[3]]
         assert (newest["first_id"], newest["last_id"], newest["has_more"]) == (ids[4], ids[3], True)
-        rest = await service.files(PageOf(limit=3, after=ids[3]))
+        rest = await service.files(PageOf(owner=OWNER, limit=3, after=ids[3]))
         assert ([file["id"] for file in rest["data"]], rest["has_more"]) == ([ids[2], ids[1], ids[0]], False)
-        oldest = await service.files(PageOf(limit=1, after=ids[0], is_ascending=True, purpose="batch"))
+        oldest = await service.files(PageOf(owner=OWNER, limit=1, after=ids[0], is_ascending=True, purpose="batch"))
         assert [file["id"] for file in oldest["data"]] == [ids[1]]
-        none = await service.files(PageOf(limit=1, purpose="batch_output"))
+        none = await service.files(PageOf(owner=OWNER, limit=1, purpose="batch_output"))
         assert none == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
     run(tmp_path, use)
@@ -82,7 +108,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
         await service.append(upload_id, b"x" * 100)
         with pytest.raises(BodyTooLarge):
             await service.append(upload_id, b"x")
-        await service.finish_upload(upload_id, NewFile(filename="x", purpose="batch"))
+        await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
         with pytest.raises(InvalidRequest) as full:
             await upload(service, b"x" * 51)
         assert full.value.code == "storage_full"
@@ -140,14 +166,14 @@ def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
         echo = Echo()
         echo.hold = asyncio.Event()
         async with service_in(tmp_path, echo) as service:
-            batch = await service.batch(await begin(service, ONE))
+            batch = await service.batch(OWNER, await begin(service, ONE))
             with pytest.raises(InvalidRequest, match=batch["id"]):
-                await service.delete_file(batch["input_file_id"])
+                await service.delete_file(OWNER, batch["input_file_id"])
             echo.hold.set()
             batch = await until(service, batch["id"])
-            assert (await service.delete_file(batch["input_file_id"]))["deleted"]
+            assert (await service.delete_file(OWNER, batch["input_file_id"]))["deleted"]
             with pytest.raises(InvalidRequest, match="purpose is 'batch_output'"):
-                await service.create_batch(NewBatch(endpoint=CHAT, input_file_id=batch["output_file_id"]))
+                await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=batch["output_file_id"]))
 
     asyncio.run(main())
 
@@ -180,9 +206,9 @@ def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pyte
             second.start()
             await asyncio.sleep(0.05)
             with pytest.raises(Unavailable):
-                await second.file(file_id)
+                await second.file(OWNER, file_id)
         await second.opened()
-        assert (await second.file(file_id))["id"] == file_id
+        assert (await second.file(OWNER, file_id))["id"] == file_id
         await second.close()
 
     asyncio.run(main())

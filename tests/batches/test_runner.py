@@ -14,6 +14,7 @@ from app.batches import Answered, LocalBatchService, NewBatch
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from tests.batches.lives import (
     CHAT,
+    OWNER,
     Echo,
     Writes,
     all_files,
@@ -131,7 +132,7 @@ async def some_done(service: LocalBatchService, echo: Echo) -> str:
     echo.answers = {f"line-{n}": raising(Overloaded("full", retry_after_s=60)) for n in range(5, 10)}
     batch_id = await begin(service, TEN)
     async with asyncio.timeout(10):
-        while (await service.batch(batch_id))["request_counts"]["completed"] < 5:  # noqa: ASYNC110
+        while (await service.batch(OWNER, batch_id))["request_counts"]["completed"] < 5:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     return batch_id
 
@@ -141,7 +142,7 @@ def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
 
     async def use(service: LocalBatchService) -> None:
         batch_id = await some_done(service, echo)
-        cancelling = await service.cancel_batch(batch_id)
+        cancelling = await service.cancel_batch(OWNER, batch_id)
         assert cancelling["status"] == "cancelling"
         batch = await until(service, batch_id)
         assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 5)
@@ -149,7 +150,7 @@ def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
         assert output.keys() == {f"line-{n}" for n in range(5)}
         assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"}
         assert len(errors) == 5
-        assert (await service.cancel_batch(batch_id))["status"] == "cancelled", "twice is once"
+        assert (await service.cancel_batch(OWNER, batch_id))["status"] == "cancelled", "twice is once"
         assert echo.num_open == 0
 
     run(tmp_path, echo, use)
@@ -159,7 +160,7 @@ def test_a_batch_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
         batch = await until(service, await begin(service, TEN))
         with pytest.raises(InvalidRequest, match="the batch is completed"):
-            await service.cancel_batch(batch["id"])
+            await service.cancel_batch(OWNER, batch["id"])
 
     run(tmp_path, Echo(), use)
 
@@ -210,7 +211,7 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
         async with service_in(tmp_path, echo, clock=clock) as service:
             short = await upload(service, TEN, expires_after_s=3600)
             echo.hold = asyncio.Event()
-            new = NewBatch(endpoint=CHAT, input_file_id=short, output_expires_after_s=7200)
+            new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=short, output_expires_after_s=7200)
             batch_id = (await service.create_batch(new))["id"]
             await until(service, batch_id, "in_progress")
             clock.at += 4000
@@ -228,9 +229,17 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left")])
+@pytest.mark.parametrize(
+    ("error", "only"),
+    [
+        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO results"),
+        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO files"),
+        (OSError(28, "No space left on device"), "fsync"),
+    ],
+    ids=str,
+)
 def test_a_full_disk_fails_the_batch_and_the_service_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, only: str
 ) -> None:
     writes = Writes(lambda: error).watch(monkeypatch)
     echo = Echo()
@@ -240,11 +249,13 @@ def test_a_full_disk_fails_the_batch_and_the_service_lives(
             echo.hold = asyncio.Event()
             batch_id = await begin(service, TEN)
             await echo.has_open(10)
-            writes.left, writes.failures_left = 0, 3
+            writes.left, writes.only = 0, only
             echo.hold.set()
             batch = await until(service, batch_id)
             assert batch["status"] == "failed"
             assert batch["errors"]["data"][0]["code"] == "server_error"
+            assert [path.name for path in (tmp_path / "files").iterdir()] == [batch["input_file_id"]]
+            writes.left = None
             assert (await until(service, await begin(service, TEN)))["status"] == "completed"
 
     asyncio.run(main())

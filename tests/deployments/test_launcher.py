@@ -107,6 +107,13 @@ def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[s
     assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder here" in output
 
 
+def test_a_batches_folder_that_cannot_be_is_told(launch: Launch, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "file" / "batches")
+    output, _ = launch(config).communicate(timeout=10)
+    assert "it cannot be made: Not a directory" in output
+
+
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     launch: Launch, config: dict[str, Any], tmp_path: Path
 ) -> None:
