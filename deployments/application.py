@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
 
+from pathlib import Path
+
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -28,7 +30,16 @@ def build(args: ApplicationConfig) -> Application:
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
     replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
     paths = {model.name: model.engine.model.path for model in models}
-    return _ingress_deployment(args).bind(args, paths, replicas)
+    return _ingress_deployment(args).bind(_at_absolute_paths(args), paths, replicas)
+
+
+def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
+    """The ingress may run in another folder than this."""
+    keys_file = config.api.keys_file
+    if keys_file is None:
+        return config
+    path = str(Path(keys_file).expanduser().absolute())
+    return config.model_copy(update={"api": config.api.model_copy(update={"keys_file": path})})
 
 
 def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:

@@ -15,6 +15,7 @@ from app.api.routes import build_app
 from app.config import ApplicationConfig, ServedModelConfig
 from app.text.tokenizer import Tokenizer
 from deployments.client import ModelClient
+from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
@@ -42,14 +43,23 @@ class Ingress:
             )
             for model in config.models
         }
+        self._keys = Keys(config.api)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor; waits for a replica of every model."""
         models = [await self._served_model(model) for model in self._config.models]
+        self._following = asyncio.create_task(self._keys.follow())
         metrics = self._metrics
-        return build_app(models, self._config.api, self._is_ready, metrics=metrics.requests, expose=metrics.expose)
+        return build_app(
+            models,
+            self._config.api,
+            self._is_ready,
+            metrics=metrics.requests,
+            expose=metrics.expose,
+            doorkeeper=self._keys.doorkeeper,
+        )
 
     def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that was asked for all of it."""

@@ -18,10 +18,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
+from app.api.callers import in_the_name_of
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
+from app.api.guard import guarded, visit_of
 from app.api.hints import wants_explanation, with_hints
+from app.api.keys import Doorkeeper, KeyRing, OpenDoor
+from app.api.limits import Account, rate_limit_headers
 from app.api.parameters import UnknownFields
 from app.api.responses import (
     ChatFormat,
@@ -51,28 +55,28 @@ def build_app(
     *,
     metrics: RequestMetrics | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
+    doorkeeper: Doorkeeper | None = None,
 ) -> Starlette:
     """The HTTP application over these models.
 
     `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
-    the text of /metrics; by default, what this process has measured.
+    the text of /metrics; by default, what this process has measured. The `doorkeeper` knows the API keys; by default,
+    those of the config.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
     api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.complete, methods=["POST"]),
-            Route("/v1/models", api.list_models, methods=["GET"]),
-            Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
-            Route("/health", api.health, methods=["GET"]),
-            Route("/ready", api.ready, methods=["GET"]),
-            Route("/metrics", api.expose_metrics, methods=["GET"]),
-        ],
-        middleware=[Middleware(_Border)],
-        exception_handlers={HTTPException: _on_http_exception},
-    )
-    app.router.redirect_slashes = False
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/models", api.list_models, methods=["GET"]),
+        Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
+    ]
+    open_routes = [Route("/health", api.health, methods=["GET"]), Route("/ready", api.ready, methods=["GET"])]
+    (open_routes if config.open_metrics else routes).append(Route("/metrics", api.expose_metrics, methods=["GET"]))
+    if doorkeeper is None:
+        doorkeeper = KeyRing(config.keys) if config.keys else OpenDoor()
+    app = Starlette(middleware=[Middleware(_Border)], exception_handlers={HTTPException: _on_http_exception})
+    app.router = guarded(open_routes, routes, doorkeeper)
     return app
 
 
@@ -101,10 +105,12 @@ class _Api:
         return await self._generate(request, CompletionRequest, prepare_completion, CompletionFormat())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_entry(model) for model in self._models.values()]})
+        account = visit_of(request).account
+        served = [model for model in self._models.values() if account.may_use(model.name)]
+        return JSONResponse({"object": "list", "data": [model_entry(model) for model in served]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(model_entry(self._model(request.path_params["model_id"])))
+        return JSONResponse(model_entry(self._model(request.path_params["model_id"], visit_of(request).account)))
 
     async def health(self, request: Request) -> Response:
         """The process lives and its loop turns."""
@@ -133,6 +139,7 @@ class _Api:
         prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
         metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
         progress = Progress(call, request.state.request_id, metrics)
+        visit_of(request).num_used = progress.num_tokens
         pieces = generate_pieces(call)
         response: Response
         if not is_streamed:
@@ -151,29 +158,33 @@ class _Api:
         """What the body asks for, checked, and whether it wants it as a stream."""
         model_name = NO_MODEL
         try:
-            body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
+            config, visit = self._config, visit_of(request)
+            body = await read_json_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
             body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
             parsed = parse(body, schema, self._unknown_fields)
             if parsed.request_id is not None and "x-request-id" not in request.headers:
                 request.state.request_id = parsed.request_id
-            model = self._model(parsed.model)
+            model = self._model(parsed.model, visit.account)
             model_name = model.name
-            return with_hints(await prepare(parsed, model, self._config), request.headers), parsed.stream
+            call = with_hints(await prepare(parsed, model, config), request.headers)
+            return in_the_name_of(visit, call, parsed, share_prefixes=config.share_prefixes), parsed.stream
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise
 
-    def _model(self, name: str | None) -> ServedModel:
-        """The model of that name; without a name the only one."""
-        if name is None and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        served = ", ".join(self._models)
+    def _model(self, name: str | None, account: Account) -> ServedModel:
+        """The model of that name; without a name the only one that this account may use."""
+        names = [each for each in self._models if account.may_use(each)]
+        if name is None and len(names) == 1:
+            return self._models[names[0]]
+        served = ", ".join(names)
         if name is None:
             raise InvalidRequest(f"model is required: this server has {served}", param="model")
         if name not in self._models:
             raise NotFound(
                 f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
             )
+        account.check_model(name)
         return self._models[name]
 
 
@@ -195,7 +206,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 class _Border:
-    """The outermost layer: every response has an x-request-id, every error a body, no error a stack trace."""
+    """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -212,7 +223,7 @@ class _Border:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                MutableHeaders(scope=message).update({"x-request-id": state["request_id"]} | rate_limit_headers(state))
             await send(message)
 
         try:

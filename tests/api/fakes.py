@@ -62,7 +62,7 @@ class Service:
         *,
         generate: Generate | None = None,
         names: Sequence[str] = ("demo",),
-        **limits: float,
+        **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
@@ -74,7 +74,7 @@ class Service:
             )
             for name in names
         ]
-        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(limits), self._is_ready)
+        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(settings), self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready
@@ -174,14 +174,15 @@ class Connection:
         self.messages: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> Connection:
+        self._others = asyncio.all_tasks()
         self._task = asyncio.create_task(self._app(self._scope, self._incoming.get, self._send))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not others, "a call leaves no task behind"
+        left = asyncio.all_tasks() - self._others
+        assert not left, "a call leaves no task behind"
 
     async def _send(self, message: Any) -> None:
         self.messages.append(message)
