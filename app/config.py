@@ -6,6 +6,7 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -417,6 +418,7 @@ class ServedModelConfig(Settings):
     """One model of the application: the name clients use, its engine and its replicas."""
 
     name: Name = Field("demo", description="what a client sends as `model`")
+    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names under which it is served")
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 
@@ -446,9 +448,7 @@ class KeyConfig(Settings):
     """An API key, of which only a hash is known, and what its holder may do."""
 
     name: Name = Field(description="whose key it is: the tenant of its requests")
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] = Field(
-        description="hash of the key, as `python -m scripts.make_key` prints it"
-    )
+    sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
     models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
     requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
     tokens_per_minute: int | None = Field(
@@ -456,6 +456,16 @@ class KeyConfig(Settings):
     )
     max_concurrency: int | None = Field(None, ge=1, le=10**6, description="requests at once; default: any number")
     max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_hash(cls, sha256: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
+            raise ValueError(
+                f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
+                f"`python -m scripts.make_key` prints them"
+            )
+        return sha256
 
 
 class ApiConfig(Settings):
@@ -519,7 +529,7 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        twice = _twice(model.name for model in self.models)
+        twice = _twice(name for model in self.models for name in (model.name, *model.aliases))
         if twice:
             raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
         return self

@@ -78,6 +78,7 @@ class Ingress:
             facts=facts,
             generate=client.generate,
             created=int(time.time()),
+            aliases=model.aliases,
             group_header=model.replicas.group_header,
             session_header=model.replicas.session_header,
         )

@@ -97,7 +97,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
     except ValidationError as error:
         mistakes = "\n".join(map(_mistake, _causes(error)))
-        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from error
+        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
 
 
 def check(config: ApplicationConfig) -> None:
@@ -158,12 +158,22 @@ def _check_exposure(file: ServeFile) -> None:
     Reads the files of keys too, so that a mistake there is told before anything starts.
     """
     for name, config in file.applications.items():
-        if not all_keys(config.api) and file.host not in LOOPBACK and not config.api.allow_unauthenticated:
+        keys = all_keys(config.api)
+        _check_models_of_keys(keys, config)
+        if not keys and file.host not in LOOPBACK and not config.api.allow_unauthenticated:
             raise InvalidSetup(
                 f"http_options.host: got {file.host!r}, and application {name!r} has no API keys: everybody who can "
                 f"reach this machine could use it; give it `api.keys_file` (`python -m scripts.make_key NAME` prints "
                 f"an entry), listen on 127.0.0.1, or say `api.allow_unauthenticated: true`"
             )
+
+
+def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
+    names = [model.name for model in config.models]
+    for key in keys:
+        unknown = [name for name in key.models if name not in names]
+        if unknown:
+            raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:

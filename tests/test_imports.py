@@ -29,8 +29,8 @@ ALLOWED = {
         "prometheus_client",
     },
     "app.api": {
-        "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
-        "starlette", "pydantic", "pydantic_core",
+        "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
+        "app.engine.facts", "starlette", "pydantic", "pydantic_core",
     },
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.engine", "app.model", "torch"},

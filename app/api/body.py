@@ -11,11 +11,11 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ClientGone
-from app.api.parameters import UnknownFields, refuse_unavailable
-from app.api.schemas import GenerationRequest, from_validation_error
+from app.api.parameters import UnknownFields, refuse_unavailable, refuse_unknown
+from app.api.schemas import ModelRequest, from_validation_error
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 DEADLINE_HEADER = "x-carousel-deadline-s"
 
@@ -74,10 +74,14 @@ def with_deadline(body: dict[str, Any], header: str | None) -> dict[str, Any]:
         ) from None
 
 
-def parse(body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields) -> RequestT:
-    """The typed request. Raises InvalidRequest naming the first field at fault."""
+def parse(
+    body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
+) -> RequestT:
+    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unavailable(given, schema)
+    if is_strict:
+        refuse_unknown(given, schema)
     unknown_fields.note(given, schema)
     try:
         return schema.model_validate(given)

@@ -90,6 +90,9 @@ def log_error(error: Exception, request_id: str) -> None:
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %r", request_id, error, exc_info=error)
+    elif isinstance(error, InvalidRequest):  # its message may quote the request, and no log shows what was sent
+        code, param = error.code or kind.code, error.param
+        logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)
     else:
         logger.info("request %s refused with %d: %.500r", request_id, kind.status, str(error))
 

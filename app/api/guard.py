@@ -20,7 +20,7 @@ class Guard:
     """An ASGI application in front of another, for those whom the doorkeeper knows, within their limits."""
 
     def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper) -> None:
-        self._app = app
+        self.app = app
         self._doorkeeper = doorkeeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +32,7 @@ class Guard:
         state["account"] = account
         with account.visit() as visit:
             state["visit"] = visit
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
 
 def guarded(open_routes: Sequence[BaseRoute], other_routes: Sequence[BaseRoute], doorkeeper: Doorkeeper) -> Router:

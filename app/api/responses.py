@@ -243,10 +243,10 @@ def _envelope(call: Call, object_name: str) -> Json:
     }
 
 
-def model_entry(model: ServedModel) -> Json:
-    """One model of /v1/models."""
+def model_entry(model: ServedModel, name: str) -> Json:
+    """One model of /v1/models, under its name or an alias."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "carousel",

@@ -6,7 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -23,9 +23,10 @@ from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
-from app.api.hints import wants_explanation, with_hints
+from app.api.hints import is_strict, wants_explanation, with_hints
 from app.api.keys import Doorkeeper, KeyRing, OpenDoor
 from app.api.limits import Account, rate_limit_headers
+from app.api.openapi import openapi_document
 from app.api.parameters import UnknownFields
 from app.api.responses import (
     ChatFormat,
@@ -36,15 +37,26 @@ from app.api.responses import (
     model_entry,
     whole_response,
 )
-from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    ModelRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from app.api.sse import begin_event_stream, unless_disconnected
+from app.api.tokenization import detokenize, tokenize
 from app.config import ApiConfig
 from app.errors import CarouselError, InvalidRequest, NotFound, Unavailable
 from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
+from app.versions import versions
 
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 Prepare = Callable[[RequestT, ServedModel, ApiConfig], Awaitable[Call]]
 
 
@@ -70,6 +82,11 @@ def build_app(
         Route("/v1/completions", api.complete, methods=["POST"]),
         Route("/v1/models", api.list_models, methods=["GET"]),
         Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
+        Route("/version", api.version, methods=["GET"]),
+        Route("/openapi.json", api.openapi, methods=["GET"]),
     ]
     open_routes = [Route("/health", api.health, methods=["GET"]), Route("/ready", api.ready, methods=["GET"])]
     (open_routes if config.open_metrics else routes).append(Route("/metrics", api.expose_metrics, methods=["GET"]))
@@ -91,12 +108,13 @@ class _Api:
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
     ) -> None:
-        self._models = {model.name: model for model in models}
+        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
         self._expose = expose
         self._unknown_fields = UnknownFields()
+        self._openapi = openapi_document(config)
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, prepare_chat, ChatFormat())
@@ -106,11 +124,36 @@ class _Api:
 
     async def list_models(self, request: Request) -> Response:
         account = visit_of(request).account
-        served = [model for model in self._models.values() if account.may_use(model.name)]
-        return JSONResponse({"object": "list", "data": [model_entry(model) for model in served]})
+        served = {name: model for name, model in self._models.items() if account.may_use(model.name)}
+        return JSONResponse({"object": "list", "data": [model_entry(model, name) for name, model in served.items()]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(model_entry(self._model(request.path_params["model_id"], visit_of(request).account)))
+        name = request.path_params["model_id"]
+        return JSONResponse(model_entry(self._model(name, visit_of(request).account), name))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed: TokenizeTextRequest | TokenizeChatRequest
+        if body.get("messages") is None:
+            parsed = self._parsed(body, TokenizeTextRequest, request)
+        else:
+            parsed = self._parsed(body, TokenizeChatRequest, request)
+        return JSONResponse(await tokenize(parsed, self._model(parsed.model, visit_of(request).account)))
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = self._parsed(await self._body(request), DetokenizeRequest, request)
+        return JSONResponse(await detokenize(parsed, self._model(parsed.model, visit_of(request).account)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """For clients that apply the chat template themselves; `?model=` says whose where there are several."""
+        model = self._model(request.query_params.get("model"), visit_of(request).account)
+        return JSONResponse(model.tokenizer.description())
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": versions()["carousel"]})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(self._openapi)
 
     async def health(self, request: Request) -> Response:
         """The process lives and its loop turns."""
@@ -159,9 +202,8 @@ class _Api:
         model_name = NO_MODEL
         try:
             config, visit = self._config, visit_of(request)
-            body = await read_json_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-            body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
-            parsed = parse(body, schema, self._unknown_fields)
+            body = with_deadline(await self._body(request), request.headers.get(DEADLINE_HEADER))
+            parsed = self._parsed(body, schema, request)
             if parsed.request_id is not None and "x-request-id" not in request.headers:
                 request.state.request_id = parsed.request_id
             model = self._model(parsed.model, visit.account)
@@ -172,19 +214,26 @@ class _Api:
             self._metrics.model(model_name).refused(error)
             raise
 
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limits = self._config
+        return await read_json_object(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+
+    def _parsed(self, body: dict[str, Any], schema: type[ParsedT], request: Request) -> ParsedT:
+        return parse(body, schema, self._unknown_fields, is_strict=is_strict(request.headers))
+
     def _model(self, name: str | None, account: Account) -> ServedModel:
         """The model of that name; without a name the only one that this account may use."""
-        names = [each for each in self._models if account.may_use(each)]
-        if name is None and len(names) == 1:
-            return self._models[names[0]]
-        served = ", ".join(names)
+        usable = {model.name: model for model in self._models.values() if account.may_use(model.name)}
+        if name is None and len(usable) == 1:
+            return next(iter(usable.values()))
+        served = ", ".join(usable)
         if name is None:
             raise InvalidRequest(f"model is required: this server has {served}", param="model")
         if name not in self._models:
             raise NotFound(
                 f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
             )
-        account.check_model(name)
+        account.check_model(self._models[name].name)
         return self._models[name]
 
 

@@ -52,7 +52,7 @@ def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> N
         ("alice: secret", "should be a list of keys"),
         ("- {name: [", "is not YAML"),
         ("- {name: alice}", "[0].sha256: got"),
-        ("- {name: alice, sha256: sk-plain}", "[0].sha256: got 'sk-plain'"),
+        ("- {name: alice, sha256: sk-plain}", "[0].sha256: sha256 has 8 characters"),
         (f"- {{name: alice, sha256: '{'0' * 64}', max_request: 1}}", "[0].max_request: no such setting"),
         (f"- {{name: a, sha256: '{'0' * 64}'}}\n- {{name: a, sha256: '{'1' * 64}'}}", "have the same name: a"),
         (f"- {{name: a, sha256: '{'0' * 64}'}}\n- {{name: b, sha256: '{'0' * 64}'}}", "have the same sha256"),
@@ -65,6 +65,7 @@ def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path: Path, text: str,
         read_keys(path)
     assert message in caught.value.message
     assert str(path) in caught.value.message
+    assert "sk-plain" not in caught.value.message
 
 
 def test_a_file_that_is_not_there_is_told_and_opens_nothing(tmp_path: Path) -> None:
@@ -125,6 +126,11 @@ def test_other_machines_are_not_let_in_without_keys(serve_file: Any, host: str) 
         read_serve_file(serve_file(host))
     assert read_serve_file(serve_file(host, keys=[entry()])).host == host
     assert read_serve_file(serve_file(host, allow_unauthenticated=True)).host == host
+
+
+def test_a_key_for_a_model_that_there_is_not_is_told(serve_file: Any) -> None:
+    with pytest.raises(InvalidSetup, match="the API key of 'alice' is for 'dmeo'; there are demo"):
+        read_serve_file(serve_file("127.0.0.1", keys=[entry(models=["dmeo"])]))
 
 
 def test_a_file_of_keys_lets_other_machines_in_if_it_has_some(serve_file: Any, tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Which code runs: the versions of all that decides which tokens are drawn, and the commit of ours."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+
+_PROJECT = Path(__file__).resolve().parent.parent
+
+
+def versions() -> dict[str, str | None]:
+    """By package; None for what is not installed."""
+    return {"python": python_version()} | {
+        name: _version(name) for name in ("carousel", "torch", "transformers", "triton")
+    }
+
+
+def commit() -> str | None:
+    """Of this code, with `-dirty` behind it when tracked files differ; None outside a git checkout."""
+    command = ("git", "--no-optional-locks", "-C", str(_PROJECT), "describe", "--always", "--dirty", "--abbrev=40")
+    try:
+        done = subprocess.run((*command, "--exclude", "*"), capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
