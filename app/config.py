@@ -6,6 +6,7 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -432,6 +433,7 @@ class ServedModelConfig(Settings):
     """One model of the application: the name clients use, its engine and its replicas."""
 
     name: Name = Field("demo", description="what a client sends as `model`")
+    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names under which it is served")
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 
@@ -457,8 +459,51 @@ class ServedModelConfig(Settings):
         return self
 
 
+class KeyConfig(Settings):
+    """An API key, of which only a hash is known, and what its holder may do."""
+
+    name: Name = Field(description="whose key it is: the tenant of its requests")
+    sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
+    models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: any number"
+    )
+    max_concurrency: int | None = Field(None, ge=1, le=10**6, description="requests at once; default: any number")
+    max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether its holder may do less than everybody could without keys."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency, self.max_tokens)
+        return bool(self.models) or any(limit is not None for limit in limits)
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_hash(cls, sha256: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
+            raise ValueError(
+                f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
+                f"`python -m scripts.make_key` prints them"
+            )
+        return sha256
+
+
 class ApiConfig(Settings):
-    """Limits on what one HTTP request may ask."""
+    """Who may use the HTTP API, and limits on what one request may ask."""
+
+    keys: tuple[KeyConfig, ...] = Field((), description="API keys; none here and in `keys_file`: nobody needs one")
+    keys_file: str | None = Field(
+        None, min_length=1, description="YAML file with a list of such keys, followed while the service runs"
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="listen on other interfaces than loopback without any keys: to everybody who can reach it"
+    )
+    open_metrics: bool = Field(False, description="/metrics without a key")
+    share_prefixes: bool = Field(
+        False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
+    )
+    body_timeout_s: float = Field(60.0, gt=0, le=86_400, description="seconds that the arrival of a body may take")
 
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
     max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
@@ -468,6 +513,15 @@ class ApiConfig(Settings):
     heartbeat_s: float = Field(
         15.0, ge=0.1, le=3600, description="seconds of silence on a stream after which a comment keeps it open"
     )
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_are_told_apart(cls, keys: tuple[KeyConfig, ...]) -> tuple[KeyConfig, ...]:
+        for what, values in (("name", [key.name for key in keys]), ("sha256", [key.sha256 for key in keys])):
+            twice = _twice(values)
+            if twice:
+                raise ValueError(f"keys have the same {what}: {', '.join(twice)}; give each its own")
+        return keys
 
 
 class IngressConfig(Settings):
@@ -520,7 +574,7 @@ class ApplicationConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        twice = _twice(model.name for model in self.models)
+        twice = _twice(name for model in self.models for name in (model.name, *model.aliases))
         if twice:
             raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
         return self

@@ -6,9 +6,13 @@
     │   ├── NotFound             no such model or route
     │   ├── MethodNotAllowed     the route exists, the method does not
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
+    │   ├── BodyTooSlow          the HTTP body did not arrive in time
+    │   ├── Unauthenticated      no API key, or none that is known
+    │   ├── NotPermitted         this key may not do that
     │   └── Quarantined          this very request has failed the engine before
     ├── Overloaded               queues are full; try again after `retry_after_s`
-    │   └── DeadlineMissed       the deadline has passed or cannot be met; do not try again
+    │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
+    │   └── LimitReached         this key has used what it may use for now
     ├── Failure                  ours
     │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
     │   │   └── DeviceFault     it raised for every request alike
@@ -72,6 +76,18 @@ class BodyTooLarge(InvalidRequest):
     """The HTTP body exceeds the configured limit."""
 
 
+class BodyTooSlow(InvalidRequest):
+    """The HTTP body did not arrive in time."""
+
+
+class Unauthenticated(InvalidRequest):
+    """No API key came with the request, or none that is known."""
+
+
+class NotPermitted(InvalidRequest):
+    """The caller's key does not allow this."""
+
+
 class Quarantined(InvalidRequest):
     """The same prompt and sampling parameters have made steps fail; they are not tried again."""
 
@@ -86,6 +102,10 @@ class Overloaded(CarouselError):
 
 class DeadlineMissed(Overloaded):
     """The caller's deadline has passed, or the request would not be done by then. A retry has nobody to serve."""
+
+
+class LimitReached(Overloaded):
+    """The caller's key has used what it may use for now."""
 
 
 class Failure(CarouselError):

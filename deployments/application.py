@@ -35,13 +35,26 @@ def build(args: ApplicationConfig) -> Application:
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
     replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
     paths = {model.name: model.engine.model.path for model in models}
+    args = _at_absolute_paths(args)
     if args.batches is None:
         return _ingress_deployment(args).bind(args, paths, replicas)
-    folder = str(Path(args.batches.path).expanduser().absolute())
-    settings = args.batches.model_copy(update={"path": folder})
-    args = args.model_copy(update={"batches": settings})
-    batches = _batches_deployment(settings).bind(args, paths, replicas)
+    batches = _batches_deployment(args.batches).bind(args, paths, replicas)
     return _ingress_deployment(args).bind(args, paths, replicas, batches)
+
+
+def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
+    """Deployments may run in another folder than this."""
+    if config.api.keys_file is not None:
+        api = config.api.model_copy(update={"keys_file": _absolute(config.api.keys_file)})
+        config = config.model_copy(update={"api": api})
+    if config.batches is not None:
+        batches = config.batches.model_copy(update={"path": _absolute(config.batches.path)})
+        config = config.model_copy(update={"batches": batches})
+    return config
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:

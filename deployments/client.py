@@ -92,6 +92,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         facts=facts,
         generate=client.generate,
         created=int(time.time()),
+        aliases=model.aliases,
         group_header=model.replicas.group_header,
         session_header=model.replicas.session_header,
     )

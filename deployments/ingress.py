@@ -12,9 +12,11 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from app.api import batch_routes, build_app
+from app.api.guard import owner_of
 from app.config import ApplicationConfig
 from deployments.batch_calls import RemoteBatchService
 from deployments.client import ModelClient, served_model
+from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
@@ -48,6 +50,7 @@ class Ingress:
             )
             for model in config.models
         }
+        self._keys = Keys(config.api)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -59,6 +62,7 @@ class Ingress:
         ]
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
+        self._following = asyncio.create_task(self._keys.follow())
         return build_app(
             models,
             self._config.api,
@@ -66,6 +70,7 @@ class Ingress:
             metrics=self._metrics.requests,
             expose=self._metrics.expose,
             batch_routes=self._batch_routes(),
+            doorkeeper=self._keys.doorkeeper,
         )
 
     def metrics_report(self) -> IngressReport:
@@ -77,7 +82,7 @@ class Ingress:
             return []
         assert self._config.batches is not None, "a batches deployment comes with its settings"
         service = RemoteBatchService(self._batches)
-        return batch_routes(service, max_file_bytes=self._config.batches.max_file_bytes)
+        return batch_routes(service, max_file_bytes=self._config.batches.max_file_bytes, owner_of=owner_of)
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.

@@ -22,14 +22,13 @@ from pathlib import Path
 
 from app.assembly import resolve_model_path
 from app.errors import InvalidSetup
-from deployments.settings import ServeFile, read_serve_file
+from deployments.settings import LOOPBACK, ServeFile, read_serve_file
 
 PROJECT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0
 _MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def main() -> int:

@@ -14,10 +14,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from app.config import ApplicationConfig, SchedulerConfig, ServedModelConfig, branches_of, leaves, names_of
+from app.config import (
+    ApiConfig,
+    ApplicationConfig,
+    KeyConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+    branches_of,
+    leaves,
+    names_of,
+)
 from app.errors import InvalidSetup
 
 BUILDER = "deployments.application:build"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +57,11 @@ def read_serve_file(path: Path) -> ServeFile:
     applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
     for name, entry in ours.items():
         _check_user_configs(applications[name], entry.get("deployments") or [])
-    return ServeFile(
+    file = ServeFile(
         host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
     )
+    _check_exposure(file)
+    return file
 
 
 def parse(args: object) -> ApplicationConfig:
@@ -60,6 +72,32 @@ def parse(args: object) -> ApplicationConfig:
         raise InvalidSetup("\n".join(map(_mistake, _causes(error)))) from error
     check(config)
     return config
+
+
+def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
+    """The keys of the settings and those of the file that they name. Raises InvalidSetup."""
+    keys = config.keys + (read_keys(Path(config.keys_file)) if config.keys_file else ())
+    try:
+        return ApiConfig(keys=keys).keys
+    except ValidationError as error:
+        raise InvalidSetup(f"{config.keys_file}: {_mistake(_causes(error)[0])}") from error
+
+
+def read_keys(path: Path) -> tuple[KeyConfig, ...]:
+    """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
+    try:
+        entries = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSetup(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidSetup(f"{path}: is not YAML") from error  # and no word of what is in it
+    if not isinstance(entries, list) or not entries:
+        raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
+    try:
+        return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
+    except ValidationError as error:
+        mistakes = "\n".join(map(_mistake, _causes(error)))
+        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
 
 
 def check(config: ApplicationConfig) -> None:
@@ -112,6 +150,30 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
 def deployment_name(model: ServedModelConfig) -> str:
     """The Serve deployment of a model; Serve forbids some of what model names may have."""
     return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+
+
+def _check_exposure(file: ServeFile) -> None:
+    """Raise InvalidSetup when other machines could use an application without a key, and nobody has said that they may.
+
+    Reads the files of keys too, so that a mistake there is told before anything starts.
+    """
+    for name, config in file.applications.items():
+        keys = all_keys(config.api)
+        _check_models_of_keys(keys, config)
+        if not keys and file.host not in LOOPBACK and not config.api.allow_unauthenticated:
+            raise InvalidSetup(
+                f"http_options.host: got {file.host!r}, and application {name!r} has no API keys: everybody who can "
+                f"reach this machine could use it; give it `api.keys_file` (`python -m scripts.make_key NAME` prints "
+                f"an entry), listen on 127.0.0.1, or say `api.allow_unauthenticated: true`"
+            )
+
+
+def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
+    names = [model.name for model in config.models]
+    for key in keys:
+        unknown = [name for name in key.models if name not in names]
+        if unknown:
+            raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:

@@ -22,9 +22,9 @@ def _default(field: FieldInfo) -> str:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if len(branches_of(field)) > 1:
         choices = names_of(field)
-    default = _text(field.default)
+    default = "" if field.is_required() else _text(field.default)
     others = [f"`{choice}`" for choice in choices if choice != default]
-    shown = "–" if field.default is None else f"`{default}`"
+    shown = "required" if field.is_required() else f"`{default}`" if default and field.default is not None else "–"
     return f"{shown} (or {', '.join(others)})" if others else shown
 
 

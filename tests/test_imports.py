@@ -30,8 +30,8 @@ ALLOWED = {
     },
     "app.batches": {"app.config", "app.errors", "pydantic_core"},
     "app.api": {
-        "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.engine.request", "app.engine.facts",
-        "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
+        "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},

@@ -19,6 +19,7 @@ from app.batches import BatchService, NewBatch
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 _MAX_BODY_BYTES = 64 * 1024
+_BODY_TIMEOUT_S = 60.0
 
 
 class BatchRequest(Schema):
@@ -67,7 +68,7 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
-        body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES)
+        body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES, timeout_s=_BODY_TIMEOUT_S)
         try:
             asked = BatchRequest.model_validate(body)
         except ValidationError as error:

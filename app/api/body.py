@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -10,17 +11,33 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ClientGone
-from app.api.parameters import UnknownFields, refuse_unavailable
-from app.api.schemas import GenerationRequest, from_validation_error
-from app.errors import BodyTooLarge, InvalidRequest
+from app.api.parameters import UnknownFields, refuse_unavailable, refuse_unknown
+from app.api.schemas import ModelRequest, from_validation_error
+from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 DEADLINE_HEADER = "x-carousel-deadline-s"
 
 
-async def read_json_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """The body as an object. Raises BodyTooLarge as soon as that is certain, InvalidRequest when it is no object."""
+async def read_json_object(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """The body as an object.
+
+    Raises BodyTooLarge as soon as that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is
+    no object.
+    """
+    body = await _read(request, max_bytes=max_bytes, timeout_s=timeout_s)
+    # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body should be a JSON object", code="invalid_json")
+    return value
+
+
+async def _read(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) > 18:
         raise _too_large(declared[:18] + "...", max_bytes)
@@ -28,20 +45,18 @@ async def read_json_object(request: Request, *, max_bytes: int) -> dict[str, Any
         raise _too_large(f"{int(declared):,}", max_bytes)
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                raise _too_large(f"more than {max_bytes:,}", max_bytes)
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_large(f"more than {max_bytes:,}", max_bytes)
     except ClientDisconnect:
         raise ClientGone from None
-    # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
-    try:
-        value = from_json(bytes(body), allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body should be a JSON object", code="invalid_json")
-    return value
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"the body did not arrive within {timeout_s:g} s ({len(body):,} bytes of it did); send it faster"
+        ) from None
+    return bytes(body)
 
 
 def with_deadline(body: dict[str, Any], header: str | None) -> dict[str, Any]:
@@ -59,10 +74,14 @@ def with_deadline(body: dict[str, Any], header: str | None) -> dict[str, Any]:
         ) from None
 
 
-def parse(body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields) -> RequestT:
-    """The typed request. Raises InvalidRequest naming the first field at fault."""
+def parse(
+    body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
+) -> RequestT:
+    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unavailable(given, schema)
+    if is_strict:
+        refuse_unknown(given, schema)
     unknown_fields.note(given, schema)
     try:
         return schema.model_validate(given)

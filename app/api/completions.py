@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.config import ApiConfig
@@ -24,6 +25,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may use the rest of the conte
 MAX_CHARACTERS_ON_THE_LOOP = 2000  # longer texts are encoded in a thread, so that streams do not stutter
 SEED_MASK = 2**63 - 1
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -34,6 +37,7 @@ class ServedModel:
     facts: ModelFacts
     generate: Generate
     created: int  # seconds since 1970
+    aliases: tuple[str, ...] = ()  # other names that clients may send
     group_header: str = "x-carousel-group"
     session_header: str | None = None
 
@@ -88,7 +92,7 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
         ]
 
     num_characters = sum(len(message["content"]) for message in messages)
-    return _call("chatcmpl", body, model, await _off_the_loop(encode, num_characters), default_max_tokens=None)
+    return _call("chatcmpl", body, model, await off_the_loop(encode, num_characters), default_max_tokens=None)
 
 
 async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: ApiConfig) -> Call:
@@ -116,14 +120,15 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
 
     for prompt in body.prompt:
         if not isinstance(prompt, str):
-            _check_token_ids(prompt, model, "prompt")
+            check_token_ids(prompt, model, "prompt")
     num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-    prompts = await _off_the_loop(encode, num_characters)
+    prompts = await off_the_loop(encode, num_characters)
     return _call("cmpl", body, model, prompts, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
 
 
-async def _off_the_loop(encode: Callable[[], list[tuple[int, ...]]], num_characters: int) -> list[tuple[int, ...]]:
-    return encode() if num_characters <= MAX_CHARACTERS_ON_THE_LOOP else await asyncio.to_thread(encode)
+async def off_the_loop(work: Callable[[], T], num_characters: int) -> T:
+    """The result of work on so many characters, which must not hold up the streams of others."""
+    return work() if num_characters <= MAX_CHARACTERS_ON_THE_LOOP else await asyncio.to_thread(work)
 
 
 def _check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig) -> None:
@@ -141,11 +146,12 @@ def _check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig
             f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
             param="stop",
         )
-    _check_token_ids(body.stop_token_ids, model, "stop_token_ids")
-    _check_token_ids(tuple(body.logit_bias), model, "logit_bias")
+    check_token_ids(body.stop_token_ids, model, "stop_token_ids")
+    check_token_ids(tuple(body.logit_bias), model, "logit_bias")
 
 
-def _check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raise InvalidRequest for an id that the model does not have."""
     vocab_size = model.facts.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

@@ -12,14 +12,18 @@ from starlette.responses import JSONResponse, Response
 
 from app.errors import (
     BodyTooLarge,
+    BodyTooSlow,
     CarouselError,
     DeadlineMissed,
     EngineStopped,
     InvalidRequest,
+    LimitReached,
     MethodNotAllowed,
     NotFound,
+    NotPermitted,
     Overloaded,
     Quarantined,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -45,11 +49,15 @@ _FAILURE = _Kind(500, "server_error", "internal_error")
 
 # The first class that matches counts; anything else is `_FAILURE`.
 _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
+    (Unauthenticated, _Kind(401, "authentication_error", "invalid_api_key")),
+    (NotPermitted, _Kind(403, "permission_error", "model_not_allowed")),
+    (BodyTooSlow, _Kind(408, "timeout_error", "body_timeout")),
     (BodyTooLarge, _Kind(413, "invalid_request_error", "request_too_large")),
     (MethodNotAllowed, _Kind(405, "invalid_request_error", "method_not_allowed")),
     (NotFound, _Kind(404, "invalid_request_error", "not_found")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),
     (DeadlineMissed, _Kind(408, "timeout_error", "deadline_exceeded")),
+    (LimitReached, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
     (Overloaded, _Kind(429, "rate_limit_error", "overloaded")),
     (Unavailable, _Kind(503, "server_error", "unavailable")),
     (EngineStopped, _Kind(503, "server_error", "unavailable")),
@@ -87,6 +95,9 @@ def log_error(error: Exception, request_id: str) -> None:
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %r", request_id, error, exc_info=error)
+    elif isinstance(error, InvalidRequest):  # its message may quote the request, and no log shows what was sent
+        code, param = error.code or kind.code, error.param
+        logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)
     else:
         logger.info("request %s refused with %d: %.500r", request_id, kind.status, str(error))
 
@@ -107,6 +118,10 @@ def _kind_of(error: Exception) -> _Kind:
 def _headers(error: Exception) -> dict[str, str]:
     if isinstance(error, DeadlineMissed | Quarantined):  # the openai package would try a 408 again
         return {"x-should-retry": "false"}
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, BodyTooSlow):  # what would still come is not to be taken for another request
+        return {"Connection": "close"}
     if isinstance(error, Overloaded):
         return _retry_after(error.retry_after_s)
     if isinstance(error, Unavailable | EngineStopped):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from app.api.completions import Call
+from app.api.parameters import STRICT_HEADER
 from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
 
@@ -33,4 +34,13 @@ def with_hints(call: Call, headers: Mapping[str, str]) -> Call:
 
 def wants_explanation(headers: Mapping[str, str]) -> bool:
     """Whether the caller asks why its request went where it did."""
-    return headers.get(EXPLAIN_HEADER, "").strip().lower() in ("1", "true", "yes")
+    return _says_yes(headers.get(EXPLAIN_HEADER, ""))
+
+
+def is_strict(headers: Mapping[str, str]) -> bool:
+    """Whether the caller wants to be refused for fields that have no effect here."""
+    return _says_yes(headers.get(STRICT_HEADER, ""))
+
+
+def _says_yes(value: str) -> bool:
+    return value.strip().lower() in ("1", "true", "yes")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
 
-from app.api.schemas import GenerationRequest
+from app.api.schemas import ModelRequest, Schema
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "completion": _UNAVAILABLE_EVERYWHERE
     | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    "other": {},
 }
 
 # At OpenAI these change no text, and so it is here.
@@ -61,14 +62,47 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 MAX_REMEMBERED_NAMES = 1000
+MAX_NAMED = 20
+STRICT_HEADER = "x-strict"
 
 
-def refuse_unavailable(body: Mapping[str, Any], schema: type[GenerationRequest]) -> None:
+def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
     """Raise InvalidRequest when the body asks for something that this version does not do."""
     for name, harmless in _UNAVAILABLE[schema.ENDPOINT].items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             raise InvalidRequest(f"{name} is not supported by this version; leave it out", param=name)
+
+
+def refuse_unknown(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
+    """Raise InvalidRequest with the paths of all fields that nobody knows, those inside other fields too."""
+    known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT
+    unknown = [path for path in _unknown(body, schema) if path not in known]
+    if unknown:
+        shown = ", ".join(path[:100] for path in unknown[:MAX_NAMED])
+        more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
+        raise InvalidRequest(
+            f"there is no field {shown}{more}; leave it out, or send no {STRICT_HEADER}", param=unknown[0][:100]
+        )
+
+
+def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
+    """The paths in `value` of what the schemas in the type `kind` do not have."""
+    if isinstance(value, list):
+        for inner in get_args(kind):
+            for index, item in enumerate(value):
+                yield from _unknown(item, inner, f"{path}[{index}]")
+    elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Schema):
+        for name, item in value.items():
+            field = kind.model_fields.get(name)
+            inside = f"{path}.{name}" if path else name
+            if field is None:
+                yield inside
+            else:
+                yield from _unknown(item, field.annotation, inside)
+    elif isinstance(value, dict) and get_origin(kind) is not dict:
+        for inner in get_args(kind):
+            yield from _unknown(value, inner, path)
 
 
 class UnknownFields:
@@ -77,7 +111,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, body: Mapping[str, Any], schema: type[GenerationRequest]) -> None:
+    def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
         """Log the names in `body` that are new; their values have no effect."""
         known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
         for name in body.keys() - known:

@@ -65,6 +65,11 @@ class Progress:
         self.is_open = self.queued is not None
         return self.is_open
 
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs that were computed so far; none while no replica has accepted the call."""
+        num_generated = sum(answer.num_tokens for answer in self.answers)
+        return num_generated + self.call.num_prompt_tokens if num_generated or self.queued else 0
+
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
         num_prompt_tokens = self.call.num_prompt_tokens
@@ -270,10 +275,10 @@ def _envelope(call: Call, object_name: str) -> Json:
     }
 
 
-def model_entry(model: ServedModel) -> Json:
-    """One model of /v1/models."""
+def model_entry(model: ServedModel, name: str) -> Json:
+    """One model of /v1/models, under its name or an alias."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "carousel",

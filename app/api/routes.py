@@ -6,7 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -18,10 +18,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
+from app.api.callers import in_the_name_of
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
-from app.api.hints import wants_explanation, with_hints
+from app.api.guard import guarded, visit_of
+from app.api.hints import is_strict, wants_explanation, with_hints
+from app.api.keys import Doorkeeper, KeyRing, OpenDoor
+from app.api.limits import Account, rate_limit_headers
+from app.api.openapi import openapi_document
 from app.api.parameters import UnknownFields
 from app.api.responses import (
     ChatFormat,
@@ -32,15 +37,26 @@ from app.api.responses import (
     model_entry,
     whole_response,
 )
-from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    ModelRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from app.api.sse import begin_event_stream, unless_disconnected
+from app.api.tokenization import detokenize, tokenize
 from app.config import ApiConfig
 from app.errors import CarouselError, Unavailable
 from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
+from app.versions import versions
 
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 Prepare = Callable[[RequestT, ServedModel, ApiConfig], Awaitable[Call]]
 
 
@@ -52,30 +68,34 @@ def build_app(
     metrics: RequestMetrics | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
     batch_routes: Sequence[Route] = (),
+    doorkeeper: Doorkeeper | None = None,
 ) -> Starlette:
     """The HTTP application over these models.
 
     `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
     the text of /metrics; by default, what this process has measured. `batch_routes` are those of files and batches
-    where they are served.
+    where they are served. The `doorkeeper` knows the API keys; by default, those of the config.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
     api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.complete, methods=["POST"]),
-            Route("/v1/models", api.list_models, methods=["GET"]),
-            Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
-            Route("/health", api.health, methods=["GET"]),
-            Route("/ready", api.ready, methods=["GET"]),
-            Route("/metrics", api.expose_metrics, methods=["GET"]),
-            *batch_routes,
-        ],
-        middleware=[Middleware(_Border)],
-        exception_handlers={HTTPException: _on_http_exception},
-    )
-    app.router.redirect_slashes = False
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/models", api.list_models, methods=["GET"]),
+        Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
+        Route("/version", api.version, methods=["GET"]),
+        Route("/openapi.json", api.openapi, methods=["GET"]),
+        *batch_routes,
+    ]
+    open_routes = [Route("/health", api.health, methods=["GET"]), Route("/ready", api.ready, methods=["GET"])]
+    (open_routes if config.open_metrics else routes).append(Route("/metrics", api.expose_metrics, methods=["GET"]))
+    if doorkeeper is None:
+        doorkeeper = KeyRing(config.keys) if config.keys else OpenDoor()
+    app = Starlette(middleware=[Middleware(_Border)], exception_handlers={HTTPException: _on_http_exception})
+    app.router = guarded(open_routes, routes, doorkeeper)
     return app
 
 
@@ -90,12 +110,13 @@ class _Api:
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
     ) -> None:
-        self._models = {model.name: model for model in models}
+        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
         self._expose = expose
         self._unknown_fields = UnknownFields()
+        self._openapi = openapi_document(config)
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, prepare_chat, ChatFormat())
@@ -104,10 +125,37 @@ class _Api:
         return await self._generate(request, CompletionRequest, prepare_completion, CompletionFormat())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_entry(model) for model in self._models.values()]})
+        account = visit_of(request).account
+        served = {name: model for name, model in self._models.items() if account.may_use(model.name)}
+        return JSONResponse({"object": "list", "data": [model_entry(model, name) for name, model in served.items()]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(model_entry(model_named(request.path_params["model_id"], self._models)))
+        name = request.path_params["model_id"]
+        return JSONResponse(model_entry(self._model(name, visit_of(request).account), name))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed: TokenizeTextRequest | TokenizeChatRequest
+        if body.get("messages") is None:
+            parsed = self._parsed(body, TokenizeTextRequest, request)
+        else:
+            parsed = self._parsed(body, TokenizeChatRequest, request)
+        return JSONResponse(await tokenize(parsed, self._model(parsed.model, visit_of(request).account)))
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = self._parsed(await self._body(request), DetokenizeRequest, request)
+        return JSONResponse(await detokenize(parsed, self._model(parsed.model, visit_of(request).account)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """For clients that apply the chat template themselves; `?model=` says whose where there are several."""
+        model = self._model(request.query_params.get("model"), visit_of(request).account)
+        return JSONResponse(model.tokenizer.description())
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": versions()["carousel"]})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(self._openapi)
 
     async def health(self, request: Request) -> Response:
         """The process lives and its loop turns."""
@@ -136,6 +184,7 @@ class _Api:
         prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
         metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
         progress = Progress(call, request.state.request_id, metrics)
+        visit_of(request).num_used = progress.num_tokens
         pieces = generate_pieces(call)
         response: Response
         if not is_streamed:
@@ -154,17 +203,32 @@ class _Api:
         """What the body asks for, checked, and whether it wants it as a stream."""
         model_name = NO_MODEL
         try:
-            body = await read_json_object(request, max_bytes=self._config.max_body_bytes)
-            body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
-            parsed = parse(body, schema, self._unknown_fields)
+            config, visit = self._config, visit_of(request)
+            body = with_deadline(await self._body(request), request.headers.get(DEADLINE_HEADER))
+            parsed = self._parsed(body, schema, request)
             if parsed.request_id is not None and "x-request-id" not in request.headers:
                 request.state.request_id = parsed.request_id
-            model = model_named(parsed.model, self._models)
+            model = self._model(parsed.model, visit.account)
             model_name = model.name
-            return with_hints(await prepare(parsed, model, self._config), request.headers), parsed.stream
+            call = with_hints(await prepare(parsed, model, config), request.headers)
+            return in_the_name_of(visit, call, parsed, share_prefixes=config.share_prefixes), parsed.stream
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limits = self._config
+        return await read_json_object(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+
+    def _parsed(self, body: dict[str, Any], schema: type[ParsedT], request: Request) -> ParsedT:
+        return parse(body, schema, self._unknown_fields, is_strict=is_strict(request.headers))
+
+    def _model(self, name: str | None, account: Account) -> ServedModel:
+        """The model of that name; without a name the only one that this account may use."""
+        if name is not None and name in self._models:
+            account.check_model(self._models[name].name)
+            return self._models[name]
+        return model_named(name, {model.name: model for model in self._models.values() if account.may_use(model.name)})
 
 
 def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
@@ -185,7 +249,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 class _Border:
-    """The outermost layer: every response has an x-request-id, every error a body, no error a stack trace."""
+    """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -202,7 +266,7 @@ class _Border:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                MutableHeaders(scope=message).update({"x-request-id": state["request_id"]} | rate_limit_headers(state))
             await send(message)
 
         try:

@@ -1,6 +1,8 @@
-"""The two typed requests. Shapes and ranges that need no knowledge of a model or of limits are checked here.
+"""The typed requests. Shapes and ranges that need no knowledge of a model or of limits are checked here.
 
-`null` is "not given" everywhere. What the API knows of but does not do is in `parameters.py`.
+`null` is "not given" everywhere. What the API knows of but does not do is in `parameters.py`. `openapi.py` publishes
+these classes as JSON schemas; where a validator accepts more than the type behind it, its `json_schema_input_type` or
+`WithJsonSchema` says what.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -79,6 +82,17 @@ def _bias(value: Any) -> Any:
     return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
 
 
+NonEmpty = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Schema(BaseModel):
     """Base of what clients send: no coercion (`"5"` is no number), unknown fields are left out."""
 
@@ -94,11 +108,13 @@ class Message(Schema):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = Field(None, validate_default=True)
+    content: Annotated[str | None, BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
+        Field(None, validate_default=True)
+    )
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
+    tool_calls: Annotated[list[Any] | None, WithJsonSchema({"type": "array", "maxItems": 0})] = None
+    function_call: Annotated[Any, WithJsonSchema({"type": "null"})] = None
 
     @field_validator("tool_calls", "function_call")
     @classmethod
@@ -124,12 +140,17 @@ class Message(Schema):
         return message
 
 
-class GenerationRequest(Schema):
-    """What both endpoints share."""
+class ModelRequest(Schema):
+    """What is asked of a model. `ENDPOINT` says which fields of other servers `parameters.py` knows of."""
 
-    ENDPOINT: ClassVar[str]
+    ENDPOINT: ClassVar[str] = "other"
 
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """What both generating endpoints share."""
+
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=MAX_TOKENS)
@@ -137,13 +158,26 @@ class GenerationRequest(Schema):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[
+        dict[int, float],
+        BeforeValidator(_bias),
+        WithJsonSchema(
+            {
+                "type": "object",
+                "additionalProperties": {"type": "number"},
+                "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
+            }
+        ),
+    ] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1)
     best_of: int | None = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-    stop: Annotated[list[str], BeforeValidator(_texts)] = Field(default_factory=list)
+    stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
+        default_factory=list
+    )
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     stream: bool = False
@@ -212,8 +246,41 @@ class CompletionRequest(GenerationRequest):
 
     ENDPOINT = "completion"
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(
+            _prompts,
+            json_schema_input_type=NonEmpty
+            | TokenIds
+            | Annotated[list[NonEmpty], Field(min_length=1)]
+            | Annotated[list[TokenIds], Field(min_length=1)],
+        ),
+    ]
     add_special_tokens: bool = True
+
+
+class TokenizeTextRequest(ModelRequest):
+    """The body of POST /tokenize for a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ModelRequest):
+    """The body of POST /tokenize for a conversation."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(ModelRequest):
+    """The body of POST /detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def from_validation_error(error: ValidationError) -> InvalidRequest:

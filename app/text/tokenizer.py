@@ -110,6 +110,19 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; "" for ids that name none."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def description(self) -> dict[str, Any]:
+        """The special tokens and the chat template, by the names that tokenizer_config.json has for them."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+        return {
+            "tokenizer_class": type(self._pretrained).__name__,
+            "vocab_size": self._backend.get_vocab_size(),
+            "chat_template": self._pretrained.chat_template,
+        } | {name: getattr(self._pretrained, name) for name in names}
+
 
 # Names that the call of the template fills itself.
 _RESERVED_VARIABLES = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {

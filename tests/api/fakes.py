@@ -62,7 +62,8 @@ class Service:
         *,
         generate: Generate | None = None,
         names: Sequence[str] = ("demo",),
-        **limits: float,
+        aliases: tuple[str, ...] = (),
+        **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
@@ -70,11 +71,16 @@ class Service:
         facts = ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=763, eos_token_ids=(4,))
         self.models = [
             ServedModel(
-                name=name, tokenizer=tokenizer, facts=facts, generate=generate or self.generate, created=1_700_000_000
+                name=name,
+                tokenizer=tokenizer,
+                facts=facts,
+                generate=generate or self.generate,
+                created=1_700_000_000,
+                aliases=aliases,
             )
             for name in names
         ]
-        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(limits), self._is_ready)
+        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(settings), self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready
@@ -85,12 +91,14 @@ class Service:
         [request] = self.generate.requests
         return request
 
-    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, query: str = ""
+    ) -> Answer:
         """One call from start to end."""
-        return asyncio.run(self._call(method, path, body, headers or {}))
+        return asyncio.run(self._call(method, path, body, headers or {}, query))
 
-    async def _call(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        async with Connection(self.app, method, path, body, headers) as connection:
+    async def _call(self, method: str, path: str, body: Any, headers: dict[str, str], query: str) -> Answer:
+        async with Connection(self.app, method, path, body, headers, query) as connection:
             await connection.finished()
             return connection.answer()
 
@@ -155,7 +163,9 @@ def check_error(error: dict[str, Any]) -> None:
 class Connection:
     """One HTTP exchange with an ASGI app, as a server would run it."""
 
-    def __init__(self, app: Starlette, method: str, path: str, body: Any, headers: dict[str, str]) -> None:
+    def __init__(
+        self, app: Starlette, method: str, path: str, body: Any, headers: dict[str, str], query: str = ""
+    ) -> None:
         self._app = app
         chunks = body if isinstance(body, list) and all(isinstance(chunk, bytes) for chunk in body) else [_bytes(body)]
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -168,20 +178,21 @@ class Connection:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
         }
         self.messages: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> Connection:
+        self._others = asyncio.all_tasks()
         self._task = asyncio.create_task(self._app(self._scope, self._incoming.get, self._send))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not others, "a call leaves no task behind"
+        left = asyncio.all_tasks() - self._others
+        assert not left, "a call leaves no task behind"
 
     async def _send(self, message: Any) -> None:
         self.messages.append(message)

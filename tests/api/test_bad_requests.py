@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, check_error, say
+from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -296,3 +297,17 @@ def test_no_bytes_give_a_5xx(service: Service) -> None:
         assert service.call("POST", "/v1/completions", body).status == 400
 
     check()
+
+
+def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, body_timeout_s=0.05)
+
+    async def run() -> Answer:
+        async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
+            await connection.finished()
+            return connection.answer()
+
+    answer = asyncio.run(run())
+    assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
+    assert "within 0.05 s (0 bytes of it did)" in answer.error["message"]
+    assert answer.headers["connection"] == "close"

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import openai
 import pytest
 
 from app.api import Answering, batch_routes, build_app
+from app.api.guard import owner_of
 from app.batches import LocalBatchService
-from app.config import ApiConfig, BatchesConfig
+from app.config import ApiConfig, BatchesConfig, KeyConfig
 from app.errors import Overloaded
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
@@ -435,3 +437,33 @@ def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: T
 def test_without_batches_there_are_no_such_routes(service: Service) -> None:
     for method, path in (("POST", "/v1/files"), ("GET", "/v1/batches")):
         assert service.call(method, path).error["code"] == "not_found"
+
+
+def test_files_and_batches_need_a_key_without_limits_and_are_its_own(service: Service, tmp_path: Path) -> None:
+    keys = {"ann": "a" * 40, "bob": "b" * 40, "few": "f" * 40}
+    config = ApiConfig(
+        keys=tuple(
+            KeyConfig(
+                name=name, sha256=sha256(key.encode()).hexdigest(), requests_per_minute=9 if name == "few" else None
+            )
+            for name, key in keys.items()
+        )
+    )
+
+    async def main() -> None:
+        answering = Answering(service.models, config, RequestMetrics(["demo"]))
+        async with LocalBatchService(tmp_path, BatchesConfig(), answering.answer) as batches:
+            routes = batch_routes(batches, max_file_bytes=10_000, owner_of=owner_of)
+            app = build_app(service.models, config, service._is_ready, batch_routes=routes)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://c") as client:
+                assert (await client.get("/v1/files")).status_code == 401
+                as_ann, as_bob, as_few = ({"authorization": f"Bearer {key}"} for key in keys.values())
+                client.headers = httpx.Headers(as_ann)
+                file = (await send(client, chat_line("one"))).json()
+                assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
+                assert (await client.get(f"/v1/files/{file['id']}", headers=as_bob)).status_code == 404
+                refused = await client.get("/v1/files", headers=as_few)
+                assert refused.status_code == 403
+                assert "limits" in refused.json()["error"]["message"]
+
+    asyncio.run(main())

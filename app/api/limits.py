@@ -1,0 +1,161 @@
+"""What the holder of one key may use: requests and tokens a minute, requests at once. In this process, by its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from app.config import KeyConfig
+from app.errors import InvalidRequest, LimitReached, NotPermitted
+
+# How soon a place may be free among the requests at once: nobody knows, and to ask again is cheap.
+CONCURRENCY_RETRY_S = 1.0
+
+
+class TokenBucket:
+    """So much a minute, and at most a minute's worth at once (the leaky bucket as a meter).
+
+    What was used beyond what was there is a debt, which the coming time pays first.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.limit = per_minute
+        self._clock = clock
+        self._balance = float(per_minute)
+        self._counted_at = clock()
+
+    @property
+    def remaining(self) -> int:
+        """What could be taken now."""
+        return max(0, int(self._counted()))
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds until it is full again, if nobody takes anything."""
+        return (self.limit - self._counted()) * 60 / self.limit
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full."""
+        return max(0.0, (min(amount, self.limit) - self._counted()) * 60 / self.limit)
+
+    def take(self, amount: float) -> None:
+        """Take it, whether it is there or not; what is negative goes back."""
+        self._balance = min(self._counted() - amount, self.limit)
+
+    def _counted(self) -> float:
+        now = self._clock()
+        self._balance = min(self._balance + (now - self._counted_at) * self.limit / 60, self.limit)
+        self._counted_at = now
+        return self._balance
+
+
+class Account:
+    """What one key has used. Lives as long as its key, and outlives a change of its limits."""
+
+    def __init__(self, key: KeyConfig | None, clock: Callable[[], float]) -> None:
+        """Without a key it is that of everybody where no keys are needed: it has no name and no limits."""
+        self._clock = clock
+        self._num_running = 0
+        self.set_limits(key)
+
+    def set_limits(self, key: KeyConfig | None) -> None:
+        """Go on under these limits; who changes them begins a new minute."""
+        self.key = key
+        self._requests = self._bucket(key.requests_per_minute if key else None)
+        self._tokens = self._bucket(key.tokens_per_minute if key else None)
+
+    @property
+    def name(self) -> str:
+        return self.key.name if self.key else ""
+
+    @contextmanager
+    def visit(self) -> Iterator[Visit]:
+        """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
+        self._check_concurrency()
+        if self._requests:
+            self._check(self._requests, 1, "requests")
+            self._requests.take(1)
+        self._num_running += 1
+        visit = Visit(self)
+        try:
+            yield visit
+        finally:
+            self._num_running -= 1
+            self.take_tokens(visit.num_used() - visit.num_reserved)
+
+    def check_model(self, name: str) -> None:
+        """Raises NotPermitted when the key is not for this model."""
+        if not self.may_use(name):
+            raise NotPermitted(f"this API key is not for the model {name!r}; ask for another key", param="model")
+
+    def may_use(self, model_name: str) -> bool:
+        return self.key is None or not self.key.models or model_name in self.key.models
+
+    def max_tokens(self, asked: int | None, param: str) -> int | None:
+        """The longest output this key may have; None: any. Raises InvalidRequest when more was asked for in `param`."""
+        cap = self.key.max_tokens if self.key else None
+        if cap is not None and asked is not None and asked > cap:
+            raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
+        return cap
+
+    def reserve_tokens(self, num_tokens: int) -> None:
+        """Take what a call may need at most. Raises LimitReached."""
+        if self._tokens:
+            self._check(self._tokens, num_tokens, "tokens")
+        self.take_tokens(num_tokens)
+
+    def take_tokens(self, num_tokens: int) -> None:
+        """Count tokens; fewer than none are given back."""
+        if self._tokens:
+            self._tokens.take(num_tokens)
+
+    def headers(self) -> dict[str, str]:
+        """`x-ratelimit-…`, as OpenAI's, for the limits that there are."""
+        headers: dict[str, str] = {}
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket:
+                headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(bucket.remaining)
+                headers[f"x-ratelimit-reset-{what}"] = f"{bucket.reset_s:.3f}s"
+        return headers
+
+    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
+        return TokenBucket(per_minute, self._clock) if per_minute else None
+
+    def _check_concurrency(self) -> None:
+        limit = self.key.max_concurrency if self.key else None
+        if limit is not None and self._num_running >= limit:
+            raise LimitReached(
+                f"this API key may have {limit:,} requests at once and has {self._num_running:,}; wait for one of them",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+
+    def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
+        wait_s = bucket.wait_s(amount)
+        if wait_s > 0:
+            raise LimitReached(
+                f"this API key may use {bucket.limit:,} {what} a minute; this request needs up to {amount:,} and "
+                f"{bucket.remaining:,} are left; try again in {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )
+
+
+@dataclass(slots=True)
+class Visit:
+    """One HTTP request on an account: the tokens that it has reserved, and how to find out how many it has used."""
+
+    account: Account
+    num_reserved: int = 0
+    num_used: Callable[[], int] = lambda: 0  # asked at the end of the visit
+
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve what a call may need at most; the end of the visit settles it. Raises LimitReached."""
+        self.account.reserve_tokens(num_tokens)
+        self.num_reserved += num_tokens
+
+
+def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:
+    """Of the account that a request's state names, once it is known."""
+    account = state.get("account")
+    return account.headers() if isinstance(account, Account) else {}

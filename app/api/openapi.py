@@ -1,0 +1,188 @@
+"""The description of the API at /openapi.json: bodies from the typed requests, limits from the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from app.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from app.config import ApiConfig
+from app.versions import versions
+
+Json = dict[str, Any]
+
+BODIES: tuple[type[ModelRequest], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeTextRequest,
+    TokenizeChatRequest,
+    DetokenizeRequest,
+)
+
+_REFUSALS = {
+    "400": "something in the request is wrong; `param` says what",
+    "401": "no API key, or none that is known",
+    "403": "this API key is not for that model",
+    "404": "there is no such model",
+    "408": "the body was too slow, or the deadline has passed or cannot be met",
+    "413": "the body is too large",
+    "429": "this API key's limit is reached, or the queues are full; try again after `Retry-After`",
+    "500": "the server failed",
+    "503": "no replica can serve now; try again after `Retry-After`",
+}
+_OF_A_KEY = ("401", "429")
+_OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
+_OF_A_BODY = (*_OF_A_MODEL, "408", "413")
+_OF_GENERATION = (*_OF_A_BODY, "500", "503")
+
+_TEXT, _WHOLE_NUMBER = {"type": "string"}, {"type": "integer"}
+_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
+_MODEL_QUERY = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
+
+
+def openapi_document(config: ApiConfig) -> Json:
+    """The whole description, as OpenAPI 3.1."""
+    needs_key = bool(config.keys or config.keys_file)
+    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Carousel", "version": versions()["carousel"] or "unknown"},
+        "paths": _paths(config),
+        "components": {"schemas": _schemas(config), "securitySchemes": schemes},
+        "security": [{"key": []}] if needs_key else [],
+    }
+
+
+def _paths(config: ApiConfig) -> Json:
+    chat, complete = _body(ChatRequest), _body(CompletionRequest)
+    events = {"text/event-stream": {"schema": _TEXT}}
+    open_get: Json = {"security": []}
+    return {
+        "/v1/chat/completions": {
+            "post": _operation("Generate the next message", "ChatCompletion", _OF_GENERATION, chat, events)
+        },
+        "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
+        "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
+        "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL) | {"parameters": [_MODEL_ID]}},
+        "/tokenize": {
+            "post": _operation(
+                "Words to token ids", "Tokens", _OF_A_BODY, _body(TokenizeTextRequest, TokenizeChatRequest)
+            )
+        },
+        "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, _body(DetokenizeRequest))},
+        "/tokenizer_info": {
+            "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL)
+            | {"parameters": [_MODEL_QUERY]}
+        },
+        "/version": {"get": _operation("The version of the server", "Version", _OF_A_KEY)},
+        "/openapi.json": {"get": _operation("This description", "Anything", _OF_A_KEY)},
+        "/health": {"get": _operation("The process lives", "Anything", ()) | open_get},
+        "/ready": {"get": _operation("A request could be served", "Anything", ("503",)) | open_get},
+        "/metrics": {
+            "get": {
+                "summary": "What is measured, for Prometheus",
+                "responses": {"200": {"description": "metrics", "content": {"text/plain": {"schema": _TEXT}}}}
+                | _errors(_OF_A_KEY),
+            }
+            | (open_get if config.open_metrics else {})
+        },
+    }
+
+
+def _operation(
+    summary: str, answer: str, refusals: tuple[str, ...], body: Json | None = None, other_content: Json | None = None
+) -> Json:
+    """`answer` names the schema of a 200, `refusals` are the other statuses."""
+    content = {"application/json": {"schema": _reference(answer)}} | (other_content or {})
+    operation: Json = {
+        "summary": summary,
+        "responses": {"200": {"description": "done", "content": content}} | _errors(refusals),
+    }
+    return operation if body is None else operation | {"requestBody": body}
+
+
+def _body(*schemas: type[ModelRequest]) -> Json:
+    references = [_reference(schema.__name__) for schema in schemas]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _errors(statuses: tuple[str, ...]) -> Json:
+    content = {"application/json": {"schema": _reference("Error")}}
+    return {status: {"description": _REFUSALS[status], "content": content} for status in sorted(statuses)}
+
+
+def _schemas(config: ApiConfig) -> Json:
+    _, document = models_json_schema(
+        [(schema, "validation") for schema in BODIES], ref_template="#/components/schemas/{model}"
+    )
+    schemas: Json = document["$defs"]
+    for schema in schemas.values():
+        _accept_null(schema)
+    for generation in (ChatRequest, CompletionRequest):
+        limited = schemas[generation.__name__]["properties"]
+        _restrict(limited["n"], "integer", maximum=config.max_choices)
+        _restrict(limited["stop"], "array", maxItems=config.max_stop_strings)
+    return schemas | _answers()
+
+
+def _accept_null(schema: Json) -> None:
+    """`null` is "not given" wherever a field may be left out."""
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()):
+            options = field.pop("anyOf", None) or [{key: field.pop(key) for key in list(field) if key not in _NOTES}]
+            field["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
+
+
+_NOTES = ("title", "default", "description")
+
+
+def _restrict(field: Json, kind: str, **limits: int) -> None:
+    """Add limits that depend on the settings to those options of a field that are of this kind."""
+    for option in field["anyOf"]:
+        if option.get("type") == kind:
+            option.update(limits)
+
+
+def _answers() -> Json:
+    """What comes back, as far as clients may rely on it."""
+    usage = _object(prompt_tokens=_WHOLE_NUMBER, completion_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER)
+    reason = {"enum": ["stop", "length"]}
+    message = _object(role={"const": "assistant"}, content=_TEXT)
+    call = {"id": _TEXT, "created": _WHOLE_NUMBER, "model": _TEXT, "usage": usage}
+    chat_choice = _object(index=_WHOLE_NUMBER, message=message, finish_reason=reason)
+    choice = _object(index=_WHOLE_NUMBER, text=_TEXT, finish_reason=reason)
+    or_nothing = {"type": ["string", "null"]}
+    model = _object(id=_TEXT, object={"const": "model"}, created=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER)
+    return {
+        "Anything": {"type": "object"},
+        "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=or_nothing, code=or_nothing)),
+        "ChatCompletion": _object(**call, object={"const": "chat.completion"}, choices=_list(chat_choice)),
+        "Completion": _object(**call, object={"const": "text_completion"}, choices=_list(choice)),
+        "Model": model,
+        "ModelList": _object(object={"const": "list"}, data=_list(_reference("Model"))),
+        "Tokens": _object(count=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER, tokens=_list(_WHOLE_NUMBER)),
+        "Text": _object(prompt=_TEXT),
+        "TokenizerInfo": _object(tokenizer_class=_TEXT, eos_token=or_nothing, chat_template=or_nothing),
+        "Version": _object(version=or_nothing),
+    }
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}

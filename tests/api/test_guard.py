@@ -1,0 +1,282 @@
+"""The auth matrix: every route, every odd way to ask for it or to show a key. Nobody gets in without one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.routing import Route, Router
+
+from app.api.guard import Guard
+from app.text import Tokenizer
+from tests.api.fakes import Connection, Service, check_error, say
+from tests.api.keys import KEY, bearer, entry
+from tests.benchmarks.servers import serving
+
+OPEN = {"/health", "/ready"}
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")
+NO_KEYS: tuple[dict[str, str], ...] = (
+    {},
+    {"authorization": "Bearer sk-wrong"},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": KEY},
+    {"authorization": f"Bearer {KEY.upper()}"},
+    {"authorization": f"Bearer {entry()['sha256']}"},
+    {"x-api-key": KEY, "api-key": KEY, "proxy-authorization": f"Bearer {KEY}", "cookie": f"Authorization=Bearer {KEY}"},
+    {"host": "localhost/health?"},
+    {"host": "[/health", "x-forwarded-host": "health", "x-forwarded-prefix": "/health"},
+    {"x-original-url": "/health", "x-rewrite-url": "/health", "x-forwarded-path": "/health"},
+    {"x-http-method-override": "GET", "x-method-override": "GET", "x-forwarded-for": "127.0.0.1"},
+)
+
+
+@pytest.fixture
+def guarded_service(tokenizer: Tokenizer) -> Service:
+    return Service(tokenizer, say(tokenizer, "3 4 5."), keys=[entry()])
+
+
+def all_paths(service: Service) -> tuple[set[str], set[str]]:
+    """The paths of the open routes and those of all others, with a model's name where one belongs."""
+    guard = service.app.router.default
+    assert isinstance(guard, Guard)
+    assert isinstance(guard.app, Router)
+    return _paths(service.app.router), _paths(guard.app)
+
+
+def _paths(router: Router) -> set[str]:
+    assert all(isinstance(route, Route) for route in router.routes), "a mount or a websocket needs a thought of its own"
+    return {re.sub(r"\{[^}]*\}", "demo", route.path) for route in router.routes if isinstance(route, Route)}
+
+
+def odd_forms(path: str) -> Iterator[str]:
+    """The path, and what some server or proxy has once taken for it."""
+    yield from (path, f"{path}/", f"/{path}", f"//{path}", path.upper(), path.title(), f"{path}//", f"{path}/.")
+    yield from (f"/health/..{path}", f"/health/../..{path}", f"/v1/..{path}", f"/v1/.{path}", f"/./{path}")
+    yield from (
+        f"{path}/../health",
+        f"{path}/../../health",
+        f"{path}%2f..%2fhealth",
+        f"/%2e%2e{path}",
+        f"/health{path}",
+    )
+    yield from (f"/health%00{path}", f"{path}\0", f"{path};/health", f"{path}?/health", f"{path}#/health", f"{path}%20")
+    yield from (
+        f"http://127.0.0.1{path}",
+        f"http://health{path}",
+        path.replace("/", "\\"),
+        path.replace("/", "%2f"),
+        "",
+    )
+
+
+async def status_of(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> int:
+    """The status of one exchange, without a server's view of what a path may be."""
+    sent: list[dict[str, Any]] = []
+
+    bodies = [b'{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}']
+
+    async def receive() -> dict[str, Any]:
+        if not bodies:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": bodies.pop()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+        "query_string": f"key={KEY}".encode(), "headers": headers, "scheme": "http", "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+def encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def test_nothing_but_the_open_routes_answers_without_a_key(guarded_service: Service) -> None:
+    open_paths, other_paths = all_paths(guarded_service)
+    assert open_paths == OPEN
+    assert len(other_paths) >= 10
+    headers = [encoded(each) for each in NO_KEYS]
+    headers += [encoded({"authorization": "Bearer sk-wrong"}) + encoded(bearer()), encoded(bearer()) * 2]
+
+    async def run() -> list[str]:
+        forms = {form for path in open_paths | other_paths for form in odd_forms(path)}
+        asked = list(itertools.product(sorted(forms), METHODS, headers))
+        assert len(asked) > 40_000
+        answered = []
+        for form, method, sent in asked:
+            status = await status_of(guarded_service.app, method, form, sent)
+            if status < 400 and not (form in OPEN and method in ("GET", "HEAD")):
+                answered.append(f"{method} {form!r} with {sent}: {status}")
+            assert status < 500, f"{method} {form!r} with {sent}: {status}"
+        return answered
+
+    assert asyncio.run(run()) == []
+    assert guarded_service.generate.requests == []
+
+
+def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarded_service: Service) -> None:
+    _, paths = all_paths(guarded_service)
+
+    async def statuses(path: str) -> set[int]:
+        return {await status_of(guarded_service.app, method, path, encoded(bearer())) for method in ("GET", "POST")}
+
+    async def run() -> None:
+        for path in paths - {"/detokenize"}:  # which wants another body
+            assert 200 in await statuses(path), path
+        assert await statuses("//v1/models") == {404}
+        assert await statuses("/health/../v1/models") == {404}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/nothing", "/", "/metrics", "/openapi.json"])
+def test_who_has_no_key_learns_only_that(guarded_service: Service, path: str) -> None:
+    answer = guarded_service.call("GET", path)
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert (answer.error["type"], answer.error["code"]) == ("authentication_error", "invalid_api_key")
+    assert answer.headers["x-request-id"]
+
+
+def test_a_body_is_not_read_before_the_key_is_known(guarded_service: Service) -> None:
+    async def run() -> None:
+        async with Connection(guarded_service.app, "POST", "/v1/completions", [], {}) as connection:  # never sends one
+            await connection.finished()
+            assert connection.answer().status == 401
+
+    asyncio.run(run())
+
+
+def test_metrics_are_open_only_where_that_is_said(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), keys=[entry()], open_metrics=True)
+    assert service.call("GET", "/metrics").status == 200
+    assert service.call("GET", "/v1/models").status == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/health", "/"])
+def test_a_websocket_is_closed_before_it_is_accepted(guarded_service: Service, path: str) -> None:
+    async def run() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "websocket.connect"}
+
+        scope = {"type": "websocket", "path": path, "headers": encoded(bearer()), "query_string": b"", "scheme": "ws"}
+        await guarded_service.app(scope, receive, send)
+        return sent
+
+    assert [message["type"] for message in asyncio.run(run())] == ["websocket.close"]
+
+
+REQUEST_LINES = [
+    "GET /v1/models HTTP/1.1", "GET //v1/models HTTP/1.1", "GET /v1/../v1/models HTTP/1.1", "GET /V1/MODELS HTTP/1.1",
+    "GET /health/../v1/models HTTP/1.1", "GET /health/%2e%2e/v1/models HTTP/1.1", "GET /v1/%6dodels HTTP/1.1",
+    "GET /v1/models/ HTTP/1.1", "GET /v1/models/demo HTTP/1.1", "GET /v1%2fmodels HTTP/1.1",
+    "GET /v1/models%00 HTTP/1.1",
+    "GET http://127.0.0.1/v1/models HTTP/1.1", "GET http://127.0.0.1/health/../v1/models HTTP/1.1",
+    "GET http://x/health?/v1/models HTTP/1.1", "GET /v1/models?/health HTTP/1.1", "GET /v1/models#/health HTTP/1.1",
+    "GET /v1/models;/health HTTP/1.1", "GET \\v1\\models HTTP/1.1", "GET v1/models HTTP/1.1", "GET /v1/models HTTP/1.0",
+    "HEAD /v1/models HTTP/1.1", "OPTIONS * HTTP/1.1", "OPTIONS /v1/models HTTP/1.1", "CONNECT 127.0.0.1:80 HTTP/1.1",
+    "TRACE /v1/models HTTP/1.1", "get /v1/models HTTP/1.1", "GET /metrics HTTP/1.1", "GET /openapi.json HTTP/1.1",
+    "GET /tokenizer_info HTTP/1.1", "GET /version HTTP/1.1", "POST /v1/completions HTTP/1.1", "GET /docs HTTP/1.1",
+    "GET /-/routes HTTP/1.1",
+]  # fmt: skip
+HEADER_LINES = [
+    [], ["Host: health"], ["Host: 127.0.0.1/health?"], ["Host: a", "Host: b"], ["Authorization: Bearer wrong"],
+    ["Authorization: bearer"], ["Authorization:"], [f"Authorization: Basic {KEY}"], [f"X-Authorization: Bearer {KEY}"],
+    ["Authorization: Bearer wrong", f"Authorization: Bearer {KEY}"], [f"Authorization : Bearer {KEY}"],
+    ["X-HTTP-Method-Override: GET", "X-Original-URL: /health"], ["Connection: upgrade", "Upgrade: h2c"],
+    ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZQ=="],
+    ["Content-Length: 5", "Transfer-Encoding: chunked"], ["Content-Length: -1"], ["Connection: Authorization"],
+]  # fmt: skip
+
+
+def test_nothing_answers_without_a_key_over_a_socket_either(guarded_service: Service) -> None:
+    with serving(guarded_service.app) as url:
+        for request_line, header_lines in itertools.product(REQUEST_LINES, HEADER_LINES):
+            statuses = exchange(url, "\r\n".join([request_line, *header_lines, "Connection: close", "", ""]))
+            # One line asks for /health, with a query.
+            expected = {200} if "//x/health?" in request_line else set()
+            assert {status for status in statuses if status < 400} <= expected, (request_line, header_lines, statuses)
+        key = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
+        assert exchange(url, f"GET /v1/models HTTP/1.1\r\n{key}") == [200]
+        assert exchange(url, f"GET /v1/%6dodels HTTP/1.1\r\n{key}") == [200]
+
+
+def test_a_request_hidden_behind_an_open_one_needs_its_own_key(guarded_service: Service) -> None:
+    hidden = "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with serving(guarded_service.app) as url:
+        assert exchange(url, f"GET /health HTTP/1.1\r\nHost: x\r\n\r\n{hidden}") == [200, 401]
+        with_key = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+        assert exchange(url, with_key + hidden) == [200, 401], "a key is for its request, not for its connection"
+        smuggled = f"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: {len(hidden) + 5}\r\n"
+        assert 200 not in exchange(url, f"{smuggled}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n{hidden}")
+
+
+def exchange(url: str, request: str) -> list[int]:
+    """The statuses of all answers to these bytes."""
+    address = urlsplit(url)
+    assert address.hostname
+    assert address.port
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(request.encode("latin-1"))
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+
+
+CANARY = "the-canary-sings-at-dawn"
+
+
+def test_no_log_line_metric_or_error_shows_a_key_or_a_prompt(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Exception):
+        pass
+
+    service = Service(tokenizer, say(tokenizer, "3 4 5."), keys=[entry(requests_per_minute=1000)])
+    bodies: list[Any] = [
+        {"prompt": CANARY}, {"prompt": CANARY, "stream": True}, {"prompt": {"text": CANARY}}, {"prompt": [CANARY, 3]},
+        f'{{"prompt": "{CANARY}'.encode(), f'["{CANARY}"]'.encode(), {"prompt": CANARY, "n": CANARY},
+        {"prompt": CANARY, "stop": {"a": CANARY}}, {"prompt": CANARY * 100}, {"prompt": CANARY, "user": 3},
+        {"prompt": CANARY, "temperature": CANARY}, {"messages": CANARY}, {"messages": [CANARY]},
+        {"messages": [{"role": CANARY, "content": CANARY}]}, {"messages": [{"role": "user", "content": CANARY}]},
+        {"messages": [{"role": "user", "content": CANARY}], "chat_template_kwargs": {"messages": CANARY}},
+    ]  # fmt: skip
+    with caplog.at_level(logging.DEBUG):
+        answers = [
+            service.call("POST", path, body, headers)
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+            for body in bodies
+            for headers in (bearer(), {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"})
+        ]
+        service.generate.script = lambda request: [Broken("a step failed")]
+        answers += [service.call("POST", "/v1/completions", {"prompt": CANARY}, bearer())]
+        metrics = service.call("GET", "/metrics", headers=bearer())
+    assert {200, 400, 401, 500} <= {answer.status for answer in answers}
+    for answer in answers:
+        if answer.status >= 400:
+            check_error(answer.error)
+        assert KEY.encode() not in answer.body
+        assert not any(KEY in value for value in answer.headers.values())
+        assert answer.status < 500 or CANARY.encode() not in answer.body
+    for text in (caplog.text, metrics.body.decode()):
+        assert len(text) > 1000
+        assert KEY not in text
+        assert CANARY not in text

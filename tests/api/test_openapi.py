@@ -1,0 +1,105 @@
+"""The published description agrees with what the service does; strict mode names what has no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.routing import Route, Router
+
+from app.api.guard import Guard
+from app.api.openapi import BODIES, openapi_document
+from app.config import ApiConfig
+from app.text import Tokenizer
+from tests.api.fakes import Service, say
+from tests.api.keys import bearer, entry
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return openapi_document(ApiConfig())
+
+
+def test_every_route_is_described_with_its_methods(service: Service, document: dict[str, Any]) -> None:
+    guard = service.app.router.default
+    assert isinstance(guard, Guard)
+    assert isinstance(guard.app, Router)
+    routes = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in (*service.app.router.routes, *guard.app.routes)
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert routes == {(path, method) for path, methods in document["paths"].items() for method in methods}
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    def references(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            own = {value["$ref"]} if "$ref" in value else set()
+            return own.union(*(references(each) for each in value.values()))
+        return set().union(*(references(each) for each in value)) if isinstance(value, list) else set()
+
+    found = references(document)
+    assert len(found) >= 15
+    assert found == {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+
+
+def test_what_may_be_left_out_may_be_null_and_the_rest_may_not(document: dict[str, Any]) -> None:
+    for body in BODIES:
+        schema = document["components"]["schemas"][body.__name__]
+        for name, field in schema["properties"].items():
+            is_nullable = {"type": "null"} in field.get("anyOf", [])
+            assert is_nullable == (name not in schema.get("required", [])), f"{body.__name__}.{name}"
+
+
+def test_limits_of_the_settings_are_published() -> None:
+    document = openapi_document(ApiConfig(max_choices=3, max_stop_strings=2))
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert any(option.get("maximum") == 3 for option in fields["n"]["anyOf"])
+    assert any(option.get("maxItems") == 2 for option in fields["stop"]["anyOf"])
+
+
+def test_it_says_whether_a_key_is_needed(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), keys=[entry()])
+    document = service.call("GET", "/openapi.json", headers=bearer()).json
+    assert document["security"] == [{"key": []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert openapi_document(ApiConfig())["security"] == []
+
+
+STRICT = {"x-strict": "true"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "unknown"),
+    [
+        ({"temprature": 1}, ["temprature"]),
+        ({"a": 1, "b": {"c": 2}}, ["a", "b"]),
+        ({"stream": True, "stream_options": {"include": True}}, ["stream_options.include"]),
+        ({"messages": [{"role": "user", "content": "Hi", "mood": "good"}]}, ["messages[0].mood"]),
+    ],
+)
+def test_strict_requests_are_refused_for_unknown_fields_by_name(
+    service: Service, fields: dict[str, Any], unknown: list[str]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
+    answer = service.call("POST", "/v1/chat/completions", body, STRICT)
+    assert (answer.status, answer.error["param"]) == (400, unknown[0])
+    assert f"there is no field {', '.join(unknown)};" in answer.error["message"]
+    assert service.call("POST", "/v1/chat/completions", body).status == 200, "others are served without them"
+
+
+def test_strict_requests_may_have_what_is_known_to_have_no_effect(service: Service) -> None:
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": 1}]}],
+        "metadata": {"a": "b"}, "store": False, "logprobs": False, "unknown": None,
+        "chat_template_kwargs": {"anything": 1}, "logit_bias": {"5": 1},
+    }  # fmt: skip
+    assert service.call("POST", "/v1/chat/completions", body, STRICT).status == 200
+
+
+def test_many_unknown_fields_are_counted(service: Service) -> None:
+    body = {"prompt": "Hi"} | {f"field{number}": 1 for number in range(100)}
+    answer = service.call("POST", "/v1/completions", body, STRICT)
+    assert "and 80 more" in answer.error["message"]
