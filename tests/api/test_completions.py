@@ -262,3 +262,12 @@ def test_special_tokens_show_on_request(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(2,), last(request, (20,), FinishReason.LENGTH)])
     assert service.complete().json["choices"][0]["text"] == "0"
     assert service.complete(skip_special_tokens=False).json["choices"][0]["text"] == "<|user|>0"
+
+
+def test_whole_numbers_may_be_written_with_a_point(service: Service) -> None:
+    answer = service.complete(prompt=[5.0, 6], n=1.0, max_tokens=3.0, seed=7.0, stop_token_ids=[9.0])
+    assert answer.status == 200
+    request = service.request
+    assert request.prompt_token_ids == (5, 6)
+    assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.stop_token_ids) == (3, 7, (9,))
+    assert service.complete(n=1.5).error["param"] == "n"
