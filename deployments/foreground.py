@@ -177,10 +177,12 @@ def _report_changes() -> NoReturn:
 
 
 def _welcome(config: ServeFile) -> str:
-    model = next(iter(config.applications.values())).models[0].name
+    application = next(iter(config.applications.values()))
+    model, needs_key = application.models[0].name, application.api.keys or application.api.keys_file
+    key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
     return (
         f"Ready at {_address(config)} - try:\n"
-        f"  curl {_address(config)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  curl {_address(config)}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 3 to 9."}}]}}\'\n'
         f"Stop with Ctrl-C."
     )

@@ -63,7 +63,7 @@ def openapi_document(config: ApiConfig) -> Json:
 
 def _paths(config: ApiConfig) -> Json:
     chat, complete = _body(ChatRequest), _body(CompletionRequest)
-    events = {"text/event-stream": {"schema": _TEXT}}
+    events = {"text/event-stream": {"schema": _object(data=_TEXT)}}  # of each event
     open_get: Json = {"security": []}
     return {
         "/v1/chat/completions": {
@@ -130,6 +130,7 @@ def _schemas(config: ApiConfig) -> Json:
     for generation in (ChatRequest, CompletionRequest):
         limited = schemas[generation.__name__]["properties"]
         _restrict(limited["n"], "integer", maximum=config.max_choices)
+        _restrict(limited["stop"], "string", maxLength=config.max_stop_length)
         _restrict(limited["stop"], "array", maxItems=config.max_stop_strings)
     return schemas | _answers()
 

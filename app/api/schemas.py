@@ -30,6 +30,13 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_ID_LENGTH = 256
 
 
+def _whole(value: Any) -> Any:
+    """`1.0` as 1: to JSON they are the same number, and some languages write no other. Lists item by item."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
 def _texts(value: Any) -> Any:
     """`stop`: one string stands for a list of one."""
     texts = [value] if isinstance(value, str) else value
@@ -44,10 +51,12 @@ def _prompts(value: Any) -> Any:
     """The four forms of `prompt` as one: a list whose items are strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
+    value = _whole(value)
     if not isinstance(value, list) or not value:
         raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
     if all(type(item) is int for item in value):
         return [value]
+    value = [_whole(item) if isinstance(item, list) else item for item in value]
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
@@ -83,7 +92,8 @@ def _bias(value: Any) -> Any:
 
 
 NonEmpty = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class TextPart(BaseModel):
@@ -107,6 +117,15 @@ class StreamOptions(Schema):
 class Message(Schema):
     """One turn of a conversation."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+            ]
+        }
+    )
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
         Field(None, validate_default=True)
@@ -114,7 +133,7 @@ class Message(Schema):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[Any] | None, WithJsonSchema({"type": "array", "maxItems": 0})] = None
-    function_call: Annotated[Any, WithJsonSchema({"type": "null"})] = None
+    function_call: Annotated[dict[str, Any] | None, WithJsonSchema({"type": "object", "maxProperties": 0})] = None
 
     @field_validator("tool_calls", "function_call")
     @classmethod
@@ -190,6 +209,13 @@ class GenerationRequest(ModelRequest):
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
+    @field_validator(
+        "top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "stop_token_ids", "priority", mode="before"
+    )
+    @classmethod
+    def _whole_numbers(cls, value: Any) -> Any:
+        return _whole(value)
+
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -231,6 +257,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+    @field_validator("max_completion_tokens", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        return _whole(value)
 
     @property
     def length_param(self) -> str:
@@ -280,7 +311,12 @@ class TokenizeChatRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """The body of POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[TokenId]
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _whole_numbers(cls, value: Any) -> Any:
+        return _whole(value)
 
 
 def from_validation_error(error: ValidationError) -> InvalidRequest:

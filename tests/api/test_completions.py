@@ -270,3 +270,12 @@ def test_special_tokens_show_on_request(tokenizer: Tokenizer) -> None:
 def test_the_flex_tier_is_background_work(service: Service, tier: str | None, is_background: bool) -> None:
     service.complete(service_tier=tier)
     assert service.request.is_background == is_background
+
+
+def test_whole_numbers_may_be_written_with_a_point(service: Service) -> None:
+    answer = service.complete(prompt=[5.0, 6], n=1.0, max_tokens=3.0, seed=7.0, stop_token_ids=[9.0])
+    assert answer.status == 200
+    request = service.request
+    assert request.prompt_token_ids == (5, 6)
+    assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.stop_token_ids) == (3, 7, (9,))
+    assert service.complete(n=1.5).error["param"] == "n"

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from deployments.launcher import num_proxy_threads, session_members
+from scripts.make_key import make_key
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
 
 PROJECT = Path(__file__).parents[2]
@@ -126,6 +127,40 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
     assert "no tokenizer could be loaded from" in output
     assert "Traceback" not in output
     assert process.returncode == 1
+
+
+def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(
+    launch: Launch, config: dict[str, Any], tmp_path: Path
+) -> None:
+    key, entry = make_key("team-a")
+    other_key, other_entry = make_key("team-b")
+    keys_file = tmp_path / "keys.yaml"
+    keys_file.write_text(entry + "\n")
+    config["applications"][0]["args"]["api"] = {"keys_file": str(keys_file)}
+    output = output_until(launch(config), "Stop with Ctrl-C.")
+    assert "Authorization: Bearer <key>" in output
+    address = f"http://127.0.0.1:{config['http_options']['port']}"
+
+    def complete(bearer: str, prompt: Any = "the canary sings at dawn") -> int:
+        headers = {"Authorization": f"Bearer {bearer}"}
+        return httpx.post(f"{address}/v1/completions", headers=headers, json={"prompt": prompt}).status_code
+
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert httpx.get(f"{address}/metrics").status_code == 401
+    assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
+
+    keys_file.write_text(other_entry + "\n")
+    deadline = time.monotonic() + 15
+    while complete(other_key) == 401:
+        assert time.monotonic() < deadline, "the change of the file never held"
+        time.sleep(0.2)
+    assert complete(key) == 401
+
+    logs = Path(output.split("logs in ")[1].split("\n")[0])
+    texts = [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
+    assert sum(map(len, texts)) > 10_000
+    for secret in (key, other_key, "the canary sings"):
+        assert not any(secret.encode() in text for text in texts)
 
 
 @pytest.mark.parametrize("to_the_whole_group", [True, False])
