@@ -92,9 +92,9 @@ async def begin(service: LocalBatchService, content: bytes) -> str:
     return str((await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)))["id"])
 
 
-async def until(service: LocalBatchService, batch_id: str, *statuses: str) -> dict[str, Any]:
-    """The batch once it has one of these statuses."""
-    async with asyncio.timeout(20):
+async def until(service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = 20) -> dict[str, Any]:
+    """The batch once it has one of these statuses, or has ended."""
+    async with asyncio.timeout(timeout_s):
         while (batch := await service.batch(OWNER, batch_id))["status"] not in (statuses or ENDED):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     return batch

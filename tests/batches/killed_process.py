@@ -1,0 +1,37 @@
+"""A process to be killed: `python -m tests.batches.killed_process FOLDER LOG NUM_LINES` goes on with the only batch.
+
+Writes a byte to LOG for every line that it answers, and ends when the batch has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.batches import Answered, PageOf
+from tests.batches.lives import OWNER, begin, input_line, jsonl, ok, service_in, until
+
+MAX_IN_FLIGHT = 16
+
+
+async def main(folder: Path, log: int, num_lines: int) -> None:
+    async def answer(owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
+        await asyncio.sleep(0.005)
+        os.write(log, b".")
+        return ok(body["name"])
+
+    async with service_in(folder, answer, max_in_flight=MAX_IN_FLIGHT) as service:
+        batches = (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]
+        if batches:
+            batch_id = batches[0]["id"]
+        else:
+            batch_id = await begin(service, jsonl(*(input_line(f"line-{n}") for n in range(num_lines))))
+        await until(service, batch_id, timeout_s=60)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND), int(sys.argv[3])))
