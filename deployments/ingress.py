@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Mapping
 
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
+from deployments.settings import check_exposure
 
 READY_CACHE_S = 1.0
 
@@ -50,6 +52,8 @@ class Ingress:
             )
             for model in config.models
         }
+        # Here too, for whoever deploys on a cluster has no launcher that would say so.
+        check_exposure(_get_global_client().http_config.host, config.api)
         self._keys = Keys(config.api)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()

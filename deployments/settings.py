@@ -60,7 +60,9 @@ def read_serve_file(path: Path) -> ServeFile:
     file = ServeFile(
         host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
     )
-    _check_exposure(file)
+    for config in applications.values():
+        check_exposure(file.host, config.api)
+        _check_models_of_keys(all_keys(config.api), config)
     return file
 
 
@@ -81,6 +83,19 @@ def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
         return ApiConfig(keys=keys).keys
     except ValidationError as error:
         raise InvalidSetup(f"{config.keys_file}: {_mistake(_causes(error)[0])}") from error
+
+
+def check_exposure(host: str, config: ApiConfig) -> None:
+    """Raise InvalidSetup when other machines could use an application without a key, and nobody has said that they may.
+
+    `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
+    """
+    if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
+        raise InvalidSetup(
+            f"http_options.host: got {host!r} without API keys: everybody who can reach this machine could use it; "
+            f"give the application `api.keys_file` (`python -m scripts.make_key NAME` prints an entry), listen on "
+            f"127.0.0.1, or say `api.allow_unauthenticated: true`"
+        )
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
@@ -150,22 +165,6 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
 def deployment_name(model: ServedModelConfig) -> str:
     """The Serve deployment of a model; Serve forbids some of what model names may have."""
     return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
-
-
-def _check_exposure(file: ServeFile) -> None:
-    """Raise InvalidSetup when other machines could use an application without a key, and nobody has said that they may.
-
-    Reads the files of keys too, so that a mistake there is told before anything starts.
-    """
-    for name, config in file.applications.items():
-        keys = all_keys(config.api)
-        _check_models_of_keys(keys, config)
-        if not keys and file.host not in LOOPBACK and not config.api.allow_unauthenticated:
-            raise InvalidSetup(
-                f"http_options.host: got {file.host!r}, and application {name!r} has no API keys: everybody who can "
-                f"reach this machine could use it; give it `api.keys_file` (`python -m scripts.make_key NAME` prints "
-                f"an entry), listen on 127.0.0.1, or say `api.allow_unauthenticated: true`"
-            )
 
 
 def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:

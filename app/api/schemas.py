@@ -28,6 +28,10 @@ MAX_TOKENS = 2**31 - 1
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_ID_LENGTH = 256
+# Beyond what any model reads; without them one body could keep everybody waiting while it is looked through.
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_PROMPTS = 10_000
 
 
 def _whole(value: Any) -> Any:
@@ -56,6 +60,8 @@ def _prompts(value: Any) -> Any:
         raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
     if all(type(item) is int for item in value):
         return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
     value = [_whole(item) if isinstance(item, list) else item for item in value]
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
@@ -69,6 +75,8 @@ def _content(value: Any) -> Any:
         return value
     if not isinstance(value, list):
         raise ValueError("should be a string or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
@@ -252,7 +260,7 @@ class ChatRequest(GenerationRequest):
 
     ENDPOINT = "chat"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -301,7 +309,7 @@ class TokenizeTextRequest(ModelRequest):
 class TokenizeChatRequest(ModelRequest):
     """The body of POST /tokenize for a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)

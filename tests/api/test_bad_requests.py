@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -297,6 +298,27 @@ def test_no_bytes_give_a_5xx(service: Service) -> None:
         assert service.call("POST", "/v1/completions", body).status == 400
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {"messages": [USER] * 4097}, "messages .* at most 4096 items"),
+        ("/tokenize", {"messages": [USER] * 4097}, "messages .* at most 4096 items"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER | {"content": [{"type": "text", "text": ""}] * 4097}]},
+            r"messages\[0\].content has 4,097 parts; at most 4,096",
+        ),
+        ("/v1/completions", {"prompt": [[1]] * 10_001}, "prompt holds 10,001 prompts; at most 10,000"),
+    ],
+)
+def test_what_takes_long_to_look_through_is_refused_at_once(
+    service: Service, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = service.call("POST", path, body)
+    assert answer.status == 400
+    assert re.search(words, answer.error["message"])
 
 
 def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
