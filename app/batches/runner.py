@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from pathlib import Path
 
 from app.batches.folder import FileFolder
@@ -69,7 +70,9 @@ class Runner:
     def start(self, batch_id: str) -> None:
         """Work off a batch that the store knows."""
         self._stops[batch_id] = asyncio.Event()
-        task = self._tasks[batch_id] = asyncio.create_task(self._run(batch_id))
+        # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
+        # the context; calls with the same id, waiting for a replica at the same time, displace one another.
+        task = self._tasks[batch_id] = asyncio.create_task(self._run(batch_id), context=Context())
         task.add_done_callback(lambda _: (self._tasks.pop(batch_id), self._stops.pop(batch_id)))
 
     def stop(self, batch_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,22 @@ def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None
 
     run(tmp_path, echo, use, max_in_flight=4)
     assert echo.max_open == 4
+
+
+def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
+    request = ContextVar("request", default="none")
+    seen = []
+
+    def answer(_: int) -> Answered:
+        seen.append(request.get())
+        return ok("line-0")
+
+    async def use(service: LocalBatchService) -> None:
+        request.set("the one that began it")
+        await until(service, await begin(service, TEN))
+
+    run(tmp_path, Echo({"line-0": answer}), use)
+    assert seen == ["none"]
 
 
 @pytest.mark.parametrize(
