@@ -90,6 +90,7 @@ class Account:
             raise NotPermitted(f"this API key is not for the model {name!r}; ask for another key", param="model")
 
     def may_use(self, model_name: str) -> bool:
+        """Whether the key is for this model."""
         return self.key is None or not self.key.models or model_name in self.key.models
 
     def max_tokens(self, asked: int | None, param: str) -> int | None:

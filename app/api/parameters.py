@@ -52,7 +52,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "completion": _UNAVAILABLE_EVERYWHERE
     | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
-    "other": {},
+    "tokenizer": {},
 }
 
 # At OpenAI these change no text, and so it is here.

@@ -170,7 +170,7 @@ class Message(Schema):
 class ModelRequest(Schema):
     """What is asked of a model. `ENDPOINT` says which fields of other servers `parameters.py` knows of."""
 
-    ENDPOINT: ClassVar[str] = "other"
+    ENDPOINT: ClassVar[str] = "tokenizer"
 
     model: str | None = None
 

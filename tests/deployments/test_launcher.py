@@ -19,6 +19,7 @@ import yaml
 
 from deployments.launcher import num_proxy_threads, session_members
 from scripts.make_key import make_key
+from tests.api.odd_requests import answered
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
 
 PROJECT = Path(__file__).parents[2]
@@ -147,6 +148,8 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(
 
     assert httpx.get(f"{address}/v1/models").status_code == 401
     assert httpx.get(f"{address}/metrics").status_code == 401
+    health, serves_own = "GET http://x/health?/v1/models HTTP/1.1", "GET /-/routes HTTP/1.1"
+    assert answered(address) <= {health, serves_own}, "HAProxy and our routes agree on what a path is"
     assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
 
     keys_file.write_text(other_entry + "\n")
