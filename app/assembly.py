@@ -70,13 +70,11 @@ def _build_torch(config: EngineConfig) -> Engine:
         config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
     )  # fmt: skip
     runner = build_runner(config, model, num_blocks=num_blocks)
-    return assemble(
-        config.scheduler,
-        config.cache,
+    return assemble_recorded(
+        config,
         num_blocks=num_blocks,
         runner=runner,
         facts=model.facts,
-        recorder=recorder_of(config, runner=runner, facts=model.facts, num_blocks=num_blocks),
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if model.device.type == "cuda" else None,
     )
@@ -100,7 +98,27 @@ def _build_simulated(config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
     )
-    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=model.facts)
+    return assemble_recorded(config, num_blocks=num_blocks, runner=runner, facts=model.facts)
+
+
+def assemble_recorded(
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    runner: ModelRunner,
+    facts: ModelFacts,
+    largest_step: SchedulerConfig | None = None,
+) -> Engine:
+    """As `assemble`, with the step log that the config asks for. Raises InvalidSetup when it cannot be written."""
+    return assemble(
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        runner=runner,
+        facts=facts,
+        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
+        largest_step=largest_step,
+    )
 
 
 def assemble(

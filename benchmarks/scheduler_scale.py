@@ -20,7 +20,7 @@ import tracemalloc
 from dataclasses import dataclass, field
 from itertools import count
 
-from app.assembly import assemble, recorder_of
+from app.assembly import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import Batch
 from app.engine.engine import Engine
@@ -193,15 +193,7 @@ def build_engine(
         step_log=StepLogConfig(path=step_log),
     )
     facts = ModelFacts(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    num_blocks = most_blocks * max_running
-    return assemble(
-        config.scheduler,
-        config.cache,
-        num_blocks=num_blocks,
-        runner=runner,
-        facts=facts,
-        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
-    )
+    return assemble_recorded(config, num_blocks=most_blocks * max_running, runner=runner, facts=facts)
 
 
 def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: int) -> None:

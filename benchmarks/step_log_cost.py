@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from app.assembly import assemble, recorder_of
+from app.assembly import assemble_recorded
 from app.config import StepLogConfig
 from app.engine.engine import Engine
 from app.errors import CarouselError
@@ -87,16 +87,8 @@ def writer_cpu_s() -> float:
 def recording_engine(loaded: LoadedEngine, folder: str) -> Engine:
     """The same model and settings behind another engine, which keeps a log."""
     config = loaded.config.model_copy(update={"step_log": StepLogConfig(path=folder)})
-    runner, num_blocks = loaded.engine.runner, loaded.engine.stats().num_blocks
-    facts = loaded.engine.facts
-    return assemble(
-        config.scheduler,
-        config.cache,
-        num_blocks=num_blocks,
-        runner=runner,
-        facts=facts,
-        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
-    )
+    engine = loaded.engine
+    return assemble_recorded(config, num_blocks=engine.stats().num_blocks, runner=engine.runner, facts=engine.facts)
 
 
 if __name__ == "__main__":

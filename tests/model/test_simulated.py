@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.assembly import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig, StepLogConfig
 from app.engine.engine import Engine
 from app.engine.request import FinishReason
 from app.errors import InvalidSetup
@@ -216,6 +216,15 @@ def test_what_the_model_does_not_allow_is_refused(demo_path: Path, tmp_path: Pat
         build_sync_engine(demo_config(demo_path, max_model_len=4096))
     with pytest.raises(InvalidSetup, match=r"there is no config.json at"):
         build_sync_engine(demo_config(tmp_path))
+
+
+def test_a_simulated_replica_keeps_the_step_log_it_is_told_to(demo_path: Path, tmp_path: Path) -> None:
+    config = demo_config(demo_path).model_copy(update={"step_log": StepLogConfig(path=str(tmp_path))})
+    engine = build_sync_engine(config)
+    run_to_end(engine, make_request((5, 6, 7), request_id="told", max_tokens=3))
+    engine.close()
+    [log] = tmp_path.iterdir()
+    assert '"told"' in log.read_text()
 
 
 PROGRAM = """
