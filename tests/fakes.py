@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -89,6 +90,18 @@ def build_fake_engine(
         clock=clock,
         recorder=recorder,
     )
+
+
+class GatedRunner(CountingRunner):
+    """Steps only when let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(0)
+
+    def run(self, batch: Batch) -> list[int]:
+        self.gate.acquire()
+        return super().run(batch)
 
 
 class FakeClock:

@@ -175,7 +175,7 @@ class AsyncEngine:
         else:
             return
         raise Overloaded(
-            f"{problem}; this engine takes no more at once",
+            f"the engine is full: {problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(now, ended_per_s=stats.ended_per_s),
         )
 

@@ -14,7 +14,7 @@ from app.engine.batch import Batch
 from app.engine.engine import ModelRunner
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
-from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import CountingRunner, GatedRunner, build_fake_engine, expected_tokens, make_request
 
 
 @contextmanager
@@ -34,18 +34,6 @@ async def collect(engine: AsyncEngine, request: Request) -> list[int]:
         async for delta in deltas:
             tokens += delta.token_ids
     return tokens
-
-
-class GatedRunner(CountingRunner):
-    """Steps only when let through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Semaphore(0)
-
-    def run(self, batch: Batch) -> list[int]:
-        self.gate.acquire()
-        return super().run(batch)
 
 
 class FailingRunner(CountingRunner):

@@ -12,6 +12,7 @@ from app.engine.request import FinishReason, Request
 from app.errors import Overloaded
 from tests.fakes import (
     FakeClock,
+    GatedRunner,
     Outcome,
     TimedRunner,
     build_fake_engine,
@@ -99,15 +100,19 @@ def test_background_work_costs_its_tenant_no_share() -> None:
 
 def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None:
     async def main() -> None:
-        engine = AsyncEngine(build_fake_engine(max_running=2, max_step_tokens=8), max_requests=10)
+        runner = GatedRunner()
+        engine = AsyncEngine(build_fake_engine(runner=runner, max_running=2, max_step_tokens=8), max_requests=10)
         try:
             streams = [engine.generate(make_request((5, n), max_tokens=200)) for n in range(2, 4)]
-            for stream in streams:
-                await anext(stream)
-            with pytest.raises(Overloaded):
+            beginnings = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            while not all(beginning.done() for beginning in beginnings):
+                runner.gate.release()
+                await asyncio.sleep(0.001)
+            with pytest.raises(Overloaded, match="full"):
                 await anext(engine.generate(background()))
             for stream in streams:
                 await stream.aclose()  # type: ignore[attr-defined]
+            runner.gate.release(1000)
             await anext(engine.generate(background()))
         finally:
             engine.shutdown()
