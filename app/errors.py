@@ -40,12 +40,24 @@ class CarouselError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.message, dict(self.__dict__))
 
+    def to_plain(self) -> tuple[str, str, dict[str, Any]]:
+        """Its kind, its words and its other attributes as plain values; `from_plain` makes it again."""
+        return type(self).__name__, self.message, {k: v for k, v in vars(self).items() if k != "message"}
+
 
 def _restore(kind: type[CarouselError], message: str, state: dict[str, Any]) -> CarouselError:
     error = kind.__new__(kind)
     Exception.__init__(error, message)
     error.__dict__.update(state)
     return error
+
+
+def from_plain(kind_name: str, message: str, attributes: dict[str, Any]) -> CarouselError:
+    """The error that `to_plain` told in another process. A Failure when its kind is not known here."""
+    kind = globals().get(kind_name)
+    if not (isinstance(kind, type) and issubclass(kind, CarouselError)):
+        return Failure(message)  # of a newer version, during an update
+    return _restore(kind, message, {"message": message} | attributes)
 
 
 class InvalidRequest(CarouselError):

@@ -1,10 +1,9 @@
-"""How a fleet reaches its replicas: Serve's handle for control, one stream for each replica for tokens."""
+"""How a fleet reaches its replicas: Serve's handle for control, one socket for each replica for tokens."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,8 @@ from ray.serve.handle import DeploymentHandle
 
 from app.engine.request import Request
 from app.errors import EngineStopped, Unavailable
-from app.fleet import Frame, Lost
+from app.fleet import Address, Frame, Lost, frames_from
 from deployments.errors import to_carousel_error
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,6 @@ class ServeCalls:
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
         """`ingress_id` tells this process from other ingresses, and from one that was here before it."""
         self._handle = handle
-        # Plain pickle: frames hold no code, which is what cloudpickle is there for.
-        self._streaming = handle.options(stream=True, response_serialization="pickle")
         self._ingress_id = ingress_id
 
     async def serve(self, request: Request) -> None:
@@ -52,14 +47,12 @@ class ServeCalls:
                 response.cancel()
 
     async def frames(self, replica_id: str, *, heartbeat_s: float) -> AsyncIterator[Frame]:
-        """See `Calls`."""
-        response = apart(self._streaming.frames.remote, FramesFrom(replica_id), self._ingress_id, heartbeat_s)
-        try:
-            async for frame in response:
+        """See `Calls`. Serve's handle tells where the replica listens; the frames come past it."""
+        address = await apart(self._handle.frame_address.remote, FramesFrom(replica_id))
+        frames = frames_from(Address._make(address), self._ingress_id, heartbeat_s=heartbeat_s)
+        async with aclosing(frames):
+            async for frame in frames:
                 yield frame
-        finally:
-            with suppress(Exception):
-                response.cancel()
 
 
 def apart(call: Callable[..., Any], *arguments: object) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import cast
 
+import ray
 from ray import serve
 
 from app.assembly import build_engine
@@ -15,7 +16,7 @@ from app.dispatch import Group, group_of_rank
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
-from app.fleet import Frame, Outbox, Report
+from app.fleet import Address, FramePort, Outbox, Report
 from app.metrics import ReplicaReport
 from deployments.autoscaling import use_of
 from deployments.calls import FramesFrom
@@ -39,6 +40,7 @@ class Replica:
         self._deployed = model.scheduler_of(self._group)
         self._max_requests = self._deployed.max_requests
         self._outboxes: dict[str, Outbox] = {}  # by ingress
+        self._port = FramePort(ray.util.get_node_ip_address(), self._outbox)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
@@ -54,19 +56,16 @@ class Replica:
         self._max_requests = config.max_requests
 
     async def serve(self, request: Request, ingress_id: str) -> None:
-        """Serve a request whose tokens go out in `frames` of its ingress; returns when it has ended.
+        """Serve a request whose tokens go out in frames to its ingress; returns when it has ended.
 
         Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
         """
         outbox = self._outbox(ingress_id)
         await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox), self._engine.abort)
 
-    async def frames(self, address: FramesFrom, ingress_id: str, heartbeat_s: float) -> AsyncIterator[Frame]:
-        """What happens to the requests of one ingress, and every `heartbeat_s` that nothing does."""
-        frames = cast(AsyncGenerator[Frame, None], self._outbox(ingress_id).frames(heartbeat_s=heartbeat_s))
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
+    async def frame_address(self, _: FramesFrom) -> Address:
+        """Where this replica's frames are to be had."""
+        return await self._port.open()
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream the tokens of `request` by a call of its own. Closing the stream aborts the request."""

@@ -6,17 +6,22 @@ from app.fleet.fleet import Calls, Fleet, FleetMetrics, Limits, Totals
 from app.fleet.frame import Frame, Report
 from app.fleet.line import Patience
 from app.fleet.outbox import Outbox
+from app.fleet.port import Address, FramePort
+from app.fleet.tap import frames_from
 
 __all__ = [
+    "Address",
     "Board",
     "Calls",
     "Fleet",
     "FleetMetrics",
     "Frame",
+    "FramePort",
     "Limits",
     "Lost",
     "Outbox",
     "Patience",
     "Report",
     "Totals",
+    "frames_from",
 ]

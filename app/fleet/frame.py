@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from app.engine.request import TokenDelta
 
@@ -29,11 +28,3 @@ class Frame(NamedTuple):
     number: int
     report: Report
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
-
-    def __reduce__(self) -> tuple[Callable[..., Frame], tuple[object, ...]]:
-        """Pickled as plain tuples: a named one is rebuilt by a call from the pickle, which takes five times as long."""
-        return _from_plain, (self.number, tuple(self.report), [tuple(delta) for delta in self.deltas])
-
-
-def _from_plain(number: int, report: Iterable[Any], deltas: Iterable[Iterable[Any]]) -> Frame:
-    return Frame(number, Report._make(report), tuple(map(TokenDelta._make, deltas)))

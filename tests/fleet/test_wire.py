@@ -1,0 +1,104 @@
+"""Frames cross processes as plain values and arrive as what they were, in whatever pieces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.request import FinishReason, Queued, TokenDelta
+from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
+from app.fleet import Frame, Report
+from app.fleet.wire import Decoder, encode
+
+REPORT = Report(
+    group="blue",
+    num_requests=3,
+    max_requests=100,
+    max_running=64,
+    num_waiting_tokens=12,
+    num_kv_tokens=1600,
+    kv_use=0.25,
+    speed=1000.0,
+    ended_per_s=2.0,
+    step_age_s=0.01,
+)
+DELTAS = st.builds(
+    TokenDelta,
+    request_id=st.text(max_size=40),
+    token_ids=st.lists(st.integers(0, 2**31)).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_token_id=st.none() | st.integers(0, 2**31),
+    num_cached_tokens=st.integers(0, 2**31),
+    error=st.none(),
+    queued=st.none() | st.builds(Queued, st.integers(0, 2**31), st.floats(0, 1e6), st.text(), st.text()),
+)
+FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=5).map(tuple))
+
+
+def arrived(frame: Frame) -> Frame:
+    [found] = Decoder().feed(encode(frame))
+    return found
+
+
+@given(frames=st.lists(FRAMES, max_size=5), cuts=st.lists(st.integers(0, 2000)))
+def test_frames_arrive_as_they_were_sent_wherever_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
+    data = b"".join(map(encode, frames))
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    decoder = Decoder()
+    found = [
+        frame
+        for start, end in pairwise(places)
+        for frame in decoder.feed(data[start:end])
+    ]  # fmt: skip
+    assert found == frames
+
+
+def test_what_arrives_has_the_types_of_what_was_sent() -> None:
+    deltas = (
+        TokenDelta("one", (), queued=Queued(2, 0.5, "replica", "the shortest queue")),
+        TokenDelta("two", (6, 7), FinishReason.STOP, stop_token_id=7),
+    )
+    found = arrived(Frame(4, REPORT, deltas))
+    assert isinstance(found.report, Report)
+    assert {type(delta) for delta in found.deltas} == {TokenDelta}
+    assert isinstance(found.deltas[0].queued, Queued)
+    assert found.deltas[1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Overloaded("full", retry_after_s=3.0),
+        DeadlineMissed("late"),
+        InvalidRequest("no", param="max_tokens", code="too_long"),
+    ],
+)
+def test_an_error_arrives_with_its_numbers(error: CarouselError) -> None:
+    [delta] = arrived(Frame(0, REPORT, (TokenDelta("one", (), FinishReason.ERROR, error=error),))).deltas
+    assert type(delta.error) is type(error)
+    assert vars(delta.error) == vars(error)
+
+
+class NewerError(CarouselError):
+    """Of a version that the reader does not have."""
+
+
+def test_an_error_that_nobody_here_knows_is_a_failure_with_its_words() -> None:
+    [delta] = arrived(Frame(0, REPORT, (TokenDelta("one", (), error=NewerError("new trouble")),))).deltas
+    assert type(delta.error) is Failure
+    assert str(delta.error) == "new trouble"
+
+
+@pytest.mark.parametrize("data", [b"\xc1", msgpack.packb("hello"), msgpack.packb((1, 2)), msgpack.packb((1, (), ()))])
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        list(Decoder().feed(data))
+
+
+def test_a_frame_holds_plain_values_only() -> None:
+    with pytest.raises(TypeError, match="not set"):
+        encode(Frame(0, REPORT, (TokenDelta("one", {1}),)))  # type: ignore[arg-type]
