@@ -13,7 +13,7 @@ from typing import Any
 
 from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.request import Request
 from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
 from tests.fakes import CountingRunner, build_fake_engine
@@ -31,7 +31,7 @@ class SteppedRunner(CountingRunner):
         self.deadly_token_id: int | None = None  # whoever computes it dies
         self.on_deadly: Callable[[], object] = lambda: None
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.going.wait()
         time.sleep(self._step_s)
         if self.is_broken:
