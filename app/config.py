@@ -440,6 +440,9 @@ class ServedModelConfig(Settings):
 
     name: Name = Field("demo", description="what a client sends as `model`")
     aliases: tuple[Name, ...] = Field((), max_length=64, description="other names under which it is served")
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template does, if that is one of these"
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 

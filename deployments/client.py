@@ -21,6 +21,7 @@ from app.engine.request import Generate, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
 from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
 from app.text import Tokenizer
+from app.text.tool_calls import FORMATS, ToolFormat, format_of
 from deployments import boards
 from deployments.calls import ServeCalls, apart
 from deployments.errors import to_carousel_error
@@ -84,6 +85,7 @@ class ModelClient:
 async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
     """The model as `app.api` wants it. `path` is resolved. Waits until a replica is there."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
+    form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
     facts = await client.facts()
     logger.info("model %s: context %d, vocabulary %d", model.name, facts.max_model_len, facts.vocab_size)
     return ServedModel(
@@ -93,9 +95,14 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         generate=client.generate,
         created=int(time.time()),
         aliases=model.aliases,
+        tool_format=form,
         group_header=model.replicas.group_header,
         session_header=model.replicas.session_header,
     )
+
+
+def _tool_format(parser: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    return format_of(tokenizer) if parser == "auto" else FORMATS.get(parser)
 
 
 class CallPerRequest:

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from app.api.completions import Call
+from app.api.tool_calls import ToolCallPiece, ToolUse
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.text import GeneratedText, TextDelta
@@ -21,9 +22,10 @@ class Piece:
     text: str
     num_tokens: int
     num_cached_tokens: int
-    finish_reason: str | None = None  # "stop" or "length", never anything else
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls", never anything else
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
     queued: Queued | None = None  # on the first piece, where whoever generates tells it
+    calls: tuple[ToolCallPiece, ...] = ()  # what is new of tool calls
 
 
 def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
@@ -32,6 +34,8 @@ def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
     Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
     """
     choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
+    if call.tools is not None:
+        choices = [_with_calls(choice, call.tools) for choice in choices]
     return choices[0] if len(choices) == 1 else _merge(choices)
 
 
@@ -42,6 +46,7 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
         stop=call.stop,
         min_tokens=request.sampling.min_tokens,
         skip_special_tokens=call.skip_special_tokens,
+        shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
     )
     async with _token_deltas(call.model.generate, request) as deltas:
         async for delta in deltas:
@@ -68,6 +73,20 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
         stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
         queued=delta.queued,
     )
+
+
+async def _with_calls(pieces: AsyncGenerator[Piece, None], tools: ToolUse) -> AsyncGenerator[Piece, None]:
+    """The pieces with tool calls taken out of their texts; they end with the first call where only one may be made."""
+    calls = tools.calls()
+    async with aclosing(pieces):
+        async for piece in pieces:
+            is_last = piece.finish_reason is not None
+            piece.text, piece.calls = calls.push(piece.text, is_last=is_last)
+            if calls.are_done or (calls.has_any and piece.finish_reason == "stop"):
+                piece.finish_reason = "tool_calls"
+            yield piece
+            if calls.are_done:
+                return
 
 
 @asynccontextmanager

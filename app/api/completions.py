@@ -11,15 +11,17 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.tool_calls import ToolUse, tool_use
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest, NotFound
 from app.text import Tokenizer
+from app.text.tool_calls import ToolFormat
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may use the rest of the context
 MAX_CHARACTERS_ON_THE_LOOP = 2000  # longer texts are encoded in a thread, so that streams do not stutter
@@ -38,6 +40,7 @@ class ServedModel:
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
+    tool_format: ToolFormat | None = None  # how it writes tool calls; None: nobody knows
     group_header: str = "x-carousel-group"
     session_header: str | None = None
 
@@ -55,6 +58,7 @@ class Call:
     skip_special_tokens: bool
     include_usage: bool
     continuous_usage: bool
+    tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -79,7 +83,9 @@ def model_named(name: str | None, models: Mapping[str, ServedModel]) -> ServedMo
 async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig) -> Call:
     """Check and tokenize a chat. Raises InvalidRequest."""
     _check_limits(body, model, limits)
+    tools = tool_use(body, model.tokenizer, model.tool_format)
     messages = [message.for_template() for message in body.messages]
+    offered = [tool.for_template() for tool in body.tools] if tools else None
 
     def encode() -> list[tuple[int, ...]]:
         return [
@@ -87,12 +93,14 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
                 messages,
                 add_generation_prompt=body.add_generation_prompt,
                 add_special_tokens=body.add_special_tokens,
+                tools=offered,
                 template_variables=body.chat_template_kwargs,
             )
         ]
 
-    num_characters = sum(len(message["content"]) for message in messages)
-    return _call("chatcmpl", body, model, await off_the_loop(encode, num_characters), default_max_tokens=None)
+    num_characters = sum(message.num_characters for message in body.messages) + len(str(offered or ""))
+    call = _call("chatcmpl", body, model, await off_the_loop(encode, num_characters), default_max_tokens=None)
+    return replace(call, tools=tools)
 
 
 async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: ApiConfig) -> Call:

@@ -156,12 +156,14 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 def _answers() -> Json:
     """What comes back, as far as clients may rely on it."""
     usage = _object(prompt_tokens=_WHOLE_NUMBER, completion_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER)
-    reason = {"enum": ["stop", "length"]}
-    message = _object(role={"const": "assistant"}, content=_TEXT)
+    reason = {"enum": ["stop", "length", "tool_calls"]}
+    or_nothing = {"type": ["string", "null"]}
+    message = _object(role={"const": "assistant"}, content=or_nothing)
+    function = _object(name=_TEXT, arguments=_TEXT)
+    message["properties"]["tool_calls"] = _list(_object(id=_TEXT, type={"const": "function"}, function=function))
     call = {"id": _TEXT, "created": _WHOLE_NUMBER, "model": _TEXT, "usage": usage}
     chat_choice = _object(index=_WHOLE_NUMBER, message=message, finish_reason=reason)
     choice = _object(index=_WHOLE_NUMBER, text=_TEXT, finish_reason=reason)
-    or_nothing = {"type": ["string", "null"]}
     model = _object(id=_TEXT, object={"const": "model"}, created=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER)
     return {
         "Anything": {"type": "object"},

@@ -35,8 +35,6 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": _UNAVAILABLE_EVERYWHERE
     | {
         "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "continue_final_message": (False,),
@@ -57,8 +55,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
 
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
-    "metadata store parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
-    "spaces_between_special_tokens".split()
+    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000

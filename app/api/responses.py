@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from app.api.choices import Piece
 from app.api.completions import Call, ServedModel
 from app.api.errors import error_body, log_error
 from app.api.sse import DONE, encoded, event
+from app.api.tool_calls import ToolCallPiece
 from app.engine.request import Queued
 from app.metrics import CallMetrics
 
@@ -29,6 +30,15 @@ class Answer:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    calls: list[Json] = field(default_factory=list)
+
+    def add_calls(self, pieces: Iterable[ToolCallPiece]) -> None:
+        """Go on with the calls that these pieces belong to."""
+        for piece in pieces:
+            if piece.name is not None:
+                self.calls.append(called(piece))
+            else:
+                self.calls[piece.number]["function"]["arguments"] += piece.arguments
 
 
 @dataclass(slots=True)
@@ -55,6 +65,7 @@ class Progress:
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         if keep_text:
             answer.text += piece.text
+            answer.add_calls(piece.calls)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.finish_reason is not None:
@@ -131,7 +142,9 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, answer: Answer) -> Json:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": answer.calls}
         return {"index": index, "message": message} | _ending(answer.finish_reason, answer.stop_reason)
 
     def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
@@ -140,9 +153,23 @@ class ChatFormat:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
         if piece.text:
             deltas.append(({"content": piece.text}, _ending(None, None)))
+        if piece.calls:
+            deltas.append(({"tool_calls": [_call_delta(call) for call in piece.calls]}, _ending(None, None)))
         if piece.finish_reason is not None:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
+
+
+def called(piece: ToolCallPiece) -> Json:
+    """A call, as far as its first piece tells it."""
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": piece.call_id, "type": "function", "function": function}
+
+
+def _call_delta(piece: ToolCallPiece) -> Json:
+    if piece.name is None:
+        return {"index": piece.number, "function": {"arguments": piece.arguments}}
+    return {"index": piece.number} | called(piece)
 
 
 class CompletionFormat:
@@ -218,7 +245,7 @@ class _ChunkWriter:
         """Book a piece and write what it adds to its choice; nothing when there is nothing to say yet."""
         self._progress.add(piece, keep_text=False)
         text_events = self._text_events.get(piece.index)
-        if text_events is not None and piece.finish_reason is None:
+        if text_events is not None and piece.finish_reason is None and not piece.calls:
             return [text_events.write(piece.text)] if piece.text else []
         if not piece.num_tokens and piece.finish_reason is None:
             return []  # it is queued; no word goes out before there is a token

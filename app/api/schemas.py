@@ -32,6 +32,9 @@ MAX_ID_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
+MAX_TOOLS = 128
+MAX_TOOL_CALLS = 128
+TOOL_CHOICES = ("none", "auto", "required")
 
 
 def _whole(value: Any) -> Any:
@@ -122,6 +125,61 @@ class StreamOptions(Schema):
     continuous_usage_stats: bool | None = None
 
 
+class CalledFunction(Schema):
+    name: str = Field(max_length=MAX_ID_LENGTH)
+    arguments: str  # JSON, as the model wrote it
+
+
+class MessageToolCall(Schema):
+    """A call that the model made in an earlier turn."""
+
+    id: str = Field(max_length=MAX_ID_LENGTH)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class FunctionDefinition(Schema):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None  # calls that are forced keep to the schema in any case, others need not
+
+
+class Tool(Schema):
+    """What the model may call. Only functions: what others call built-in or custom tools does not exist here."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates expect."""
+        function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class ChosenFunction(Schema):
+    name: FunctionName
+
+
+class NamedTool(Schema):
+    """`tool_choice` as an object: this function and no other."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def _tool_choice(value: Any) -> Any:
+    """In front of the union, whose own words for a mistake name all of its parts."""
+    if isinstance(value, str) and value not in TOOL_CHOICES:
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
+    if not isinstance(value, str | dict):
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
+    return value
+
+
 class Message(Schema):
     """One turn of a conversation."""
 
@@ -140,14 +198,14 @@ class Message(Schema):
     )
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[Any] | None, WithJsonSchema({"type": "array", "maxItems": 0})] = None
+    tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     function_call: Annotated[dict[str, Any] | None, WithJsonSchema({"type": "object", "maxProperties": 0})] = None
 
-    @field_validator("tool_calls", "function_call")
+    @field_validator("function_call")
     @classmethod
-    def _no_calls_yet(cls, value: Any) -> Any:
+    def _no_function_call(cls, value: Any) -> Any:
         if value:
-            raise ValueError("is not supported by this version; leave it out")
+            raise ValueError("is not supported; send tool_calls instead")
         return value
 
     @field_validator("content")
@@ -157,13 +215,20 @@ class Message(Schema):
             raise ValueError(f"is required in a message of role {info.data['role']!r}")
         return value
 
-    def for_template(self) -> dict[str, str]:
+    @property
+    def num_characters(self) -> int:
+        """How long it is, arguments of tool calls included."""
+        return len(self.content or "") + sum(len(call.function.arguments) for call in self.tool_calls or ())
+
+    def for_template(self) -> dict[str, Any]:
         """What chat templates expect: only the keys that have a value, `content` always."""
-        message = {"role": self.role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
 
 
@@ -261,6 +326,12 @@ class ChatRequest(GenerationRequest):
     ENDPOINT = "chat"
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool,
+        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+    ] = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -270,6 +341,18 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
         return _whole(value)
+
+    @model_validator(mode="after")
+    def _choice_is_among_tools(self) -> ChatRequest:
+        choice = self.tool_choice
+        if not self.tools and choice not in ("none", "auto"):
+            raise InvalidRequest("tool_choice needs tools; send them too", param="tool_choice")
+        names = [tool.function.name for tool in self.tools]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest(
+                f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)[:200]}", param="tool_choice"
+            )
+        return self
 
     @property
     def length_param(self) -> str:
@@ -310,6 +393,7 @@ class TokenizeChatRequest(ModelRequest):
     """The body of POST /tokenize for a conversation."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)

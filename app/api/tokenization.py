@@ -37,12 +37,14 @@ async def _of_text(body: TokenizeTextRequest, model: ServedModel) -> tuple[int, 
 
 async def _of_chat(body: TokenizeChatRequest, model: ServedModel) -> tuple[int, ...]:
     messages = [message.for_template() for message in body.messages]
+    tools = [tool.for_template() for tool in body.tools]
     return await off_the_loop(
         lambda: model.tokenizer.encode_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens,
+            tools=tools,
             template_variables=body.chat_template_kwargs,
         ),
-        num_characters=sum(len(message["content"]) for message in messages),
+        num_characters=sum(message.num_characters for message in body.messages) + len(str(tools)),
     )

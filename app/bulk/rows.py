@@ -206,6 +206,8 @@ def _check_fits_bulk(body: GenerationRequest, model: ServedModel) -> None:
         raise InvalidRequest(
             f"prompt holds {len(body.prompt):,} prompts; a row has one: write a row for each", param="prompt"
         )
+    if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
+        raise InvalidRequest("a row of a bulk run has no tools; send it as a line of a batch", param="tools")
     if body.model is not None and body.model != model.name:
         raise InvalidRequest(f"there is no model {body.model[:100]!r}; this run has {model.name!r}", param="model")
 

@@ -28,9 +28,16 @@ class Detokenizer:
         text     [ handed out: num_shown characters                                             | held back           ]
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown_token_ids`: shown even if they are special and those are skipped."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []
         self._num_settled = 0
         self._num_shown = 0

@@ -24,9 +24,18 @@ class GeneratedText:
     """Detokenizer and stop strings of one request. Stop strings count only after the first `min_tokens` tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        shown_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        """`shown_token_ids`: shown even if they are special and those are skipped."""
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown_token_ids=shown_token_ids
+        )
         self._stop_strings = StopStrings(stop) if stop else None
         self._min_tokens = min_tokens
         self._num_tokens = 0

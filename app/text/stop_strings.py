@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from app.text.pattern import Pattern
+
 
 class StopStrings:
     """Hands text through until one of the stop strings is complete; that string and what follows never come out.
@@ -13,7 +15,7 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._patterns = [_Pattern(text) for text in stop]
+        self._patterns = [Pattern(text) for text in stop]
         self._held = ""
         self.found: str | None = None
 
@@ -36,32 +38,3 @@ class StopStrings:
         """Return what was held back: nothing more will come."""
         held, self._held = self._held, ""
         return held
-
-
-class _Pattern:
-    """One string and how much of it the text so far ends with (Knuth, Morris and Pratt)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0
-        self._fallback = _fallbacks(text)
-
-    def advance(self, character: str) -> bool:
-        """Take one more character; true when it completes the string."""
-        num_matched = self.num_matched
-        while num_matched and self.text[num_matched] != character:
-            num_matched = self._fallback[num_matched - 1]
-        self.num_matched = num_matched + (self.text[num_matched] == character)
-        return self.num_matched == len(self.text)
-
-
-def _fallbacks(text: str) -> list[int]:
-    """For each prefix of `text`: the length of its longest proper suffix that is a prefix too."""
-    fallbacks = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = fallbacks[length - 1]
-        length += text[index] == text[length]
-        fallbacks[index] = length
-    return fallbacks

@@ -7,7 +7,9 @@ describes load without it, and every current model has that file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +48,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._pretrained.chat_template)
 
+    @property
+    def has_tools_in_template(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return re.search(r"\btools\b", str(self._pretrained.chat_template)) is not None
+
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """The ids of those of these texts that are special tokens."""
+        return frozenset(
+            token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
+        )
+
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it."""
         # The batch call gives the interpreter lock back while it works, the single one does not.
@@ -58,6 +71,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat template.
@@ -66,7 +80,7 @@ class Tokenizer:
         when the model has no chat template or the template refuses the messages.
         """
         text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_variables=template_variables
         )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
@@ -75,9 +89,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` encodes."""
+        """The text that `encode_chat` encodes.
+
+        Templates get the arguments of tool calls as the objects that most of them want, or as the JSON text that they
+        came as where a template cannot take objects.
+        """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
         variables = dict(template_variables or {})
@@ -86,18 +105,25 @@ class Tokenizer:
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {', '.join(taken)}; leave it out", param="chat_template_kwargs"
             )
-        try:
-            text = self._pretrained.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except Exception as error:  # a template may raise anything, and what makes it raise is the messages
-            raise InvalidRequest(
-                f"the model's chat template does not accept these messages: {_brief(error)}", param="messages"
-            ) from error
-        return str(text)
+        has_calls = any(message.get("tool_calls") for message in messages)
+        attempts = [_with_argument_objects(messages), messages] if has_calls else [messages]
+        refusal: Exception | None = None
+        for attempt in attempts:
+            try:
+                return str(
+                    self._pretrained.apply_chat_template(
+                        [dict(message) for message in attempt],
+                        tools=[dict(tool) for tool in tools] if tools else None,
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        **variables,
+                    )
+                )
+            except Exception as error:  # a template may raise anything, and what makes it raise is the messages
+                refusal = refusal or error
+        raise InvalidRequest(
+            f"the model's chat template does not accept these messages: {_brief(refusal)}", param="messages"
+        ) from refusal
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; ids that name no token are passed over."""
@@ -133,7 +159,26 @@ _RESERVED_VARIABLES = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_
 }
 
 
-def _brief(error: Exception) -> str:
+def _with_argument_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of their tool calls parsed, where they are JSON objects."""
+    return [
+        {**message, "tool_calls": [_with_argument_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_argument_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _brief(error: Exception | None) -> str:
     """The first line of an error's own words, short enough for one sentence."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

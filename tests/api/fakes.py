@@ -14,6 +14,7 @@ from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import FinishReason, Generate, Request, TokenDelta
 from app.text import Tokenizer
+from app.text.tool_calls import ToolFormat
 
 MAX_MODEL_LEN = 200
 WAIT = "wait"  # a step of a script: nothing more comes until somebody closes the stream
@@ -63,12 +64,14 @@ class Service:
         generate: Generate | None = None,
         names: Sequence[str] = ("demo",),
         aliases: tuple[str, ...] = (),
+        tool_format: ToolFormat | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
         **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
         self.is_ready = True
-        facts = ModelFacts(max_model_len=MAX_MODEL_LEN, vocab_size=763, eos_token_ids=(4,))
+        facts = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,))
         self.models = [
             ServedModel(
                 name=name,
@@ -77,6 +80,7 @@ class Service:
                 generate=generate or self.generate,
                 created=1_700_000_000,
                 aliases=aliases,
+                tool_format=tool_format,
             )
             for name in names
         ]

@@ -16,6 +16,7 @@ from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
 USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,17 @@ USER = {"role": "user", "content": "Hi"}
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "is required in a message of role 'user'"),
         ({"messages": [USER | {"content": 5}]}, "messages[0].content", "a string or a list of text parts"),
         ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages[0].content", "not supported"),
-        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id", "is required"),
+        ({"messages": [USER | {"function_call": {"name": "f"}}]}, "messages[0].function_call", "send tool_calls"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
+        ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+        ({"tools": [TOOL]}, "tools", "no place for tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
+        ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "has f"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set tokenize"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
     ],
@@ -128,8 +139,6 @@ def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: 
         {"logprobs": True},
         {"top_logprobs": 3},
         {"prompt_logprobs": 0},
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a"}},

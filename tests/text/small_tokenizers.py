@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -12,8 +14,8 @@ from app.text import Tokenizer
 AWKWARD = (b"x\xc3", b"\xa9y\xc3", b"\xa9", b"\x98\x80\xf0\x9f", b"\xe2\x82", b"\xac ", b"\xef\xbf\xbd", b" the", b"ab")
 
 
-def build_byte_level() -> Tokenizer:
-    """Byte-level: ids 0-255 are the bytes themselves, then `AWKWARD`, then the special `<end>`."""
+def build_byte_level(template: str | None = None, special: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level: ids 0-255 are the bytes themselves, then `AWKWARD`, then the `special` ones and `<end>`."""
     symbols = _byte_symbols()
     vocab = {symbols[byte]: byte for byte in range(256)}
     for token in AWKWARD:
@@ -21,7 +23,8 @@ def build_byte_level() -> Tokenizer:
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return _with_end(backend)
+    backend.add_special_tokens(list(special))
+    return _with_end(backend, template)
 
 
 def build_byte_fallback() -> Tokenizer:
@@ -36,8 +39,8 @@ def build_byte_fallback() -> Tokenizer:
     return _with_end(backend)
 
 
-def _with_end(backend: Backend) -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+def _with_end(backend: Backend, template: str | None = None) -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=template))
 
 
 def _byte_symbols() -> dict[int, str]:

@@ -1,0 +1,99 @@
+"""Tools on offer in a call: what has to be known to take the model's calls out of its text."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.api.schemas import ChatRequest
+from app.errors import InvalidRequest
+from app.text import Tokenizer
+from app.text.tool_calls import CallParser, ToolFormat, ToolParser
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class ToolCallPiece(NamedTuple):
+    """What is new of one call. Its first piece has the id and the name, the others more of the arguments."""
+
+    number: int  # of the call, from 0
+    call_id: str
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How the calls in the texts of one API call are found."""
+
+    make_parser: Callable[[], CallParser]
+    form: ToolFormat
+    token_ids: frozenset[int]  # special tokens that belong to the format and so are shown to the parser
+
+    def calls(self) -> Calls:
+        """For one choice."""
+        return Calls(self.make_parser(), self.form)
+
+
+class Calls:
+    """The calls of one choice, with ids."""
+
+    def __init__(self, parser: CallParser, form: ToolFormat) -> None:
+        """`form` says what ids look like."""
+        self._parser = parser
+        self._form = form
+
+    @property
+    def has_any(self) -> bool:
+        return self._parser.has_calls
+
+    @property
+    def are_done(self) -> bool:
+        """Whether the call that may be made was made."""
+        return self._parser.is_done
+
+    def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallPiece, ...]]:
+        """Take more of the text; what remains text and what is new of calls."""
+        parsed = self._parser.push(text)
+        parts = [parsed, self._parser.flush()] if is_last and not self._parser.is_done else [parsed]
+        calls = tuple(
+            ToolCallPiece(call.number, self._new_id() if call.name else "", call.name, call.arguments)
+            for part in parts
+            for call in part.calls
+        )
+        return "".join(part.text for part in parts), calls
+
+    def _new_id(self) -> str:
+        characters = [secrets.choice(_ID_CHARACTERS) for _ in range(self._form.id_length)]
+        return self._form.id_prefix + "".join(characters)
+
+
+def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
+    """What a chat needs for its tools; None when it offers none. Raises InvalidRequest when they cannot be served."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if not tokenizer.has_tools_in_template:
+        raise InvalidRequest(
+            "the chat template of this model has no place for tools; leave tools out, or send tool_choice none",
+            param="tools",
+        )
+    if body.tool_choice != "auto":
+        raise InvalidRequest(
+            "this tool_choice needs structured output; only auto and none are served", param="tool_choice"
+        )
+    if form is None:
+        raise InvalidRequest(
+            "it is not known how this model writes tool calls; its operator can say so with the setting tool_parser, "
+            "or send tool_choice none",
+            param="tools",
+        )
+    names = frozenset(tool.function.name for tool in body.tools)
+    only_first = not body.parallel_tool_calls
+    return ToolUse(
+        make_parser=lambda: ToolParser(form, names, only_first=only_first),
+        form=form,
+        token_ids=tokenizer.special_ids(form.special_texts),
+    )

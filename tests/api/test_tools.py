@@ -1,0 +1,179 @@
+"""Tools in chats: what the model is told of them, and its calls in responses and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from app.engine.request import FinishReason
+from app.text import Tokenizer
+from app.text.tool_calls import FORMATS, ToolFormat
+from tests.api.fakes import WAIT, Service, say
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "Does it.", "parameters": {"type": "object"}, "strict": True},
+}
+OTHER = {"type": "function", "function": {"name": "g"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tokenizer_with(TEMPLATES["hermes"])
+
+
+def serving(
+    tokenizer: Tokenizer, text: str, form: ToolFormat = FORMATS["hermes"], reason: FinishReason = FinishReason.STOP
+) -> Service:
+    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=form, max_model_len=2000)
+
+
+def together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """The messages of a stream, by choice, as clients put them together."""
+    messages: dict[int, dict[str, Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        message = messages.setdefault(choice["index"], {"content": "", "calls": [], "finish_reason": None})
+        message["content"] += choice["delta"].get("content") or ""
+        message["finish_reason"] = choice["finish_reason"] or message["finish_reason"]
+        for call in choice["delta"].get("tool_calls", []):
+            if call["index"] == len(message["calls"]):
+                assert call["type"] == "function"
+                message["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+            else:
+                assert call.keys() == {"index", "function"}, "id and name come once"
+            message["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return messages
+
+
+def test_a_call_is_a_message_of_its_own_kind(tokenizer: Tokenizer) -> None:
+    answer = serving(tokenizer, CALL).chat(tools=[TOOL])
+    [choice] = answer.json["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    [call] = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]) == ("function", {"name": "f", "arguments": '{"a": 1}'})
+    assert call["id"].startswith("call_")
+
+
+def test_text_and_several_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, f"Let me see.\n{CALL}\n{CALL.replace('1', '2')}")
+    whole = service.chat(tools=[TOOL], n=2).json["choices"]
+    chunks = service.chat(tools=[TOOL], n=2, stream=True).chunks
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    for index, streamed in together(chunks).items():
+        message = whole[index]["message"]
+        assert streamed["content"] == message["content"] == "Let me see."
+        assert streamed["finish_reason"] == whole[index]["finish_reason"] == "tool_calls"
+        assert [(call["name"], call["arguments"]) for call in streamed["calls"]] == [
+            ("f", '{"a": 1}'),
+            ("f", '{"a": 2}'),
+        ]
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"a": 1}', '{"a": 2}']
+    ids = [call["id"] for message in together(chunks).values() for call in message["calls"]]
+    assert len(set(ids)) == 4
+
+
+def test_arguments_arrive_before_the_call_is_complete(tokenizer: Tokenizer) -> None:
+    chunks = serving(tokenizer, CALL).chat(tools=[TOOL], stream=True).chunks
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if "tool_calls" in choice["delta"]]
+    assert len(deltas) > 4
+    assert deltas[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{"}
+
+
+def test_text_without_calls_is_as_ever(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, "1 < 2 \n")
+    [choice] = service.chat(tools=[TOOL]).json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "1 < 2 \n", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert together(service.chat(tools=[TOOL], stream=True).chunks)[0]["content"] == "1 < 2 \n"
+
+
+def test_a_call_that_is_cut_short_says_so(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, CALL[: CALL.index("1")], reason=FinishReason.LENGTH)
+    [choice] = service.chat(tools=[TOOL]).json["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_one_call_is_the_end_when_more_are_not_wanted(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(CALL, add_special_tokens=False)
+    service = Service(
+        tokenizer,
+        lambda request: [*((token,) for token in ids), WAIT],
+        tool_format=FORMATS["hermes"],
+        max_model_len=2000,
+    )
+    [choice] = service.chat(tools=[TOOL], parallel_tool_calls=False).json["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
+    assert not service.generate.open, "what would follow is not generated"
+
+
+def test_special_tokens_of_the_format_are_seen_and_others_are_not() -> None:
+    tokenizer = tokenizer_with(TEMPLATES["mistral"])
+    service = serving(tokenizer, '<|python_tag|>Yes[TOOL_CALLS][{"name": "f", "arguments": {}}]', FORMATS["mistral"])
+    [choice] = service.chat(tools=[TOOL]).json["choices"]
+    assert choice["message"]["content"] == "Yes"
+    assert len(choice["message"]["tool_calls"][0]["id"]) == 9, "as Mistral's templates want it"
+    assert "TOOL" not in service.chat().json["choices"][0]["message"]["content"]
+
+
+def test_the_model_is_told_of_tools_and_of_earlier_calls(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, "3")
+    messages = [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "4"}]},
+    ]
+    service.chat(messages=messages, tools=[OTHER], max_tokens=1)
+    prompt = tokenizer.decode(service.request.prompt_token_ids, skip_special_tokens=False)
+    assert '{"type": "function", "function": {"name": "g"}}' in prompt
+    assert f"<|assistant|>{CALL}<|end|><|tool|>4<|end|>" in prompt
+    counted = service.call("POST", "/tokenize", {"messages": messages, "tools": [OTHER]}).json
+    assert counted["tokens"] == list(service.request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None}])
+def test_without_tools_on_offer_nothing_is_told_and_nothing_is_taken_out(
+    tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    service = serving(tokenizer, CALL)
+    [choice] = service.chat(**fields).json["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert "Tools" not in tokenizer.decode(service.request.prompt_token_ids)
+
+
+def test_tools_for_a_model_whose_format_nobody_knows_are_refused(tokenizer: Tokenizer) -> None:
+    answer = Service(tokenizer).chat(tools=[TOOL])
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert "tool_parser" in answer.error["message"]
+
+
+def test_the_openai_package_reads_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, CALL)
+
+    async def main() -> None:
+        async with (
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
+            openai.AsyncOpenAI(base_url="http://carousel/v1", api_key="none", http_client=http) as client,
+        ):
+            asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
+            whole = await client.chat.completions.create(**asked)
+            calls = whole.choices[0].message.tool_calls
+            assert calls is not None
+            assert json.loads(calls[0].function.arguments) == {"a": 1}
+            async with client.chat.completions.stream(**asked) as stream:
+                final = await stream.get_final_completion()
+            [call] = final.choices[0].message.tool_calls or []
+            assert call.function.parsed_arguments == {"a": 1}
+
+    asyncio.run(main())

@@ -1,0 +1,174 @@
+"""Tool calls in texts of all formats, however the text is cut and whatever is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.text.tool_calls import FORMATS, LIST, ToolFormat, ToolParser
+
+Calls = list[tuple[str, str]]
+ALL = (*FORMATS.values(), LIST)
+NAMES = ("f", "get_weather")
+
+
+def parsed(form: ToolFormat, pieces: Iterable[str], **settings: Any) -> tuple[str, Calls]:
+    """The text and the calls, put together as a client does."""
+    parser = ToolParser(form, NAMES, **settings)
+    parts = [parser.push(piece) for piece in pieces]
+    parts.append(parser.flush())
+    calls: list[list[str]] = []
+    for piece in (piece for part in parts for piece in part.calls):
+        if piece.name is not None:
+            assert piece.number == len(calls), "names come first, once, in order"
+            calls.append([piece.name, ""])
+        calls[piece.number][1] += piece.arguments
+    assert parser.has_calls == bool(calls)
+    return "".join(part.text for part in parts), [(name, arguments) for name, arguments in calls]
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    ends = sorted({*places, len(text)})
+    return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TEXTS = {
+    "hermes": [
+        ("Only text < that.", "Only text < that.", []),
+        (HERMES_CALL, "", [("f", '{"a": 1}')]),
+        (f"One moment.\n\n{HERMES_CALL}\n{HERMES_CALL}\n", "One moment.", [("f", '{"a": 1}')] * 2),
+        ('<tool_call>{"arguments": {"b": "}<{"}, "name": "f"}</tool_call>', "", [("f", '{"b": "}<{"}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"é\\"}"}</tool_call>', "", [("f", '{"a": "é"}')]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"id": [1, {}], "name": "f", "arguments": {}}}</tool_call>bye', "bye", [("f", "{}")]),
+        ('<tool_call>{"name": "unheard_of", "arguments": {}}</tool_call>', "", [("unheard_of", "{}")]),
+    ],
+    "llama3": [
+        ('{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ('\n{"name": "f", "parameters": {}}; {"name": "f", "parameters": []}', "", [("f", "{}"), ("f", "[]")]),
+        ('<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ('{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+        ('{"name": "f", "age": 36}', '{"name": "f", "age": 36}', []),
+        ('See: {"name": "f", "parameters": {}}', 'See: {"name": "f", "parameters": {}}', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "x"}]', "", [("f", '{"a": 1}')]),
+        ('Yes.[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]', "Yes.", [("f", "{}"), ("g", "{}")]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}', "", [("f", '{"a": 1}'), ("g", "{}")]),
+        ('[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
+        ("[TOOL_CALLS] are called so", "[TOOL_CALLS] are called so", []),
+    ],
+    "list": [
+        ('[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {}}]', "", [("f", "{}"), ("f", "{}")]),
+    ],
+}  # fmt: skip
+CASES = [(form, *case) for form in ALL for case in TEXTS[form.name]]
+
+
+@pytest.mark.parametrize(
+    ("form", "written", "text", "calls"), CASES, ids=[f"{case[0].name}-{case[1]}" for case in CASES]
+)
+def test_calls_are_taken_out_of_the_text(form: ToolFormat, written: str, text: str, calls: Calls) -> None:
+    assert parsed(form, [written]) == (text, calls)
+    assert parsed(form, written) == (text, calls), "character by character"
+
+
+# What is broken before it is clear that there is a call stays text; what is broken behind that stays arguments.
+@pytest.mark.parametrize(
+    ("written", "text", "calls"),
+    [
+        ("<tool_call>", "<tool_call>", []),
+        ("<tool_call>\n[1]</tool_call>", "<tool_call>\n[1]</tool_call>", []),
+        ('<tool_call>{"name": 5, "arguments": {}}', '<tool_call>{"name": 5, "arguments": {}}', []),
+        ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+        ("<tool_call>{'name': 'f'}</tool_call>", "<tool_call>{'name': 'f'}</tool_call>", []),
+        (f"<tool_call> no {HERMES_CALL}", "<tool_call> no", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1, "x', "", [("f", '{"a": [1, "x')]),
+        (
+            f'<tool_call>{{"name": "f", "arguments": {{"a": 1</tool_call>{HERMES_CALL}',
+            "",
+            [("f", '{"a": 1'), ("f", '{"a": 1}')],
+        ),
+        ('<tool_call>{"name": "f", "arguments": "{}"</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {a: nonsense, }}</tool_call>', "", [("f", "{a: nonsense, }")]),
+    ],
+)  # fmt: skip
+def test_broken_calls(written: str, text: str, calls: Calls) -> None:
+    assert parsed(FORMATS["hermes"], [written]) == (text, calls)
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = ToolParser(FORMATS["hermes"], NAMES)
+    assert parser.push('<tool_call>{"name": "f", "argum').calls == ()
+    assert parser.push('ents": {"a').calls == ((0, "f", '{"a'),)
+    assert parser.push('": 1').calls == ((0, None, '": 1'),)
+    assert parser.push("}}").calls == ((0, None, "}"),)
+
+
+@pytest.mark.parametrize("form", [FORMATS["hermes"], FORMATS["llama3"], LIST], ids=lambda form: form.name)
+def test_the_first_of_several_calls_can_be_the_end(form: ToolFormat) -> None:
+    written = {
+        "hermes": HERMES_CALL * 2,
+        "llama3": '{"name": "f", "parameters": {}};{"name": "f", "parameters": {}}',
+        "list": '[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {}}]',
+    }[form.name]
+    text, calls = parsed(form, written, only_first=True)
+    assert (text, len(calls)) == ("", 1)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+CALL = st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), JSON, max_size=3))
+
+
+def written_calls(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As a model of that family would write them."""
+    objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    if form.name == "hermes":
+        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+    if form.name == "llama3":
+        return "; ".join(objects)
+    return f"{form.begin}[{', '.join(objects)}]"
+
+
+@given(st.data(), st.sampled_from(ALL), st.lists(CALL, min_size=1, max_size=3))
+def test_what_was_meant_is_read_however_the_text_is_cut(
+    data: st.DataObject, form: ToolFormat, meant: list[tuple[str, dict[str, Any]]]
+) -> None:
+    written = written_calls(form, meant)
+    places = data.draw(st.lists(st.integers(0, len(written)), max_size=8))
+    text, calls = parsed(form, cut(written, places))
+    assert text == ""
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == meant
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}",
+        ",", ":", ";", '"', "\\", " ", "\n", "<", '"name"', '"arguments"', '"f"', "f", "null",
+        '{"name": "f", "arguments": {',
+    ]
+)  # fmt: skip
+
+
+@given(st.data(), st.sampled_from(ALL), st.lists(FRAGMENTS | st.text(max_size=3), max_size=14), st.booleans())
+def test_no_text_breaks_a_parser_and_no_cut_changes_what_it_says(
+    data: st.DataObject, form: ToolFormat, fragments: list[str], only_first: bool
+) -> None:
+    written = "".join(fragments)
+    places = data.draw(st.lists(st.integers(0, len(written)), max_size=8))
+    whole = parsed(form, [written], only_first=only_first)
+    assert parsed(form, cut(written, places), only_first=only_first) == whole
+    if not whole[1]:
+        assert whole[0] == written, "where there is no call, every character is text"
