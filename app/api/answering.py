@@ -9,10 +9,12 @@ from typing import Any
 
 from app.api.body import parse
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
 from app.api.errors import error_body, error_status, log_error
 from app.api.parameters import UnknownFields
-from app.api.responses import ChatFormat, CompletionFormat, Format, Progress, whole_response
+from app.api.replies import ReplyWriter
+from app.api.reply_schemas import ResponsesRequest
+from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, Writer
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.batches import Answered
 from app.config import ApiConfig
@@ -25,12 +27,13 @@ from app.metrics import NO_MODEL, RequestMetrics
 class _Endpoint:
     schema: type[GenerationRequest]
     prepare: Callable[[Any, ServedModel, ApiConfig], Awaitable[Call]]
-    form: Format
+    writer: Callable[[Any], Writer]  # for a body of that schema
 
 
 _ENDPOINTS = {
-    "/v1/chat/completions": _Endpoint(ChatRequest, prepare_chat, ChatFormat()),
-    "/v1/completions": _Endpoint(CompletionRequest, prepare_completion, CompletionFormat()),
+    "/v1/chat/completions": _Endpoint(ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat())),
+    "/v1/completions": _Endpoint(CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())),
+    "/v1/responses": _Endpoint(ResponsesRequest, prepare_reply, ReplyWriter),
 }
 BATCH_ENDPOINTS = tuple(_ENDPOINTS)
 
@@ -63,18 +66,18 @@ class Answering:
 
     async def _response(self, endpoint: _Endpoint, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
         arrived_at = self._metrics.arrived()
-        call = await self._call(endpoint, body)
+        call, parsed = await self._call(endpoint, body)
         prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
         metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await whole_response(Progress(call, request_id, metrics), generate_pieces(call), endpoint.form)
+        return await endpoint.writer(parsed).whole(Progress(call, request_id, metrics), generate_pieces(call))
 
-    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> Call:
+    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> tuple[Call, GenerationRequest]:
         model_name = NO_MODEL
         try:
             parsed = parse(body, endpoint.schema, self._unknown_fields)
             model = model_named(parsed.model, self._models)
             model_name = model.name
-            return await endpoint.prepare(parsed, model, self._limits)
+            return await endpoint.prepare(parsed, model, self._limits), parsed
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise

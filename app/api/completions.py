@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from app.api.reply_schemas import ResponsesRequest
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.api.tool_calls import ToolUse, tool_use
 from app.config import ApiConfig
@@ -101,6 +102,12 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
     num_characters = sum(message.num_characters for message in body.messages) + len(str(offered or ""))
     call = _call("chatcmpl", body, model, await off_the_loop(encode, num_characters), default_max_tokens=None)
     return replace(call, tools=tools)
+
+
+async def prepare_reply(body: ResponsesRequest, model: ServedModel, limits: ApiConfig) -> Call:
+    """Check and tokenize what /v1/responses was asked. Raises InvalidRequest."""
+    call = await prepare_chat(body.as_chat(), model, limits)
+    return replace(call, call_id=f"resp_{uuid.uuid4().hex}")
 
 
 async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: ApiConfig) -> Call:
@@ -208,7 +215,7 @@ def _call(
 
 def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None) -> int:
     """The output length of one request: what was asked, else the default, else the rest of the context."""
-    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    param = body.prompt_param
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"{param} is empty: it has no tokens; give at least one", param=param)
     room = max_model_len - num_prompt_tokens

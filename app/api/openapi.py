@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from app.api.reply_schemas import ResponsesRequest
 from app.api.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -22,6 +23,7 @@ Json = dict[str, Any]
 BODIES: tuple[type[ModelRequest], ...] = (
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
@@ -70,6 +72,9 @@ def _paths(config: ApiConfig) -> Json:
             "post": _operation("Generate the next message", "ChatCompletion", _OF_GENERATION, chat, events)
         },
         "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
+        "/v1/responses": {
+            "post": _operation("Generate a reply", "Reply", _OF_GENERATION, _body(ResponsesRequest), events)
+        },
         "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
         "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL) | {"parameters": [_MODEL_ID]}},
         "/tokenize": {
@@ -127,7 +132,7 @@ def _schemas(config: ApiConfig) -> Json:
     schemas: Json = document["$defs"]
     for schema in schemas.values():
         _accept_null(schema)
-    for generation in (ChatRequest, CompletionRequest):
+    for generation in (ChatRequest, CompletionRequest, ResponsesRequest):
         limited = schemas[generation.__name__]["properties"]
         _restrict(limited["n"], "integer", maximum=config.max_choices)
         _restrict(limited["stop"], "string", maxLength=config.max_stop_length)
@@ -170,6 +175,15 @@ def _answers() -> Json:
         "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=or_nothing, code=or_nothing)),
         "ChatCompletion": _object(**call, object={"const": "chat.completion"}, choices=_list(chat_choice)),
         "Completion": _object(**call, object={"const": "text_completion"}, choices=_list(choice)),
+        "Reply": _object(
+            id=_TEXT,
+            object={"const": "response"},
+            created_at=_WHOLE_NUMBER,
+            model=_TEXT,
+            status={"enum": ["completed", "incomplete", "failed"]},
+            output=_list(_object(id=_TEXT, type={"enum": ["message", "function_call"]}, status=_TEXT)),
+            usage=_object(input_tokens=_WHOLE_NUMBER, output_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER),
+        ),
         "Model": model,
         "ModelList": _object(object={"const": "list"}, data=_list(_reference("Model"))),
         "Tokens": _object(count=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER, tokens=_list(_WHOLE_NUMBER)),

@@ -50,12 +50,29 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "completion": _UNAVAILABLE_EVERYWHERE
     | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    "reply": _UNAVAILABLE_EVERYWHERE
+    | {
+        "top_logprobs": (0,),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "reasoning": ({}, {"effort": "none"}),
+        "truncation": ("disabled",),
+        "max_tool_calls": (),
+        "n": (1,),
+        "best_of": (1,),
+        "context_management": ([],),
+        "moderation": (),
+        "max_tokens": (),
+        "max_completion_tokens": (),
+    },
     "tokenizer": {},
 }
 
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
-    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
+    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens "
+    "include".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000
@@ -97,9 +114,15 @@ def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
                 yield inside
             else:
                 yield from _unknown(item, field.annotation, inside)
-    elif isinstance(value, dict) and get_origin(kind) is not dict:
-        for inner in get_args(kind):
-            yield from _unknown(value, inner, path)
+    elif isinstance(value, dict):  # where there is a choice of schemas, the one that knows most of it is meant
+        choices = [list(_unknown(value, inner, path)) for inner in get_args(kind) if _has_schema(inner)]
+        yield from min(choices, key=len, default=())
+
+
+def _has_schema(kind: Any) -> bool:
+    if isinstance(kind, type) and issubclass(kind, Schema):
+        return True
+    return get_origin(kind) is not dict and any(_has_schema(inner) for inner in get_args(kind))
 
 
 class UnknownFields:

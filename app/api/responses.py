@@ -191,39 +191,53 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
     return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
-async def whole_response(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> Json:
-    """Wait for all choices and write them as one response."""
-    with progress.metrics:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                progress.add(piece, keep_text=True)
-    progress.log_end()
-    choices = [form.choice(index, answer) for index, answer in enumerate(progress.answers)]
-    return _envelope(progress.call, form.object) | {"choices": choices, "usage": progress.usage()}
+class Writer(Protocol):
+    """How an endpoint answers a call."""
+
+    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+        """Wait for all choices and write them as one answer."""
+        ...
+
+    def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a call.
+
+        An error before the first event is raised, so that it can have a status of its own; a later one becomes an
+        event.
+        """
 
 
-async def events(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a call.
+@dataclass(frozen=True, slots=True)
+class ChoiceWriter:
+    """Answers that are lists of choices, streamed as chunks with [DONE] behind them."""
 
-    An error before the first event is raised, so that it can have a status of its own; a later one becomes an event
-    before [DONE].
-    """
-    writer = _ChunkWriter(progress, form)
-    try:
+    form: Format
+
+    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
         with progress.metrics:
             async with aclosing(pieces):
                 async for piece in pieces:
-                    for written in writer.events(piece):
-                        yield written
-        if progress.call.include_usage:
-            yield writer.usage_event()
+                    progress.add(piece, keep_text=True)
         progress.log_end()
-    except Exception as error:
-        if not writer.has_begun and not progress.is_open:
-            raise
-        log_error(error, progress.request_id)
-        yield event(error_body(error, progress.request_id))
-    yield DONE
+        choices = [self.form.choice(index, answer) for index, answer in enumerate(progress.answers)]
+        return _envelope(progress.call, self.form.object) | {"choices": choices, "usage": progress.usage()}
+
+    async def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        writer = _ChunkWriter(progress, self.form)
+        try:
+            with progress.metrics:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        for written in writer.events(piece):
+                            yield written
+            if progress.call.include_usage:
+                yield writer.usage_event()
+            progress.log_end()
+        except Exception as error:
+            if not writer.has_begun and not progress.is_open:
+                raise
+            log_error(error, progress.request_id)
+            yield event(error_body(error, progress.request_id))
+        yield DONE
 
 
 class _ChunkWriter:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
@@ -28,15 +28,9 @@ from app.api.keys import Doorkeeper, KeyRing, OpenDoor
 from app.api.limits import Account, rate_limit_headers
 from app.api.openapi import openapi_document
 from app.api.parameters import UnknownFields
-from app.api.responses import (
-    ChatFormat,
-    CompletionFormat,
-    Format,
-    Progress,
-    events,
-    model_entry,
-    whole_response,
-)
+from app.api.replies import ReplyWriter
+from app.api.reply_schemas import ResponsesRequest
+from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, Writer, model_entry
 from app.api.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -81,6 +75,7 @@ def build_app(
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/responses", api.reply, methods=["POST"]),
         Route("/v1/models", api.list_models, methods=["GET"]),
         Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
@@ -119,10 +114,15 @@ class _Api:
         self._openapi = openapi_document(config)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, prepare_chat, ChatFormat())
+        return await self._generate(request, ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat()))
 
     async def complete(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, prepare_completion, CompletionFormat())
+        return await self._generate(
+            request, CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())
+        )
+
+    async def reply(self, request: Request) -> Response:
+        return await self._generate(request, ResponsesRequest, prepare_reply, ReplyWriter)
 
     async def list_models(self, request: Request) -> Response:
         account = visit_of(request).account
@@ -177,30 +177,36 @@ class _Api:
         return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _generate(
-        self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT], form: Format
+        self,
+        request: Request,
+        schema: type[RequestT],
+        prepare: Prepare[RequestT],
+        writer_for: Callable[[RequestT], Writer],
     ) -> Response:
         arrived_at = self._metrics.arrived()
-        call, is_streamed = await self._call(request, schema, prepare)
+        call, parsed = await self._call(request, schema, prepare)
         prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
         metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
         progress = Progress(call, request.state.request_id, metrics)
         visit_of(request).num_used = progress.num_tokens
-        pieces = generate_pieces(call)
+        pieces, writer = generate_pieces(call), writer_for(parsed)
         response: Response
-        if not is_streamed:
-            response = JSONResponse(await unless_disconnected(request.receive, whole_response(progress, pieces, form)))
+        if not parsed.stream:
+            response = JSONResponse(await unless_disconnected(request.receive, writer.whole(progress, pieces)))
         else:  # no header goes out before the first text or a long wait: until then a refusal is a real status
             response = await begin_event_stream(
                 request.receive,
-                events(progress, pieces, form),
+                writer.events(progress, pieces),
                 heartbeat_s=self._config.heartbeat_s,
                 may_begin=progress.open_if_queued,
             )
         response.headers.update(progress.placement_headers(explain=wants_explanation(request.headers)))
         return response
 
-    async def _call(self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]) -> tuple[Call, bool]:
-        """What the body asks for, checked, and whether it wants it as a stream."""
+    async def _call(
+        self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]
+    ) -> tuple[Call, RequestT]:
+        """What the body asks for, checked, and the body."""
         model_name = NO_MODEL
         try:
             config, visit = self._config, visit_of(request)
@@ -211,7 +217,7 @@ class _Api:
             model = self._model(parsed.model, visit.account)
             model_name = model.name
             call = with_hints(await prepare(parsed, model, config), request.headers)
-            return in_the_name_of(visit, call, parsed, share_prefixes=config.share_prefixes), parsed.stream
+            return in_the_name_of(visit, call, parsed, share_prefixes=config.share_prefixes), parsed
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise

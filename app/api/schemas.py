@@ -37,11 +37,11 @@ MAX_TOOL_CALLS = 128
 TOOL_CHOICES = ("none", "auto", "required")
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """`1.0` as 1: to JSON they are the same number, and some languages write no other. Lists item by item."""
     if type(value) is float and value.is_integer():
         return int(value)
-    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+    return [whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 def _texts(value: Any) -> Any:
@@ -58,14 +58,14 @@ def _prompts(value: Any) -> Any:
     """The four forms of `prompt` as one: a list whose items are strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
-    value = _whole(value)
+    value = whole(value)
     if not isinstance(value, list) or not value:
         raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
     if all(type(item) is int for item in value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
-    value = [_whole(item) if isinstance(item, list) else item for item in value]
+    value = [whole(item) if isinstance(item, list) else item for item in value]
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
@@ -287,7 +287,7 @@ class GenerationRequest(ModelRequest):
     )
     @classmethod
     def _whole_numbers(cls, value: Any) -> Any:
-        return _whole(value)
+        return whole(value)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
@@ -303,6 +303,11 @@ class GenerationRequest(ModelRequest):
     def length_param(self) -> str:
         """The field that says how many tokens may be generated."""
         return "max_tokens"
+
+    @property
+    def prompt_param(self) -> str:
+        """The field that the prompt comes from."""
+        return "prompt"
 
     @property
     def asked_tokens(self) -> int | None:
@@ -340,7 +345,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("max_completion_tokens", mode="before")
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
-        return _whole(value)
+        return whole(value)
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:
@@ -353,6 +358,10 @@ class ChatRequest(GenerationRequest):
                 f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)[:200]}", param="tool_choice"
             )
         return self
+
+    @property
+    def prompt_param(self) -> str:
+        return "messages"
 
     @property
     def length_param(self) -> str:
@@ -408,7 +417,7 @@ class DetokenizeRequest(ModelRequest):
     @field_validator("tokens", mode="before")
     @classmethod
     def _whole_numbers(cls, value: Any) -> Any:
-        return _whole(value)
+        return whole(value)
 
 
 def from_validation_error(error: ValidationError) -> InvalidRequest:
@@ -423,10 +432,11 @@ def from_validation_error(error: ValidationError) -> InvalidRequest:
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """`("messages", 0, "role")` as `messages[0].role`. Which of several schemas was tried (`#…`) is not part of it."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        if not str(part).startswith("#"):
+            path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path[:100]
 
 

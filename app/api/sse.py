@@ -32,6 +32,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return f"data: {_encode(payload)}\n\n".encode()
 
 
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One event whose name is the payload's type."""
+    return f"event: {payload['type']}\n".encode() + event(payload)
+
+
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Await `work`; when the client goes away first, cancel it, let it clean up and raise ClientGone.
 

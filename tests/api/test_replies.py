@@ -1,0 +1,270 @@
+"""/v1/responses: what it asks of the model, and its replies, whole and as events, read by the openai package too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from app.engine.request import FinishReason
+from app.errors import Overloaded, StepFailed
+from app.text import Tokenizer
+from app.text.tool_calls import FORMATS
+from tests.api.fakes import Answer, Service, say
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tools_tokenizer() -> Tokenizer:
+    return tokenizer_with(TEMPLATES["hermes"])
+
+
+def ask(service: Service, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
+    return service.call("POST", "/v1/responses", {"input": "Hi"} | fields, headers)
+
+
+def events_of(answer: Answer) -> list[dict[str, Any]]:
+    """The events, after checking that each is named and numbered."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    blocks = answer.body.decode().removesuffix("\n\n").split("\n\n")
+    events = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+        events.append(event)
+    return events
+
+
+def calling(tokenizer: Tokenizer, text: str, reason: FinishReason = FinishReason.STOP) -> Service:
+    return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], max_model_len=2000)
+
+
+def test_a_reply(service: Service) -> None:
+    reply = ask(service, metadata={"a": "b"}, temperature=0.5, instructions="Count.").json
+    assert reply["id"].startswith("resp_")
+    assert (reply["object"], reply["status"], reply["model"]) == ("response", "completed", "demo")
+    [item] = reply["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "3 4 5.", "annotations": [], "logprobs": []}]
+    assert (reply["metadata"], reply["temperature"], reply["instructions"]) == ({"a": "b"}, 0.5, "Count.")
+    assert (reply["store"], reply["previous_response_id"], reply["error"]) == (False, None, None)
+    usage = reply["usage"]
+    assert usage["input_tokens"] == len(service.request.prompt_token_ids)
+    assert usage["output_tokens"] == 5
+    assert usage["total_tokens"] == usage["input_tokens"] + 5
+    assert usage["input_tokens_details"]["cached_tokens"] == 2
+
+
+def test_it_is_the_chat_that_it_looks_like(service: Service) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+        {"type": "message", "role": "user", "content": "d"},
+    ]
+    ask(service, input=items, instructions="s", max_output_tokens=7, seed=1, top_k=3, user="me", logit_bias={"5": 1})
+    request = service.request
+    messages = [("system", "s"), ("user", "a\nb"), ("assistant", "c"), ("user", "d")]
+    chat = [{"role": role, "content": content} for role, content in messages]
+    assert request.prompt_token_ids == service.tokenizer.encode_chat(chat)
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.top_k, sampling.logit_bias) == (7, 1, 3, ((5, 1.0),))
+    assert request.tenant == "me"
+
+
+def test_events_build_the_reply_up(service: Service) -> None:
+    events = events_of(ask(service, stream=True))
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 4,
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["output"] == []
+    assert events[2]["item"]["content"] == []
+    assert "".join(event["delta"] for event in events[4:8]) == events[8]["text"] == "3 4 5."
+    assert {event["item_id"] for event in events[3:10]} == {events[2]["item"]["id"]}
+    final = events[-1]["response"]
+    assert final["output"] == [events[-2]["item"]]
+    whole = ask(service).json
+    for reply in (final, whole):
+        for item in [reply, *reply["output"]]:
+            item["id"] = ""
+    assert final | {"created_at": 0} == whole | {"created_at": 0}
+
+
+def test_text_and_calls_are_items_one_after_the_other(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, f"Let me see.\n{CALL}\n{CALL}")
+    reply = ask(service, tools=[TOOL]).json
+    message, first, second = reply["output"]
+    assert message["content"][0]["text"] == "Let me see."
+    for call in (first, second):
+        assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
+        assert call["call_id"].startswith("call_")
+    assert len({first["id"], second["id"], first["call_id"], second["call_id"]}) == 4
+    assert (reply["status"], reply["tools"][0]["name"]) == ("completed", "f")
+    events = events_of(ask(service, tools=[TOOL], stream=True))
+    by_item = {
+        index: [event["type"] for event in events if event.get("output_index") == index and "delta" not in event]
+        for index in range(3)
+    }
+    around = ["response.output_item.added", "response.output_item.done"]
+    assert by_item[1] == by_item[2] == [around[0], "response.function_call_arguments.done", around[1]]
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == '{"a": 1}' * 2
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call", "function_call"]
+
+
+def test_calls_and_what_came_of_them_go_back_to_the_model(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, "1")
+    items = [
+        {"role": "user", "content": "?"},
+        {"type": "message", "role": "assistant", "content": "Well."},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "id": "fc"},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "5"}]},
+    ]  # fmt: skip
+    assert ask(service, input=items, tools=[TOOL]).status == 200
+    prompt = tools_tokenizer.decode(service.request.prompt_token_ids, skip_special_tokens=False)
+    second = CALL.replace('{"a": 1}', "{}")
+    assert f"<|user|>?<|end|><|assistant|>Well.{CALL}{second}<|end|><|tool|>4<|end|><|tool|>5<|end|>" in prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_is_cut_short_is_incomplete(tokenizer: Tokenizer, stream: bool) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4", reason=FinishReason.LENGTH))
+    answer = ask(service, stream=stream)
+    reply = events_of(answer)[-1]["response"] if stream else answer.json
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert reply["output"][0]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_without_words_is_an_empty_message(tokenizer: Tokenizer, stream: bool) -> None:
+    answer = ask(Service(tokenizer, say(tokenizer, "")), stream=stream)
+    reply = events_of(answer)[-1]["response"] if stream else answer.json
+    assert reply["output"][0]["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_has_a_status_of_its_own(tokenizer: Tokenizer, stream: bool) -> None:
+    assert ask(Service(tokenizer, lambda request: [Overloaded("full")]), stream=stream).status == 429
+
+
+def test_a_failure_in_mid_stream_makes_a_failed_reply(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [(20,), StepFailed("secret")])
+    *_, last = events_of(ask(service, stream=True))
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
+    assert "secret" not in last["response"]["error"]["message"]
+    assert last["response"]["usage"]["output_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"store": True}, "store", "nothing is stored here: send the whole conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"background": True}, "background", "not supported"),
+        ({"n": 2}, "n", "not supported"),
+        ({"max_tokens": 5}, "max_tokens", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "an item at 0"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'system'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "is required"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens", "max_output_tokens is 10,000"),
+        ({"input": "3 " * 1000}, "input", "this model accepts"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
+        ({"tools": [TOOL]}, "tools", "no place for tools"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    service: Service, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = ask(service, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    assert not service.generate.requests
+
+
+def test_null_is_not_given_and_harmless_values_ask_for_nothing(service: Service) -> None:
+    names = "instructions max_output_tokens tools tool_choice text metadata store previous_response_id reasoning stream"
+    assert ask(service, **dict.fromkeys(names.split())).status == 200
+    harmless = {"store": False, "include": [], "truncation": "disabled", "text": {"format": {"type": "text"}}, "n": 1}
+    answer = ask(service, {"x-strict": "true"}, **harmless)
+    assert answer.status == 200, answer.json
+
+
+def test_strict_replies_look_into_items_of_all_types(service: Service) -> None:
+    items = [{"type": "message", "role": "user", "content": "Hi", "mood": 1}]
+    assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
+
+
+def with_client(service: Service, use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with (
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
+            openai.AsyncOpenAI(
+                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
+            ) as client,
+        ):
+            await use(client)
+
+    asyncio.run(main())
+
+
+def test_the_openai_package_reads_replies(service: Service) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        reply = await client.responses.create(model="demo", input="Hi", instructions="Count.")
+        assert reply.output_text == "3 4 5."
+        assert reply.usage is not None
+        assert reply.usage.output_tokens == 5
+        async with client.responses.stream(model="demo", input="Hi") as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        assert final.output_text == "3 4 5."
+
+    with_client(service, use)
+
+
+def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
+    service = calling(tools_tokenizer, CALL)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        asked: Any = {"model": "demo", "input": [{"role": "user", "content": "?"}], "tools": [TOOL]}
+        reply = await client.responses.create(**asked)
+        [call] = reply.output
+        assert call.type == "function_call"
+        asked["input"] += [call.to_dict(), {"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
+        async with client.responses.stream(**asked) as stream:
+            await stream.until_done()
+            [again] = (await stream.get_final_response()).output
+        assert again.type == "function_call"
+        assert json.loads(again.arguments) == {"a": 1}
+
+    with_client(service, use)
+
+
+def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [(20,), StepFailed("no")])
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        events = [event async for event in await client.responses.create(model="demo", input="Hi", stream=True)]
+        assert events[-1].type == "response.failed"
+
+    with_client(service, use)
