@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.recorder import Recorder
-from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
 from app.errors import CarouselError
 
 VOCAB_SIZE = 50
@@ -43,7 +44,15 @@ class CountingRunner:
                 written.add(slot)
                 self._slots[slot] = token
         token_ids = [self._draw(item.block_ids, item.end) for item in batch.sampled]
-        return self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
+        result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
+        pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
+        assert batch.has_pooling == bool(pooled)
+        return result._replace(pooled=pooled)
+
+    def _pooled(self, item: ScheduledSequence) -> list[float]:
+        first = item.start if item.pooling == Pooling.MEAN else item.end - 1
+        states = [hidden_state(self._seen(item.block_ids, place + 1)) for place in range(first, item.end)]
+        return [sum(column) for column in zip(*states, strict=True)]
 
     def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
         drawn = zip(batch.sampled, token_ids, strict=True)
@@ -66,13 +75,15 @@ class CountingRunner:
 
     def _logprobs(self, item: ScheduledSequence, position: int, token_id: int, num_top: int) -> TokenLogprobs:
         assert item.start < position <= item.end, "only tokens that are computed in this step predict"
-        seen = [self._slots[self._slot(item.block_ids, before)] for before in range(position)]
-        return logprobs_after(seen, token_id, num_top)
+        return logprobs_after(self._seen(item.block_ids, position), token_id, num_top)
 
     def _draw(self, block_ids: list[int], end: int) -> int:
         """A function of every token in the KV cache, as a real model's is."""
-        seen = [self._slots[self._slot(block_ids, position)] for position in range(end)]
-        return next_token(seen)
+        return next_token(self._seen(block_ids, end))
+
+    def _seen(self, block_ids: list[int], end: int) -> list[int]:
+        """The tokens in the KV cache before a position."""
+        return [self._slots[self._slot(block_ids, position)] for position in range(end)]
 
     def _slot(self, block_ids: list[int], position: int) -> int:
         return block_ids[position // self._block_size] * self._block_size + position % self._block_size
@@ -82,6 +93,19 @@ def next_token(token_ids: list[int]) -> int:
     """What the fake model generates after these tokens; never the end token."""
     total = sum((position + 1) * token for position, token in enumerate(token_ids))
     return 2 + total % (VOCAB_SIZE - 2)
+
+
+def hidden_state(token_ids: list[int]) -> list[float]:
+    """What the fake model makes of the last of these tokens, behind the others."""
+    return [float(next_token(token_ids)), float(len(token_ids))]
+
+
+def expected_embedding(prompt: tuple[int, ...], pooling: Pooling) -> bytes:
+    """What stands for a prompt, computed the plain way."""
+    states = [hidden_state(list(prompt[:end])) for end in range(1, len(prompt) + 1)]
+    last = states[-1]
+    mean = [sum(column) / len(states) for column in zip(*states, strict=True)]
+    return array("f", last if pooling is Pooling.LAST else mean).tobytes()
 
 
 def logprobs_after(token_ids: list[int], token_id: int, num_top: int) -> TokenLogprobs:
@@ -119,7 +143,7 @@ def build_fake_engine(
         CacheConfig(block_size=block_size, prefix_caching=prefix_caching),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
-        facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
+        facts=ModelFacts(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),
         clock=clock,
         recorder=recorder,
     )
@@ -171,6 +195,7 @@ def make_request(
     priority: int = 0,
     tenant: str = "",
     deadline_s: float | None = None,
+    pooling: Pooling | None = None,
     **sampling: object,
 ) -> Request:
     settings: dict[str, object] = {"max_tokens": 4, "temperature": 0.0} | sampling
@@ -182,6 +207,7 @@ def make_request(
         priority=priority,
         tenant=tenant,
         deadline_s=deadline_s,
+        pooling=pooling,
     )
 
 
@@ -192,6 +218,7 @@ class Outcome:
         self.token_ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.embeddings: dict[str, bytes] = {}
         self.reasons: dict[str, FinishReason] = {}  # in the order in which they ended
         self.errors: dict[str, CarouselError] = {}
 
@@ -201,6 +228,8 @@ class Outcome:
             self.token_ids.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
             self.prompt_logprobs.setdefault(delta.request_id, []).extend(delta.prompt_logprobs)
+            if delta.embedding is not None:
+                self.embeddings[delta.request_id] = delta.embedding
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
             assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)

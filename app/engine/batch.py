@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from app.engine.request import SamplingParams, TokenLogprobs
+from app.engine.request import Pooling, SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
 
@@ -43,6 +43,8 @@ class ScheduledSequence:
     # predicted by the token before it, which is computed in this step.
     targets: Final[tuple[int, ...]] = ()
     first_target: Final[int] = 0
+    # The hidden states of this share are wanted: the last one's, or the sum of all.
+    pooling: Final[Pooling | None] = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -79,6 +81,7 @@ class Batch:
     num_waiting: int = 0  # once this step was made
     num_free_blocks: int = 0
     has_logprobs: bool = False  # somebody wants log-probabilities, of the tokens that are drawn or of its prompt
+    has_pooling: bool = False  # somebody wants hidden states
 
     @cached_property
     def num_tokens(self) -> int:
@@ -97,8 +100,13 @@ class Batch:
     def part(self, which: slice) -> Batch:
         """Some of its sequences, to be computed by themselves."""
         scheduled = self.scheduled[which]
-        has_logprobs = any(item.wants_logprobs for item in scheduled)
-        return Batch(scheduled, self.sequences[which], began_at=self.began_at, has_logprobs=has_logprobs)
+        return Batch(
+            scheduled,
+            self.sequences[which],
+            began_at=self.began_at,
+            has_logprobs=any(item.wants_logprobs for item in scheduled),
+            has_pooling=any(item.pooling is not None for item in scheduled),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -108,8 +116,9 @@ _NOBODY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """What a step gave. Only those who want log-probabilities are in the mappings, by request id."""
+    """What a step gave. Only those who want log-probabilities or hidden states are in the mappings, by request id."""
 
     token_ids: list[int]  # one for each of the batch's `sampled`, in that order
     logprobs: Mapping[str, TokenLogprobs] = _NOBODY  # of the tokens that were drawn
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _NOBODY  # one for each of a sequence's `targets`
+    pooled: Mapping[str, list[float]] = _NOBODY  # behind the final norm: the last token's, or the sum of a share's

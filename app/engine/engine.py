@@ -107,6 +107,7 @@ class Engine:
                 param="max_tokens",
             )
         self._check_logprobs(request)
+        self._check_pooling(request)
         _check_place(request)
         if self._quarantine.holds(request):
             raise Quarantined(
@@ -232,6 +233,17 @@ class Engine:
         for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             if num_top is not None and not 0 <= num_top <= vocab_size:
                 raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {vocab_size:,}", param=name)
+
+    def _check_pooling(self, request: Request) -> None:
+        if request.pooling is None:
+            return
+        if self.facts.embedding_size is None:
+            raise InvalidRequest("this model gives no embeddings; ask another", param="model")
+        if request.sampling.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
+                param="max_tokens",
+            )
 
     @staticmethod
     def _token_ids(request: Request) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -12,3 +12,4 @@ class ModelFacts:
     max_model_len: int  # tokens of prompt and output together that one request may have
     vocab_size: int  # token ids are 0 <= id < vocab_size
     eos_token_ids: tuple[int, ...]  # generation ends at any of these
+    embedding_size: int | None = None  # numbers in an embedding; None: it gives none

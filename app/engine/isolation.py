@@ -26,9 +26,10 @@ class DeviceFailed(Exception):
 class Isolated:
     """What a failed batch gave when it was run in parts."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next two
+    token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next three
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    pooled: dict[str, list[float]] = field(default_factory=dict)
     culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
     has_succeeded: bool = False  # at least one part was computed
 
@@ -39,11 +40,12 @@ class Isolated:
             self.token_ids[item.request_id] = token_id
         self.logprobs |= result.logprobs
         self.prompt_logprobs |= result.prompt_logprobs
+        self.pooled |= result.pooled
 
     def result(self, batch: Batch) -> StepResult:
         """As of the whole batch. A token is asked of every sampled one; nobody sees that of a request at fault."""
         token_ids = [self.token_ids.get(item.request_id, 0) for item in batch.sampled]
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
 def run_in_parts(run: Run, batch: Batch, error: Exception) -> Isolated:

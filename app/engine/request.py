@@ -24,6 +24,13 @@ class FinishReason(StrEnum):
     ERROR = "error"  # refused, expired or failed; the delta says why
 
 
+class Pooling(StrEnum):
+    """Which vector stands for a whole text."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all tokens'
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn and when generation stops. Validated where requests enter (`app/api/schemas.py`).
@@ -71,6 +78,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
+    pooling: Pooling | None = None  # its embedding is wanted, which ends it: max_tokens is 0
     num_scored_tokens: int = 0  # prompt tokens, after the first, whose log-probabilities its caller has already
     cache_salt: str = ""
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
@@ -119,6 +127,7 @@ class TokenDelta(NamedTuple):
     queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
+    embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -136,6 +145,7 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         queued=deltas[0].queued,
         logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
         prompt_logprobs=tuple([each for delta in deltas for each in delta.prompt_logprobs]),
+        embedding=last.embedding,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from itertools import count
 
 from app.engine.batch import Batch, StepResult
 from app.engine.blocks import BlockPool
-from app.engine.request import FinishReason, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
 
@@ -31,6 +32,8 @@ class Results:
             sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
                 self._publish_full_blocks(sequence, end)
+            if batch.has_pooling:
+                _pool(sequence, result)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
             elif end == sequence.num_tokens:
@@ -62,13 +65,16 @@ class Results:
             token_id = next(drawn) if item.samples else None
             if sequence.is_finished:
                 continue
-            if item.block_ids is sequence.block_ids:  # else it was preempted since, and the blocks are others'
+            is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
+            if is_current:
                 self._publish_full_blocks(sequence, item.end)
+            if batch.has_pooling and is_current:
+                _pool(sequence, result)
             if token_id is not None:
                 at = item.end - sequence.num_prompt_tokens
                 sequence.generated_token_ids[at] = token_id
                 deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
-            elif item.end == sequence.num_tokens:
+            elif item.end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
         return _with_logprobs(deltas, result, scores) if batch.has_logprobs else deltas
 
@@ -104,10 +110,31 @@ class Results:
 
     def _computed(self, sequence: Sequence) -> TokenDelta:
         """The end of a sequence that generates nothing: its prompt is computed."""
+        embedding = _embedding(sequence)
         self._end(sequence, 0)
         return TokenDelta(
-            sequence.request.request_id, (), FinishReason.LENGTH, num_cached_tokens=sequence.num_cached_tokens
+            sequence.request.request_id,
+            (),
+            FinishReason.LENGTH if sequence.request.pooling is None else FinishReason.STOP,
+            num_cached_tokens=sequence.num_cached_tokens,
+            embedding=embedding,
         )
+
+
+def _pool(sequence: Sequence, result: StepResult) -> None:
+    """Add what the step gave to the embedding of a sequence."""
+    new = result.pooled.get(sequence.request.request_id)
+    if new is not None:
+        before = sequence.pooled
+        sequence.pooled = new if before is None else [sum(both) for both in zip(before, new, strict=True)]
+
+
+def _embedding(sequence: Sequence) -> bytes | None:
+    """Of a sequence that is wholly computed; None where a replay has no hidden states."""
+    if sequence.pooled is None:
+        return None
+    divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
+    return array("f", [value / divisor for value in sequence.pooled]).tobytes()
 
 
 Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from app.engine.blocks import Block, BlockPool
 from app.engine.policies.policy import Rank
+from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
 
 _rank = attrgetter("rank")
@@ -36,6 +37,8 @@ class Running:
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
         cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
+        if sequence.request.pooling == Pooling.MEAN:  # what is not computed has no hidden states to add
+            cached = []
         if sequence.is_scoring:  # what is not computed predicts nothing: only what is known already may be skipped
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)

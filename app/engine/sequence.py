@@ -46,6 +46,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
+    pooled: list[float] | None = None  # hidden states of what is computed, as far as its embedding is made of them
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -133,4 +134,5 @@ class Sequence:
         blocks = self.blocks
         self.blocks, self.block_ids, self.prefix_ids = [], [], []
         self.num_computed_tokens = 0
+        self.pooled = None
         return blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.engine.batch import Batch, HoldUp, ScheduledSequence, TokenHistory
+from app.engine.request import Pooling
 from app.engine.sequence import Sequence
 
 
@@ -28,6 +29,7 @@ class Step:
         self._chunk_tokens = chunk_tokens
         self._num_scored_tokens_left = max_scored_tokens
         self._has_logprobs = False
+        self._has_pooling = False
         self._eos_token_ids = eos_token_ids
         self.has_preempted = False
         self.scheduled: list[ScheduledSequence] = []
@@ -88,6 +90,7 @@ class Step:
             num_waiting=num_waiting,
             num_free_blocks=num_free_blocks,
             has_logprobs=self._has_logprobs,
+            has_pooling=self._has_pooling,
         )
 
     def _share(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
@@ -111,9 +114,12 @@ class Step:
             history=history,
             targets=targets,
             first_target=first_target,
+            pooling=_pooling(sequence, start + num_tokens),
         )
         if share.wants_logprobs:
             self._has_logprobs = True
+        if share.pooling is not None:
+            self._has_pooling = True
         return share
 
     def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
@@ -128,6 +134,12 @@ class Step:
         if sequence.num_generated_tokens >= sampling.min_tokens:
             return ()
         return (*self._eos_token_ids, *sampling.stop_token_ids)
+
+
+def _pooling(sequence: Sequence, end: int) -> Pooling | None:
+    """What a share that ends at position `end` gives to the embedding of its sequence."""
+    pooling = sequence.request.pooling
+    return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from app.engine.batch import Batch
 from app.model.attention import PagedAttention
 from app.model.inputs import ModelInputs
+from app.model.pooling import LastHiddenStates
 
 
 class Prediction(NamedTuple):
@@ -17,6 +18,7 @@ class Prediction(NamedTuple):
 
     logits: torch.Tensor  # [num_rows, vocab_size]
     likeliest: torch.Tensor | None = None  # [num_rows] int64, their greatest, where it was found on the way
+    hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], where `hidden_indices` are given
 
 
 class ForwardPass(Protocol):
@@ -36,13 +38,15 @@ class TransformersForward:
         self.block_size = attention.block_size
         self.attention = attention
         self._module = module
+        self._last_hidden = LastHiddenStates(module)
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        output = self._module(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            logits_to_keep=inputs.logits_indices,
-            paged=self.attention.begin_step(batch, inputs),
-        )
-        return Prediction(output.logits[0])
+        with self._last_hidden.kept(inputs.hidden_indices) as kept:
+            output = self._module(
+                input_ids=inputs.token_ids,
+                position_ids=inputs.positions,
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+                paged=self.attention.begin_step(batch, inputs),
+            )
+        return Prediction(output.logits[0], hidden=kept.hidden)

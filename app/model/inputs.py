@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
+from app.engine.request import Pooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class ModelInputs:
     positions: torch.Tensor  # [1, num_tokens]
     slots: torch.Tensor  # [num_tokens], where each token's KV goes
     logits_indices: torch.Tensor  # [num_rows], tokens whose logits are wanted, ascending
+    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens whose hidden states are wanted, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
         positions=tensor(positions)[None],
         slots=tensor(slots),
         logits_indices=tensor(wanted),
+        hidden_indices=tensor(_pooled(scheduled)) if batch.has_pooling else None,
     )
 
 
@@ -91,6 +94,17 @@ def _wanted(item: ScheduledSequence, end: int) -> list[int]:
     first = end - item.end + item.first_target - 1
     wanted = list(range(first, first + len(item.targets)))
     return [*wanted, end - 1] if item.samples else wanted
+
+
+def _pooled(scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    """The tokens whose hidden states are wanted, as places in the packed row; `pooling.py` relies on this order."""
+    places: list[int] = []
+    end = 0
+    for item in scheduled:
+        begin, end = end, end + len(item.token_ids)
+        if item.pooling is not None:
+            places += range(begin if item.pooling == Pooling.MEAN else end - 1, end)
+    return places
 
 
 def to_device(

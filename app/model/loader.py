@@ -70,6 +70,7 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
             ),
             vocab_size=probe.vocab_size,
             eos_token_ids=eos_token_ids(module),
+            embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
         ),
         layers=probe.layers,
         dtype=dtype,

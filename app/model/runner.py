@@ -8,6 +8,7 @@ from app.engine.batch import Batch, StepResult
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
+from app.model.pooling import PooledStates
 from app.model.sampler import Draw, draw, sample
 
 
@@ -31,13 +32,20 @@ class TorchModelRunner:
     def run(self, batch: Batch) -> StepResult:
         inputs = build_inputs(batch, block_size=self.forward.block_size, device=self._device)
         prediction = self.forward.predict(batch, inputs)
+        result = self._drawn(batch, prediction)
+        if prediction.hidden is None:
+            return result
+        pooled = PooledStates(batch, prediction.hidden)
+        return result._replace(pooled=pooled.result(pooled.sums))
+
+    def _drawn(self, batch: Batch, prediction: Prediction) -> StepResult:
         if batch.has_logprobs:
             return self._with_logprobs(batch, prediction)
         token_ids = sample(prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw)
         return StepResult(token_ids.tolist())
 
     def _with_logprobs(self, batch: Batch, prediction: Prediction) -> StepResult:
-        logits, likeliest = prediction
+        logits, likeliest = prediction.logits, prediction.likeliest
         wanted = WantedLogprobs(batch)
         token_ids = sample(
             wanted.of_sampled(logits),

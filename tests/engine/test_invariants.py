@@ -13,13 +13,14 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import StepError
 from app.engine.recorder import Recorder
-from app.engine.request import FinishReason, Request
+from app.engine.request import FinishReason, Pooling, Request
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
     FakeClock,
     Outcome,
     TimedRunner,
     build_fake_engine,
+    expected_embedding,
     expected_tokens,
     logprobs_after,
     make_request,
@@ -116,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         is_background=st.sampled_from([False, False, True]),
+        pooling=st.sampled_from([None, None, None, *Pooling]),
     )
     def add(
         self,
@@ -129,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
-        max_tokens = data.draw(st.integers(0, min(12, self.num_slots - length)))
+        max_tokens = data.draw(st.integers(0, min(12, self.num_slots - length))) if fields["pooling"] is None else 0
         request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
         before = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)[:-1]
         generated = tuple(before[:num_generated_elsewhere])
@@ -258,6 +260,9 @@ class EngineMachine(RuleBasedStateMachine):
             )
             assert self.outcome.token_ids[request_id] == expected[len(request.generated_token_ids) :]
             self.check_logprobs(request, expected)
+            if request.pooling is not None:
+                embedding = expected_embedding(request.prompt_token_ids, request.pooling)
+                assert self.outcome.embeddings[request_id] == embedding
 
     def check_logprobs(self, request: Request, expected: list[int]) -> None:
         """One for every token that is new, none twice, whatever happened in between."""

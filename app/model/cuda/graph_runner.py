@@ -23,9 +23,11 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
+from app.model.forward import Prediction
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
+from app.model.pooling import LastHiddenStates, PooledStates
 from app.model.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class GraphModelRunner:
     ) -> None:
         """Capture every size up to `max_rows` sequences; seconds on a GPU. What cannot be captured runs eagerly."""
         self._model = model
+        self._last_hidden = LastHiddenStates(model.module)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if attention.batch_invariant else nullcontext
@@ -63,22 +66,25 @@ class GraphModelRunner:
     def launch(self, batch: Batch) -> LaunchedStep:
         """Queue a step. A token id -1 - n in it is what the step launched before draws as its n-th token."""
         graph = self._graph_for(batch)
-        logits = self._eager_logits(batch) if graph is None else self._replayed_logits(graph, batch)
+        logits, _, hidden = self._eagerly(batch) if graph is None else Prediction(self._replayed_logits(graph, batch))
+        pooled = None if hidden is None else PooledStates(batch, hidden)
         if not batch.has_logprobs:
             self._drawn = sample(logits, batch.sampled)
-            return LaunchedStep(self._drawn)
+            return LaunchedStep(self._drawn, pooled=pooled)
         wanted = WantedLogprobs(batch)
         self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
-        return LaunchedStep(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
+        return LaunchedStep(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs), pooled)
 
-    def _eager_logits(self, batch: Batch) -> torch.Tensor:
+    def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
-        return self._forward(
-            self._known(inputs.token_ids, batch.scheduled),
-            inputs.positions,
-            logits_to_keep=inputs.logits_indices,
-            paged=self._attention.begin_step(batch, inputs),
-        )
+        with self._last_hidden.kept(inputs.hidden_indices) as kept:
+            logits = self._forward(
+                self._known(inputs.token_ids, batch.scheduled),
+                inputs.positions,
+                logits_to_keep=inputs.logits_indices,
+                paged=self._attention.begin_step(batch, inputs),
+            )
+        return Prediction(logits, hidden=kept.hidden)
 
     def _forward(
         self,
@@ -158,12 +164,18 @@ class LaunchedStep:
     """What a step that may still run gives, on its way to the host."""
 
     def __init__(
-        self, token_ids: torch.Tensor, wanted: WantedLogprobs | None = None, logprobs: Logprobs | None = None
+        self,
+        token_ids: torch.Tensor,
+        wanted: WantedLogprobs | None = None,
+        logprobs: Logprobs | None = None,
+        pooled: PooledStates | None = None,
     ) -> None:
         """token_ids: [num_sampled]; `logprobs` are what is `wanted`."""
         self._token_ids = _on_the_way(token_ids)
         self._wanted = wanted
         self._logprobs = None if logprobs is None else Logprobs(*map(_on_the_way, logprobs))
+        self._pooled = pooled
+        self._sums = None if pooled is None else _on_the_way(pooled.sums)
         self._copied = None
         if token_ids.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -174,9 +186,12 @@ class LaunchedStep:
         if self._copied is not None:
             self._copied.synchronize()
         token_ids: list[int] = self._token_ids.tolist()
-        if self._wanted is None or self._logprobs is None:
-            return StepResult(token_ids)
-        return self._wanted.result(token_ids, self._logprobs)
+        result = StepResult(token_ids)
+        if self._wanted is not None and self._logprobs is not None:
+            result = self._wanted.result(token_ids, self._logprobs)
+        if self._pooled is not None and self._sums is not None:
+            result = result._replace(pooled=self._pooled.result(self._sums))
+        return result
 
 
 def _on_the_way(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,15 +33,17 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
 };
 
 struct DecoderStep {
-    int64_t num_tokens, num_segments, num_sampled;
+    int64_t num_tokens, num_segments, num_rows, num_logits;
     const int64_t* token_ids;  // [num_tokens]
     const int64_t* slots;      // [num_tokens]
     const Segment* segments;
     const int32_t* tables;
-    const int64_t* sampled;   // [num_sampled], ascending: the tokens whose logits are wanted
-    const void *cosine, *sine;  // [num_tokens][rotary_dim]
-    float* logits;            // [num_sampled][vocab_size]
-    int64_t* likeliest;       // [num_sampled], the first of the greatest logits of each
+    const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
+    const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
+    const void *cosine, *sine;   // [num_tokens][rotary_dim]
+    float* logits;               // [num_logits][vocab_size]
+    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
+    float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
 };
 
 // Seconds spent since the decoder was made, as the calling thread saw them.
@@ -94,9 +96,9 @@ class Decoder {
         int64_t num_rows = step.num_tokens;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             attention(step, layers_[layer], watch);
-            if (layer + 1 == shape_.num_layers) {  // from here on only what is sampled counts
-                keep_sampled(step);
-                num_rows = step.num_sampled;
+            if (layer + 1 == shape_.num_layers) {  // from here on only what is wanted counts
+                keep_rows(step);
+                num_rows = step.num_rows;
             }
             add_projection(attended_.data(), num_rows,
                            {layers_[layer].output, query_size_ / PER_UNIT<T>, shape_.hidden_size},
@@ -105,6 +107,10 @@ class Decoder {
             feed_forward(layers_[layer], num_rows, watch);
         }
         normalise(final_norm_, num_rows);
+        if (step.hidden) {
+            give_hidden(step);
+            num_rows = step.num_logits;
+        }
         watch.spent(&DecoderTimes::rest);
         multiply<T>(team_, normed_.data(), num_rows, {head_, shape_.hidden_size / PER_UNIT<T>, shape_.vocab_size},
                     [&](int64_t row, int64_t column, Vector left, Vector right) {
@@ -172,13 +178,30 @@ class Decoder {
         }
     }
 
-    void keep_sampled(const DecoderStep& step) {
+    void keep_rows(const DecoderStep& step) {
         team_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
-            for (int64_t row = 0; row < step.num_sampled; ++row) {
-                std::memmove(residual(row), residual(step.sampled[row]), shape_.hidden_size * sizeof(T));
-                std::memmove(attended_.data() + row * query_size_, attended_.data() + step.sampled[row] * query_size_,
+            for (int64_t row = 0; row < step.num_rows; ++row) {
+                std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(T));
+                std::memmove(attended_.data() + row * query_size_, attended_.data() + step.rows[row] * query_size_,
                              query_size_ * sizeof(T));
             }
+        });
+    }
+
+    // Hands out all normed rows, then keeps those whose logits are wanted.
+    void give_hidden(const DecoderStep& step) {
+        const int64_t size = shape_.hidden_size;
+        team_.share(step.num_rows, [&](int64_t row) {
+            const T* from = normed_.data() + row * size;
+            for (int64_t at = 0; at < size; at += LANES) {
+                const int64_t count = std::min<int64_t>(LANES, size - at);
+                store_some(load_some(from + at, count), step.hidden + row * size + at, count);
+            }
+        });
+        team_.share(1, [&](int64_t) {
+            for (int64_t row = 0; row < step.num_logits; ++row)
+                std::memmove(normed_.data() + row * size, normed_.data() + step.logits_rows[row] * size,
+                             size * sizeof(T));
         });
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -54,17 +55,19 @@ class NativeDecoder:
     def compute(self, inputs: ModelInputs, segments: Segments) -> Prediction:
         cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
         cosine, sine = cosine.contiguous(), sine.contiguous()
-        num_rows = inputs.logits_indices.shape[0]
-        logits = torch.empty(num_rows, self._weights.vocab_size)
-        likeliest = torch.empty(num_rows, dtype=torch.long)
+        num_logits = inputs.logits_indices.shape[0]
+        logits = torch.empty(num_logits, self._weights.vocab_size)
+        likeliest = torch.empty(num_logits, dtype=torch.long)
+        wanted = _wanted_rows(inputs)
+        hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.hidden_size)
         step = DecoderStep(
-            inputs.token_ids.shape[1], segments.segments.shape[0], num_rows,
+            inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
             inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),
-            segments.tables.data_ptr(), inputs.logits_indices.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
-            logits.data_ptr(), likeliest.data_ptr(),
+            segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(), cosine.data_ptr(),
+            sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(), None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
         self._run(self._decoder, ctypes.byref(step))
-        return Prediction(logits, likeliest)
+        return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def seconds(self) -> dict[str, float]:
         """Time spent in C++ since this was made: linear, head (the output layer), attention, rest."""
@@ -91,3 +94,19 @@ class NativeDecoder:
             values=self._pages.values[index].data_ptr(),
             sliding_window=layer.sliding_window,
         )
+
+
+class _WantedRows(NamedTuple):
+    """The tokens of which anything is wanted, and which of them for what. All int64."""
+
+    rows: torch.Tensor  # [num_rows], places in the packed row, ascending
+    logits: torch.Tensor  # [num_logits], among the rows
+    hidden: torch.Tensor | None  # [num_hidden], among the rows
+
+
+def _wanted_rows(inputs: ModelInputs) -> _WantedRows:
+    logits, hidden = inputs.logits_indices, inputs.hidden_indices
+    if hidden is None:
+        return _WantedRows(logits, logits, None)
+    rows = torch.unique(torch.cat((logits, hidden)), sorted=True)
+    return _WantedRows(rows, torch.searchsorted(rows, logits), torch.searchsorted(rows, hidden))

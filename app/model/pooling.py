@@ -1,0 +1,53 @@
+"""Hidden states of texts, for embeddings: nobody else pays for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from app.engine.batch import Batch
+from app.engine.request import Pooling
+
+
+class LastHiddenStates:
+    """What a model's decoder gives to its head: the last layer's hidden states behind the final norm."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._indices: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None  # [num_hidden, hidden_size]
+        if module.base_model is not module:
+            module.base_model.register_forward_hook(self._keep)
+
+    @contextmanager
+    def kept(self, indices: torch.Tensor | None) -> Iterator[LastHiddenStates]:
+        """Around a forward pass: keep the hidden states of these tokens of its packed row; None: of none."""
+        self._indices, self.hidden = indices, None
+        try:
+            yield self
+        finally:
+            self._indices = None
+
+    def _keep(self, module: torch.nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        if self._indices is not None:
+            self.hidden = output.last_hidden_state[0, self._indices]
+
+
+class PooledStates:
+    """The sum of each sequence's wanted hidden states: of one token or of a whole share."""
+
+    def __init__(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""
+        pooled = [item for item in batch.scheduled if item.pooling is not None]
+        self._request_ids = [item.request_id for item in pooled]
+        sizes = [len(item.token_ids) if item.pooling == Pooling.MEAN else 1 for item in pooled]
+        self.sums = torch.stack(
+            [part.float().sum(dim=0) for part in torch.split(hidden, sizes)]
+        )  # [num_pooled, hidden_size]
+
+    def result(self, sums: torch.Tensor) -> dict[str, list[float]]:
+        """By request id. `sums` are those of this, on the host."""
+        return dict(zip(self._request_ids, sums.tolist(), strict=True))
