@@ -443,6 +443,9 @@ class ServedModelConfig(Settings):
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template does, if that is one of these"
     )
+    pooling: Literal["last", "mean", "none"] = Field(
+        "last", description="embeddings: the last token's hidden state, the mean of all tokens', or none are given"
+    )
     engine: EngineConfig = EngineConfig()
     replicas: ReplicasConfig = ReplicasConfig()
 
@@ -516,7 +519,13 @@ class ApiConfig(Settings):
 
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
     max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one completions call")
+    max_prompts: int = Field(
+        128,
+        ge=1,
+        le=10_000,
+        description="prompts × n in one completions call; texts of one embeddings call computed at once",
+    )
+    max_inputs: int = Field(2048, ge=1, le=100_000, description="texts in one embeddings call")
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
     heartbeat_s: float = Field(

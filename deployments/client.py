@@ -17,7 +17,7 @@ from app.api import ServedModel
 from app.config import ServedModelConfig
 from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.facts import ModelFacts
-from app.engine.request import Generate, Request, TokenDelta
+from app.engine.request import Generate, Pooling, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
 from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
 from app.text import Tokenizer
@@ -96,6 +96,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         created=int(time.time()),
         aliases=model.aliases,
         tool_format=form,
+        pooling=None if model.pooling == "none" else Pooling(model.pooling),
         group_header=model.replicas.group_header,
         session_header=model.replicas.session_header,
     )

@@ -10,12 +10,13 @@ from typing import Any
 from app.api.body import parse
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
+from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import error_body, error_status, log_error
 from app.api.parameters import UnknownFields
 from app.api.replies import ReplyWriter
 from app.api.reply_schemas import ResponsesRequest
-from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, Writer
-from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, WholeWriter
+from app.api.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.batches import Answered
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
@@ -25,14 +26,15 @@ from app.metrics import NO_MODEL, RequestMetrics
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    schema: type[GenerationRequest]
+    schema: type[QueuedRequest]
     prepare: Callable[[Any, ServedModel, ApiConfig], Awaitable[Call]]
-    writer: Callable[[Any], Writer]  # for a body of that schema
+    writer: Callable[[Any], WholeWriter]  # for a body of that schema
 
 
 _ENDPOINTS = {
     "/v1/chat/completions": _Endpoint(ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat())),
     "/v1/completions": _Endpoint(CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())),
+    "/v1/embeddings": _Endpoint(EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter),
     "/v1/responses": _Endpoint(ResponsesRequest, prepare_reply, ReplyWriter),
 }
 BATCH_ENDPOINTS = tuple(_ENDPOINTS)
@@ -71,7 +73,7 @@ class Answering:
         metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
         return await endpoint.writer(parsed).whole(Progress(call, request_id, metrics), generate_pieces(call))
 
-    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> tuple[Call, GenerationRequest]:
+    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> tuple[Call, QueuedRequest]:
         model_name = NO_MODEL
         try:
             parsed = parse(body, endpoint.schema, self._unknown_fields)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from app.api.completions import Call
 from app.api.limits import Visit
-from app.api.schemas import GenerationRequest
+from app.api.schemas import QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
 
 
-def in_the_name_of(visit: Visit, call: Call, body: GenerationRequest, *, share_prefixes: bool) -> Call:
+def in_the_name_of(visit: Visit, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
     """The call as the caller's key allows it, with what it may need reserved on the caller's account.
 
     A key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache

@@ -26,6 +26,7 @@ class Piece:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
     queued: Queued | None = None  # on the first piece, where whoever generates tells it
     calls: tuple[ToolCallPiece, ...] = ()  # what is new of tool calls
+    embedding: bytes | None = None  # on the last piece, where one is wanted
 
 
 def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
@@ -36,7 +37,7 @@ def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
     choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
     if call.tools is not None:
         choices = [_with_calls(choice, call.tools) for choice in choices]
-    return choices[0] if len(choices) == 1 else _merge(choices)
+    return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
 
 
 async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
@@ -72,6 +73,7 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
         finish_reason=None if added.finish_reason is None else added.finish_reason.value,
         stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
         queued=delta.queued,
+        embedding=delta.embedding,
     )
 
 
@@ -115,13 +117,14 @@ class _Exhausted:
     """Put into the queue by a source that has no more."""
 
 
-async def _merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def _merge(sources: Sequence[AsyncGenerator[Piece, None]], *, at_once: int) -> AsyncGenerator[Piece, None]:
     """The pieces of all sources as they come. When this ends, in whatever way, all sources are closed.
 
     Not a TaskGroup: that may not span a `yield`.
     """
     queue: asyncio.Queue[Piece | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
-    pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
+    slots = asyncio.Semaphore(at_once)
+    pumps = [asyncio.create_task(_pump(source, queue, slots)) for source in sources]
     num_open = len(pumps)
     try:
         while num_open:
@@ -138,9 +141,13 @@ async def _merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerat
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(source: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | _Exhausted | Exception]) -> None:
+async def _pump(
+    source: AsyncGenerator[Piece, None],
+    queue: asyncio.Queue[Piece | _Exhausted | Exception],
+    slots: asyncio.Semaphore,
+) -> None:
     try:
-        async with aclosing(source):
+        async with slots, aclosing(source):
             async for piece in source:
                 await queue.put(piece)
     except Exception as error:

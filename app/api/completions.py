@@ -19,7 +19,7 @@ from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from app.api.tool_calls import ToolUse, tool_use
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
-from app.engine.request import Generate, Request, SamplingParams
+from app.engine.request import Generate, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest, NotFound
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
@@ -42,6 +42,7 @@ class ServedModel:
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
     tool_format: ToolFormat | None = None  # how it writes tool calls; None: nobody knows
+    pooling: Pooling | None = None  # what its embeddings are; None: it gives none
     group_header: str = "x-carousel-group"
     session_header: str | None = None
 
@@ -60,6 +61,7 @@ class Call:
     include_usage: bool
     continuous_usage: bool
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
+    max_at_once: int | None = None  # so many of the requests run at the same time; None: all
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,6 +11,7 @@ from app.api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     ModelRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -24,6 +25,7 @@ BODIES: tuple[type[ModelRequest], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
+    EmbeddingsRequest,
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
@@ -74,6 +76,9 @@ def _paths(config: ApiConfig) -> Json:
         "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
         "/v1/responses": {
             "post": _operation("Generate a reply", "Reply", _OF_GENERATION, _body(ResponsesRequest), events)
+        },
+        "/v1/embeddings": {
+            "post": _operation("Vectors for texts", "Embeddings", _OF_GENERATION, _body(EmbeddingsRequest))
         },
         "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
         "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL) | {"parameters": [_MODEL_ID]}},
@@ -183,6 +188,18 @@ def _answers() -> Json:
             status={"enum": ["completed", "incomplete", "failed"]},
             output=_list(_object(id=_TEXT, type={"enum": ["message", "function_call"]}, status=_TEXT)),
             usage=_object(input_tokens=_WHOLE_NUMBER, output_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER),
+        ),
+        "Embeddings": _object(
+            object={"const": "list"},
+            data=_list(
+                _object(
+                    object={"const": "embedding"},
+                    index=_WHOLE_NUMBER,
+                    embedding={"anyOf": [_list({"type": "number"}), _TEXT]},
+                )
+            ),
+            model=_TEXT,
+            usage=_object(prompt_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER),
         ),
         "Model": model,
         "ModelList": _object(object={"const": "list"}, data=_list(_reference("Model"))),

@@ -66,6 +66,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "max_tokens": (),
         "max_completion_tokens": (),
     },
+    "embedding": {"truncate_prompt_tokens": (), "messages": ([],)},
     "tokenizer": {},
 }
 

@@ -79,7 +79,8 @@ class Progress:
     def num_tokens(self) -> int:
         """Tokens of prompts and outputs that were computed so far; none while no replica has accepted the call."""
         num_generated = sum(answer.num_tokens for answer in self.answers)
-        return num_generated + self.call.num_prompt_tokens if num_generated or self.queued else 0
+        was_accepted = num_generated or self.queued or any(answer.finish_reason for answer in self.answers)
+        return num_generated + self.call.num_prompt_tokens if was_accepted else 0
 
     def usage(self) -> Json:
         """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
@@ -191,12 +192,16 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
     return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
-class Writer(Protocol):
+class WholeWriter(Protocol):
     """How an endpoint answers a call."""
 
     async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
-        """Wait for all choices and write them as one answer."""
+        """Wait for the end of all requests and write one answer."""
         ...
+
+
+class Writer(WholeWriter, Protocol):
+    """How an endpoint does that can stream too."""
 
     def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a call.

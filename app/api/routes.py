@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
+from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
@@ -35,8 +37,10 @@ from app.api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     GenerationRequest,
     ModelRequest,
+    QueuedRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
@@ -50,8 +54,9 @@ from app.versions import versions
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+QueuedT = TypeVar("QueuedT", bound=QueuedRequest)
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
-Prepare = Callable[[RequestT, ServedModel, ApiConfig], Awaitable[Call]]
+Prepare = Callable[[QueuedT, ServedModel, ApiConfig], Awaitable[Call]]
 
 
 def build_app(
@@ -76,6 +81,7 @@ def build_app(
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
         Route("/v1/responses", api.reply, methods=["POST"]),
+        Route("/v1/embeddings", api.embed, methods=["POST"]),
         Route("/v1/models", api.list_models, methods=["GET"]),
         Route("/v1/models/{model_id:path}", api.retrieve_model, methods=["GET"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
@@ -123,6 +129,14 @@ class _Api:
 
     async def reply(self, request: Request) -> Response:
         return await self._generate(request, ResponsesRequest, prepare_reply, ReplyWriter)
+
+    async def embed(self, request: Request) -> Response:
+        arrived_at = self._metrics.arrived()
+        call, parsed = await self._call(request, EmbeddingsRequest, prepare_embeddings)
+        progress = self._progress(request, call, arrived_at)
+        answer = EmbeddingsWriter(parsed).whole(progress, generate_pieces(call))
+        body = to_json(await unless_disconnected(request.receive, answer))  # much faster with many numbers
+        return Response(body, media_type="application/json", headers=self._placement(request, progress))
 
     async def list_models(self, request: Request) -> Response:
         account = visit_of(request).account
@@ -185,10 +199,7 @@ class _Api:
     ) -> Response:
         arrived_at = self._metrics.arrived()
         call, parsed = await self._call(request, schema, prepare)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request.state.request_id, metrics)
-        visit_of(request).num_used = progress.num_tokens
+        progress = self._progress(request, call, arrived_at)
         pieces, writer = generate_pieces(call), writer_for(parsed)
         response: Response
         if not parsed.stream:
@@ -200,12 +211,21 @@ class _Api:
                 heartbeat_s=self._config.heartbeat_s,
                 may_begin=progress.open_if_queued,
             )
-        response.headers.update(progress.placement_headers(explain=wants_explanation(request.headers)))
+        response.headers.update(self._placement(request, progress))
         return response
 
-    async def _call(
-        self, request: Request, schema: type[RequestT], prepare: Prepare[RequestT]
-    ) -> tuple[Call, RequestT]:
+    def _progress(self, request: Request, call: Call, arrived_at: float) -> Progress:
+        """Of a call that is about to begin; measured, and known to the caller's account."""
+        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
+        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
+        progress = Progress(call, request.state.request_id, metrics)
+        visit_of(request).num_used = progress.num_tokens
+        return progress
+
+    def _placement(self, request: Request, progress: Progress) -> dict[str, str]:
+        return progress.placement_headers(explain=wants_explanation(request.headers))
+
+    async def _call(self, request: Request, schema: type[QueuedT], prepare: Prepare[QueuedT]) -> tuple[Call, QueuedT]:
         """What the body asks for, checked, and the body."""
         model_name = NO_MODEL
         try:

@@ -240,8 +240,34 @@ class ModelRequest(Schema):
     model: str | None = None
 
 
-class GenerationRequest(ModelRequest):
-    """What both generating endpoints share."""
+class QueuedRequest(ModelRequest):
+    """What all share that is computed on replicas: for whom, and how urgently."""
+
+    cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
+    user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
+    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": in the background, as at OpenAI
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
+    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
+
+    @field_validator("priority", mode="before")
+    @classmethod
+    def _whole_priority(cls, value: Any) -> Any:
+        return whole(value)
+
+    @property
+    def length_param(self) -> str:
+        """The field that says how many tokens may be generated."""
+        return "max_tokens"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The output length that was asked for, if any."""
+        return None
+
+
+class GenerationRequest(QueuedRequest):
+    """What all generating endpoints share."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -275,16 +301,8 @@ class GenerationRequest(ModelRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
-    cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
-    user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
-    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": in the background, as at OpenAI
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
-    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
-    @field_validator(
-        "top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "stop_token_ids", "priority", mode="before"
-    )
+    @field_validator("top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "stop_token_ids", mode="before")
     @classmethod
     def _whole_numbers(cls, value: Any) -> Any:
         return whole(value)
@@ -300,18 +318,12 @@ class GenerationRequest(ModelRequest):
         return self
 
     @property
-    def length_param(self) -> str:
-        """The field that says how many tokens may be generated."""
-        return "max_tokens"
-
-    @property
     def prompt_param(self) -> str:
         """The field that the prompt comes from."""
         return "prompt"
 
     @property
     def asked_tokens(self) -> int | None:
-        """The output length that was asked for, if any."""
         return self.max_tokens
 
     @property
@@ -388,6 +400,31 @@ class CompletionRequest(GenerationRequest):
         ),
     ]
     add_special_tokens: bool = True
+
+
+class EmbeddingsRequest(QueuedRequest):
+    """The body of POST /v1/embeddings."""
+
+    ENDPOINT = "embedding"
+
+    input: Annotated[
+        list[str | list[int]],
+        BeforeValidator(
+            _prompts,
+            json_schema_input_type=NonEmpty
+            | TokenIds
+            | Annotated[list[NonEmpty], Field(min_length=1)]
+            | Annotated[list[TokenIds], Field(min_length=1)],
+        ),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)  # the first so many numbers, normalised again
+    add_special_tokens: bool = True
+
+    @field_validator("dimensions", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        return whole(value)
 
 
 class TokenizeTextRequest(ModelRequest):

@@ -49,7 +49,7 @@ class ModelSnapshot:
     token_s: Distribution  # a request's mean time for a token after its first
     request_s: Distribution  # from the arrival of the call to the end of a request that finished
     decode_s: Distribution  # from its first token to its end
-    prompt_tokens: Distribution  # of requests that got a token
+    prompt_tokens: Distribution  # of requests that got a token, or ended without wanting one
     generated_tokens: Distribution  # of requests that finished
     longest_choice_tokens: Distribution  # of calls that finished
     num_choices: Distribution  # of all calls that were not refused
@@ -199,6 +199,8 @@ class CallMetrics:
         histograms["generated_tokens"].observe(request.num_tokens)
         if request.num_tokens:
             histograms["decode_s"].observe(now - request.first_at)
+        else:  # it only had its prompt computed
+            histograms["prompt_tokens"].observe(request.num_prompt_tokens)
         if request.num_tokens > 1:
             histograms["token_s"].observe((request.last_at - request.first_at) / (request.num_tokens - 1))
 

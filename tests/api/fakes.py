@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from app.api import ServedModel, build_app
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
-from app.engine.request import FinishReason, Generate, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
@@ -66,12 +66,13 @@ class Service:
         aliases: tuple[str, ...] = (),
         tool_format: ToolFormat | None = None,
         max_model_len: int = MAX_MODEL_LEN,
+        pooling: Pooling | None = None,
         **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
         self.is_ready = True
-        facts = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,))
+        facts = ModelFacts(max_model_len=max_model_len, vocab_size=763, eos_token_ids=(4,), embedding_size=4)
         self.models = [
             ServedModel(
                 name=name,
@@ -81,6 +82,7 @@ class Service:
                 created=1_700_000_000,
                 aliases=aliases,
                 tool_format=tool_format,
+                pooling=pooling,
             )
             for name in names
         ]

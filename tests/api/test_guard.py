@@ -79,7 +79,7 @@ async def status_of(app: Any, method: str, path: str, headers: list[tuple[bytes,
     """The status of one exchange, without a server's view of what a path may be."""
     sent: list[dict[str, Any]] = []
 
-    bodies = [b'{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}']
+    bodies = [b'{"prompt": "Hi", "input": "Hi", "messages": [{"role": "user", "content": "Hi"}]}']
 
     async def receive() -> dict[str, Any]:
         if not bodies:
@@ -131,7 +131,7 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
         return {await status_of(guarded_service.app, method, path, encoded(bearer())) for method in ("GET", "POST")}
 
     async def run() -> None:
-        for path in paths - {"/detokenize"}:  # which wants another body
+        for path in paths - {"/detokenize", "/v1/embeddings"}:  # which want another body, another model
             assert 200 in await statuses(path), path
         assert await statuses("//v1/models") == {404}
         assert await statuses("/health/../v1/models") == {404}
@@ -216,11 +216,13 @@ def test_no_log_line_metric_or_error_shows_a_key_or_a_prompt(
         {"prompt": CANARY, "temperature": CANARY}, {"messages": CANARY}, {"messages": [CANARY]},
         {"messages": [{"role": CANARY, "content": CANARY}]}, {"messages": [{"role": "user", "content": CANARY}]},
         {"messages": [{"role": "user", "content": CANARY}], "chat_template_kwargs": {"messages": CANARY}},
+        {"input": CANARY}, {"input": CANARY, "stream": True}, {"input": [CANARY, 3]}, {"input": [{"type": CANARY}]},
+        {"input": CANARY, "previous_response_id": CANARY}, {"input": "Hi", "tools": [{"type": CANARY}]},
     ]  # fmt: skip
     with caplog.at_level(logging.DEBUG):
         answers = [
             service.call("POST", path, body, headers)
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+            for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize")
             for body in bodies
             for headers in (bearer(), {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"})
         ]

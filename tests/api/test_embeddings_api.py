@@ -1,0 +1,195 @@
+"""/v1/embeddings: what it asks of the engine, how vectors are written; the openai package and a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.assembly import build_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.errors import Overloaded
+from app.text import Tokenizer
+from tests.api.fakes import Answer, Service, Step
+from tests.api.keys import bearer, entry
+
+
+def embedding_of(request: Request) -> list[float]:
+    return [3.0, 4.0, 0.0, float(request.prompt_token_ids[0])]
+
+
+def embed(request: Request) -> Iterable[Step]:
+    vector = array("f", embedding_of(request)).tobytes()
+    return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+
+
+@pytest.fixture
+def service(tokenizer: Tokenizer) -> Service:
+    return Service(tokenizer, embed, pooling=Pooling.MEAN)
+
+
+def ask(service: Service, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
+    return service.call("POST", "/v1/embeddings", {"input": [7]} | fields, headers)
+
+
+def unit(numbers: Sequence[float]) -> list[float]:
+    return [number / math.hypot(*numbers) for number in numbers]
+
+
+def test_a_text_becomes_a_vector_of_length_one(service: Service) -> None:
+    answer = ask(service, input="Hi there", user="me", priority=3)
+    request = service.request
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    [data] = answer.json["data"]
+    assert (answer.json["object"], answer.json["model"], data["object"], data["index"]) == (
+        "list",
+        "demo",
+        "embedding",
+        0,
+    )
+    assert data["embedding"] == pytest.approx(unit(embedding_of(request)), rel=1e-6)
+    num_tokens = len(service.tokenizer.encode("Hi there", add_special_tokens=True))
+    assert answer.json["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert (request.pooling, request.sampling.max_tokens, request.tenant, request.priority) == (
+        Pooling.MEAN,
+        0,
+        "me",
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"), [([5, 6], [(5, 6)]), ([[5, 6], [7]], [(5, 6), (7,)]), (["3", "4"], None), ("3", None)]
+)
+def test_all_forms_of_input(service: Service, given: Any, prompts: list[tuple[int, ...]] | None) -> None:
+    texts = [given] if isinstance(given, str) else given
+    expected = prompts or [service.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    answer = ask(service, input=given)
+    by_id = {request.request_id: request.prompt_token_ids for request in service.generate.requests}
+    assert [by_id[request_id] for request_id in sorted(by_id)] == expected
+    assert [data["index"] for data in answer.json["data"]] == list(range(len(expected)))
+    assert answer.json["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_base64_holds_the_same_numbers(service: Service) -> None:
+    [written] = [data["embedding"] for data in ask(service, encoding_format="base64").json["data"]]
+    assert array("f", base64.b64decode(written)).tolist() == ask(service).json["data"][0]["embedding"]
+
+
+def test_the_first_numbers_are_normalised_again(service: Service) -> None:
+    assert ask(service, dimensions=2).json["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+
+
+def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
+    num_open = most_open = 0
+
+    async def generate(request: Request) -> Any:
+        nonlocal num_open, most_open
+        num_open += 1
+        most_open = max(most_open, num_open)
+        await asyncio.sleep(0)
+        num_open -= 1
+        for delta in embed(request):
+            yield delta
+
+    service = Service(tokenizer, generate=generate, pooling=Pooling.LAST, max_prompts=3)
+    data = ask(service, input=[[number] for number in range(1, 40)]).json["data"]
+    assert [each["embedding"] for each in data] == [
+        pytest.approx(unit([3.0, 4.0, 0.0, float(number)]), rel=1e-6) for number in range(1, 40)
+    ]
+    assert most_open == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": ""}, "input", "without tokens"),
+        ({"input": []}, "input", "input"),
+        ({"input": None}, "input", "is required"),
+        ({"input": [[763]]}, "input", "token id 763"),
+        ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
+        ({"input": [5] * 201}, "input", "a text of 201 tokens; this model accepts 200"),
+        ({"dimensions": 5}, "dimensions", "dimensions is 5; the embeddings of this model have 4"),
+        ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    service: Service, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = ask(service, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    assert not service.generate.requests
+
+
+def test_the_whole_context_may_be_used(service: Service) -> None:
+    assert ask(service, input=[5] * 200).status == 200
+
+
+def test_a_model_without_embeddings_says_so(tokenizer: Tokenizer) -> None:
+    answer = ask(Service(tokenizer, embed))
+    assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+def test_a_refusal_and_a_vector_without_direction(tokenizer: Tokenizer) -> None:
+    assert ask(Service(tokenizer, lambda request: [Overloaded("full")], pooling=Pooling.LAST)).status == 429
+    nowhere = TokenDelta("", (), FinishReason.STOP, embedding=bytes(16))
+    assert ask(Service(tokenizer, lambda request: [nowhere], pooling=Pooling.LAST)).status == 500
+
+
+def test_tokens_count_for_the_key(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, embed, pooling=Pooling.LAST, keys=[entry(tokens_per_minute=100)])
+    assert ask(service, bearer(), input=[5] * 60).headers["x-ratelimit-remaining-tokens"] == "40"
+    assert ask(service, bearer(), input=[5] * 60).status == 429
+    assert service.request.tenant == "alice"
+
+
+def test_it_is_measured(service: Service) -> None:
+    ask(service, input=[[5, 6], [7]])
+    text = service.call("GET", "/metrics").body.decode()
+    assert 'request_success_total{finished_reason="stop",model_name="demo"} 2.0' in text
+    assert 'vllm:request_prompt_tokens_sum{model_name="demo"} 3.0' in text
+
+
+def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, tokenizer: Tokenizer) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float32).eval()
+    texts = ["Count from 3 to 5.", "Name a colour.", "3 4 5 6 7 8 9"]
+
+    def expected(text: str) -> torch.Tensor:
+        with torch.inference_mode():
+            states = model.base_model(torch.tensor([tokenizer.encode(text, add_special_tokens=True)]))
+        return torch.nn.functional.normalize(states.last_hidden_state[0].mean(dim=0), dim=0)
+
+    async def main() -> None:
+        engine = build_engine(
+            EngineConfig(
+                model=ModelConfig(path=str(demo_path), dtype="float32", device="cpu"), cache=CacheConfig(num_blocks=64)
+            )
+        )
+        try:
+            service = Service(tokenizer, generate=engine.generate, pooling=Pooling.MEAN)
+            async with (
+                httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
+                openai.AsyncOpenAI(base_url="http://carousel/v1", api_key="none", http_client=http) as client,
+            ):
+                answer = await client.embeddings.create(model="demo", input=texts)
+                for text, data in zip(texts, answer.data, strict=True):
+                    assert (torch.tensor(data.embedding) - expected(text)).norm() < 1e-4
+        finally:
+            engine.shutdown()
+
+    asyncio.run(main())
