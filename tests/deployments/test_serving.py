@@ -85,6 +85,20 @@ def test_the_openai_package_streams_a_chat(service: Service) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+def test_replies_and_embeddings_come_from_the_same_replicas(service: Service) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "turns", "input": "Spell the word river.", "max_output_tokens": 12, "temperature": 0}
+        reply = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            assert stream.get_final_response().output_text == reply.output_text != ""
+        texts = [f"Count from {number} to 20." for number in range(16)]
+        together = client.embeddings.create(model="turns", input=texts).data
+        alone = [client.embeddings.create(model="turns", input=text).data[0] for text in texts[:4]]
+    assert {len(each.embedding) for each in together} == {len(alone[0].embedding)}
+    for number, each in enumerate(alone):
+        assert each.embedding == pytest.approx(together[number].embedding, abs=1e-5)
+
+
 def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:
     questions = mixed_questions(64, seed=5)
 
