@@ -58,8 +58,9 @@ class Replica:
 
         Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
         """
+        matcher = await self._engine.matcher_of(request)
         outbox = self._outbox(ingress_id)
-        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox), self._engine.abort)
+        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
 
     async def frames(self, address: FramesFrom, ingress_id: str, heartbeat_s: float) -> AsyncIterator[Frame]:
         """What happens to the requests of one ingress, and every `heartbeat_s` that nothing does."""

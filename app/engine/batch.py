@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Final
 
+from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import SamplingParams
 from app.engine.sequence import Sequence
 
@@ -35,13 +36,22 @@ class ScheduledSequence:
     block_ids: Final[list[int]]  # in token order; covers at least start + len(token_ids) tokens
     samples: Final[bool]
     sampling: Final[SamplingParams]
-    banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn (end tokens before min_tokens)
+    banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
+    matcher: Final[Matcher | None] = None  # says which tokens may be drawn; None: all
+    looks_back: Final[bool] = False  # what is drawn depends on the tokens drawn before, see `SamplingParams`
 
     @property
     def end(self) -> int:
         """Tokens in the KV cache after this step; also the position of the token that is drawn."""
         return self.start + len(self.token_ids)
+
+    def allowed(self) -> bytes:
+        """The tokens that its matcher lets it draw, as bits (see `Matcher.allowed`), without those that are banned."""
+        assert self.matcher is not None, "without a matcher all tokens may be drawn"
+        if not self.banned_token_ids:
+            return self.matcher.allowed()
+        return allowed_after_bans(self.matcher, self.banned_token_ids)
 
 
 class HoldUp(StrEnum):
@@ -80,7 +90,7 @@ class Batch:
     @cached_property
     def needs_history(self) -> bool:
         """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
-        return any(item.history is not None for item in self.sampled)
+        return any(item.looks_back for item in self.sampled)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
