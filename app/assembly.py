@@ -20,6 +20,7 @@ from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.log_files import LogFiles
+from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.recorder import Recorder, StepRecorder
 from app.engine.redaction import Redactor
@@ -42,8 +43,30 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         UnsupportedModel: the model cannot be served; the message says why.
     """
     limits = config.scheduler
+    engine = build_sync_engine(config)
     return AsyncEngine(
-        build_sync_engine(config), max_requests=limits.max_requests, max_waiting_tokens=limits.max_waiting_tokens
+        engine,
+        max_requests=limits.max_requests,
+        max_waiting_tokens=limits.max_waiting_tokens,
+        matchers=build_matchers(config, engine.facts),
+    )
+
+
+def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
+    """What makes grammars of requests into matchers. The tokenizer is read when the first of them comes."""
+    from app.grammar.grammars import Grammars
+    from app.grammar.vocabulary import read_vocabulary
+
+    model = config.model
+    return Grammars(
+        config.grammar,
+        lambda: read_vocabulary(
+            resolve_model_path(model.path),
+            model.revision,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+        ),
+        vocab_size=facts.vocab_size,
     )
 
 

@@ -300,6 +300,22 @@ class StepLogConfig(Settings):
     max_files: int = Field(16, ge=2, le=100_000, description="files in that folder, at most; the oldest go")
 
 
+class GrammarConfig(Settings):
+    """How grammars of structured outputs are compiled, beside the engine and in a process of their own first."""
+
+    compile_timeout_s: float = Field(
+        2.0, gt=0, le=600, description="s to compile one grammar; what takes longer is refused"
+    )
+    compile_megabytes: int = Field(
+        1024,
+        ge=64,
+        le=1_000_000,
+        description="MB to compile one grammar; what takes more is refused",
+    )
+    max_waiting: int = Field(64, ge=1, le=100_000, description="requests waiting for their grammars, at most")
+    max_cached: int = Field(256, ge=1, le=100_000, description="compiled grammars that are kept, at most")
+
+
 class EngineConfig(Settings):
     """Everything one engine needs."""
 
@@ -307,6 +323,7 @@ class EngineConfig(Settings):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     step_log: StepLogConfig = StepLogConfig()
+    grammar: GrammarConfig = GrammarConfig()
 
 
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]

@@ -5,10 +5,12 @@ With a real runner inside they compute, and draw what it draws.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
+from app.engine.matcher import TokenSet
 from app.engine.request import Request
 from app.engine.step_record import Failed, StepRecord
 from benchmarks.stand_ins import StandIns
@@ -37,6 +39,8 @@ class ReenactingRunner:
         """Compute a step, or a part of one that failed."""
         is_whole, tokens = self._recorded is None, self._tokens_of(batch)
         for how, numbers in self._record.failures:
+            if how is Failed.MATCHERS:
+                _fail_matchers(batch, numbers)
             is_to_blame = any(sequence.arrival in numbers for sequence in batch.sequences)
             # A step that failed as a whole and in no part of it is nobody's fault.
             if how is Failed.DEVICE or (how is Failed.REQUESTS and (is_to_blame or (is_whole and not numbers))):
@@ -62,6 +66,18 @@ class ReenactingRunner:
         if (number, "stop") in self._record.ended:
             return (*request.sampling.stop_token_ids, *self._eos_token_ids)[0]
         return self._stand_ins.token(number, item.end)
+
+
+class _Failed(TokenSet):
+    """A matcher that could not say what may be drawn when the run was recorded."""
+
+    failure = "it failed when it was recorded"
+
+
+def _fail_matchers(batch: Batch, numbers: Sequence[int]) -> None:
+    for sequence in batch.sequences:
+        if sequence.arrival in numbers:
+            sequence.matcher = _Failed((), vocab_size=0)
 
 
 class ReenactingLauncher(ReenactingRunner):

@@ -60,8 +60,9 @@ class Replica:
 
         Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
         """
+        matcher = await self._engine.matcher_of(request)
         outbox = self._outbox(ingress_id)
-        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox), self._engine.abort)
+        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
 
     async def frame_address(self, _: FramesFrom) -> Address:
         """Where this replica's frames are to be had."""

@@ -18,6 +18,9 @@ ALLOWED = {
     "app.errors": {"pydantic"},
     "app.dispatch": {"app.errors"},
     "app.engine": {"app.config", "app.errors"},
+    "app.grammar": {
+        "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
+    },
     "app.fleet": {"app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "msgpack"},
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
@@ -34,7 +37,7 @@ ALLOWED = {
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.autoscaling": {"app.config"},
-    "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
+    "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
         "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "numpy", "pyarrow", "pydantic", "pydantic_core",

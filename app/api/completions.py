@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from app.api.reply_schemas import ResponsesRequest
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.structured_output import grammar_of
 from app.api.tool_calls import ToolUse, tool_use
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
@@ -165,6 +166,7 @@ def _check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig
         )
     check_token_ids(body.stop_token_ids, model, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias), model, "logit_bias")
+    check_token_ids(body.allowed_token_ids, model, "allowed_token_ids")
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
@@ -186,6 +188,7 @@ def _call(
     default_max_tokens: int | None,
 ) -> Call:
     call_id = f"{prefix}-{uuid.uuid4().hex}"
+    sampling = _sampling(body, model.tokenizer)
     requests: list[Request] = []
     for prompt in prompts:
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
@@ -194,7 +197,7 @@ def _call(
             request = Request(
                 request_id=f"{call_id}-{len(requests)}",
                 prompt_token_ids=prompt,
-                sampling=_sampling(body, max_tokens, _sample_seed(seed, sample)),
+                sampling=replace(sampling, max_tokens=max_tokens, seed=_sample_seed(seed, sample)),
                 cache_salt=body.cache_salt,
                 priority=body.priority,
                 tenant=body.user,
@@ -251,19 +254,29 @@ def _sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling(body: GenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """All but what each request has of its own: `max_tokens` and `seed`."""
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=1,
         min_tokens=body.min_tokens,
         temperature=body.temperature,
         top_k=max(0, body.top_k),
         top_p=body.top_p,
         min_p=body.min_p,
-        seed=seed,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         logit_bias=tuple(body.logit_bias.items()),
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
+        grammar=grammar_of(body),
+        allowed_token_ids=tuple(body.allowed_token_ids),
+        bad_words=_bad_words(body.bad_words, tokenizer),
     )
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's token ids, at the beginning of a text and behind a space."""
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

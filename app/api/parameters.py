@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "prompt_logprobs": (),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": ("",),
     "guided_choice": ([],),
@@ -24,12 +23,9 @@ _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0, 1),
-    "response_format": ({"type": "text"},),
 }
 _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": _UNAVAILABLE_EVERYWHERE
@@ -70,6 +66,14 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "tokenizer": {},
 }
 
+# What to send in place of some of them.
+_INSTEAD = {
+    "guided_json": 'structured_outputs: {"json": ...}',
+    "guided_regex": 'structured_outputs: {"regex": ...}',
+    "guided_choice": 'structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'structured_outputs: {"grammar": ...}',
+}
+
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
     "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens "
@@ -86,7 +90,8 @@ def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> N
     for name, harmless in _UNAVAILABLE[schema.ENDPOINT].items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
-            raise InvalidRequest(f"{name} is not supported by this version; leave it out", param=name)
+            instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+            raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
 
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
@@ -108,8 +113,9 @@ def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
             for index, item in enumerate(value):
                 yield from _unknown(item, inner, f"{path}[{index}]")
     elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Schema):
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
         for name, item in value.items():
-            field = kind.model_fields.get(name)
+            field = fields.get(name)
             inside = f"{path}.{name}" if path else name
             if field is None:
                 yield inside

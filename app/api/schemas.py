@@ -27,6 +27,10 @@ from app.errors import InvalidRequest
 MAX_TOKENS = 2**31 - 1
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_OUTPUT_CHOICES = 4096
 MAX_ID_LENGTH = 256
 # Beyond what any model reads; without them one body could keep everybody waiting while it is looked through.
 MAX_MESSAGES = 4096
@@ -123,6 +127,40 @@ class Schema(BaseModel):
 class StreamOptions(Schema):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class OutputSchema(Schema):
+    """`response_format.json_schema`, as at OpenAI."""
+
+    name: str = Field("", max_length=MAX_ID_LENGTH)
+    description: str = ""
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Schema):
+    """What the output must look like, as OpenAI writes it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: OutputSchema | None = None
+
+
+class StructuredOutputs(Schema):
+    """The same as vLLM writes it: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES)] | None = None
+    grammar: NonEmpty | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Any, WithJsonSchema({"type": "null"})] = None
+
+    @field_validator("structural_tag")
+    @classmethod
+    def _no_tags(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("is not supported; write it as a grammar")
+        return value
 
 
 class CalledFunction(Schema):
@@ -298,11 +336,27 @@ class GenerationRequest(QueuedRequest):
     )
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: list[int] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
 
-    @field_validator("top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "stop_token_ids", mode="before")
+    @field_validator(
+        "top_k",
+        "seed",
+        "n",
+        "best_of",
+        "max_tokens",
+        "min_tokens",
+        "stop_token_ids",
+        "allowed_token_ids",
+        mode="before",
+    )
     @classmethod
     def _whole_numbers(cls, value: Any) -> Any:
         return whole(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.engine.lengths import LengthPredictor
+from app.engine.matcher import Matcher
 from app.engine.pace import Pace
 from app.engine.policies.policy import SchedulingPolicy
 from app.engine.request import Request, SamplingParams
@@ -18,7 +19,9 @@ class Arrivals:
         self._eos_token_ids = eos_token_ids
         self._num_arrived = 0
 
-    def sequence_of(self, request: Request, policy: SchedulingPolicy, *, now: float) -> Sequence:
+    def sequence_of(
+        self, request: Request, policy: SchedulingPolicy, *, now: float, matcher: Matcher | None
+    ) -> Sequence:
         """A new sequence, ranked, that arrived at `now`."""
         num_predicted_tokens = self._lengths.predict(request, quantile=policy.length_quantile)
         sequence = Sequence(
@@ -27,6 +30,7 @@ class Arrivals:
             arrived_at=now,
             end_token_ids=self._end_token_ids(request.sampling),
             num_predicted_tokens=request.sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
+            matcher=matcher,
         )
         sequence.rank = policy.rank(sequence)
         self._num_arrived += 1
@@ -51,5 +55,5 @@ class Arrivals:
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Where generation ends. Requests without stop tokens of their own share one set."""
-        eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        eos_token_ids = self._eos_token_ids if sampling.ends_at_eos else frozenset[int]()
         return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids

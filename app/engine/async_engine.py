@@ -18,6 +18,7 @@ from typing import Protocol
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.facts import ModelFacts
+from app.engine.matcher import Matcher, Matchers
 from app.engine.measurements import EngineMeasurements
 from app.engine.pace import RetryTimes
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, joined
@@ -40,13 +41,21 @@ class Reader(Protocol):
 class AsyncEngine:
     """Serves one engine to any number of concurrent callers, in any event loop of this process."""
 
-    def __init__(self, engine: Engine, *, max_requests: int, max_waiting_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_requests: int,
+        max_waiting_tokens: int | None = None,
+        matchers: Matchers | None = None,
+    ) -> None:
         """Start the engine's thread.
 
         More than `max_requests` at once are refused, and so is what would have more than `max_waiting_tokens` prompt
-        tokens wait, unless nobody waits.
+        tokens wait, unless nobody waits. Without `matchers` no request may have a grammar.
         """
         self._engine = engine
+        self._matchers = matchers
         self._max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
@@ -72,10 +81,10 @@ class AsyncEngine:
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
-        Raises: what `submit` raises before the first delta, and what the last delta of a request may say.
+        Raises: what `matcher_of` and `submit` raise before the first delta, and what the last delta may say.
         """
         stream = _Stream()
-        queued: Queued | None = self.submit(request, stream)
+        queued: Queued | None = self.submit(request, stream, await self.matcher_of(request))
         try:
             while True:
                 delta = await stream.next()
@@ -88,8 +97,24 @@ class AsyncEngine:
             if not stream.has_ended:  # else the id may be another request's by now
                 self.abort(request.request_id)
 
-    def submit(self, request: Request, reader: Reader) -> Queued:
+    async def matcher_of(self, request: Request) -> Matcher | None:
+        """What `submit` needs for a request with a grammar; nobody else waits while it is made.
+
+        Raises:
+            InvalidRequest: the grammar cannot be used.
+            Overloaded: too many grammars wait to be looked at.
+        """
+        if request.sampling.grammar is None:
+            return None
+        self._engine.check(request)
+        if self._matchers is None:
+            raise InvalidRequest("this engine writes no structured output", param=request.sampling.grammar.param)
+        return await asyncio.wrap_future(self._matchers.matcher_of(request))
+
+    def submit(self, request: Request, reader: Reader, matcher: Matcher | None = None) -> Queued:
         """Queue a request; `reader` hears of it in the event loop that runs now, until its end or until `abort`.
+
+        A request with a grammar comes with what `matcher_of` gives for it.
 
         A request that ends otherwise than by stop or length ends with an error delta: DeadlineMissed, StepFailed (this
         request made the model fail, or the device failed on its whole batch), EngineStopped (shut down or dead).
@@ -101,6 +126,7 @@ class AsyncEngine:
         """
         self.check_health()
         self._engine.check(request)
+        assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
         if request.request_id in self._readers:
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
@@ -108,7 +134,7 @@ class AsyncEngine:
         with self._wake:
             self._check_room(request, arrived_at)
             queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
-            self._command(lambda: self._enter(request, arrived_at))
+            self._command(lambda: self._enter(request, arrived_at, matcher))
             self._num_entering += 1
             self._num_entering_tokens += num_tokens
             self._readers[request.request_id] = place
@@ -160,6 +186,8 @@ class AsyncEngine:
             self._is_stopping = True
             self._wake.notify()
         self._thread.join()
+        if self._matchers is not None:
+            self._matchers.close()
 
     # ------------------------------------------------------------------ the callers' side
 
@@ -251,8 +279,8 @@ class AsyncEngine:
         self._engine.reconfigure(config)
         self._stats = self._engine.stats()  # before anybody hears that it holds
 
-    def _enter(self, request: Request, arrived_at: float) -> None:
-        self._engine.add_checked(request, arrived_at=arrived_at)
+    def _enter(self, request: Request, arrived_at: float, matcher: Matcher | None) -> None:
+        self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher)
 
     def _step(self) -> None:
         try:

@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
@@ -37,8 +38,10 @@ class ScheduledSequence:
     block_ids: Final[list[int]]  # in token order; covers at least start + len(token_ids) tokens
     samples: Final[bool]
     sampling: Final[SamplingParams]
-    banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn (end tokens before min_tokens)
+    banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
+    matcher: Final[Matcher | None] = None  # says which tokens may be drawn; None: all
+    looks_back: Final[bool] = False  # what is drawn depends on the tokens drawn before, see `SamplingParams`
     # Prompt tokens whose log-probabilities are wanted, one after the other, and the position of the first. Each is
     # predicted by the token before it, which is computed in this step.
     targets: Final[tuple[int, ...]] = ()
@@ -55,6 +58,13 @@ class ScheduledSequence:
     def end(self) -> int:
         """Tokens in the KV cache after this step; also the position of the token that is drawn."""
         return self.start + len(self.token_ids)
+
+    def allowed(self) -> bytes:
+        """The tokens that its matcher lets it draw, as bits (see `Matcher.allowed`), without those that are banned."""
+        assert self.matcher is not None, "without a matcher all tokens may be drawn"
+        if not self.banned_token_ids:
+            return self.matcher.allowed()
+        return allowed_after_bans(self.matcher, self.banned_token_ids)
 
 
 class HoldUp(StrEnum):
@@ -95,7 +105,7 @@ class Batch:
     @cached_property
     def needs_history(self) -> bool:
         """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
-        return any(item.history is not None for item in self.sampled)
+        return any(item.looks_back for item in self.sampled)
 
     def part(self, which: slice) -> Batch:
         """Some of its sequences, to be computed by themselves."""

@@ -12,10 +12,19 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.facts import ModelFacts
 from app.engine.isolation import DeviceFailed, run_in_parts
+from app.engine.matcher import Matcher, TokenSet
 from app.engine.measurements import EngineMeasurements
 from app.engine.quarantine import Quarantine
 from app.engine.recorder import Recorder
-from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, TokenDelta
+from app.engine.request import (
+    MAX_DEADLINE_S,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_PRIORITY,
+    MAX_TENANT_LENGTH,
+    Grammar,
+    Request,
+    TokenDelta,
+)
 from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineStats
 from app.engine.step_record import Failed
@@ -109,6 +118,8 @@ class Engine:
         self._check_logprobs(request)
         self._check_pooling(request)
         _check_place(request)
+        if request.sampling.grammar is not None:
+            _check_grammar(request.sampling.grammar, request, self.facts)
         if self._quarantine.holds(request):
             raise Quarantined(
                 "this prompt with these sampling parameters has made the model fail before; it is not tried again",
@@ -122,16 +133,19 @@ class Engine:
                     f"{name} has token id {wrong}; this model's ids are 0 to {self.facts.vocab_size - 1:,}", param=name
                 )
 
-    def add(self, request: Request, *, arrived_at: float | None = None) -> None:
+    def add(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
         """Queue a request that arrived now, or earlier at `arrived_at` by the engine's clock.
+
+        A request with a grammar comes with its matcher, behind the tokens that it has generated.
 
         Raises:
             InvalidRequest: it can never be served, or a request of this id is being served.
         """
         self.check(request)
-        self.add_checked(request, arrived_at=arrived_at)
+        assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
+        self.add_checked(request, arrived_at=arrived_at, matcher=matcher)
 
-    def add_checked(self, request: Request, *, arrived_at: float | None = None) -> None:
+    def add_checked(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
         """As `add`, of a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
 
         Raises:
@@ -140,7 +154,9 @@ class Engine:
         if self._scheduler.has_request(request.request_id):
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         now = self._clock() if arrived_at is None else arrived_at
-        self._scheduler.add(request, now=now)
+        if matcher is None and request.sampling.allowed_token_ids:
+            matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.facts.vocab_size)
+        self._scheduler.add(request, now=now, matcher=matcher)
         self._recorder.arrived(request, at=now)
 
     def now(self) -> float:
@@ -167,6 +183,7 @@ class Engine:
         batch = self._scheduler.schedule(self._clock())
         self._recorder.scheduled(batch)
         result = self._run(batch) if batch else StepResult([])
+        self._end_the_unmatched(batch)
         self._recorder.drew(batch, result.token_ids)
         ended_at = self._clock()
         deltas = self._scheduler.update(batch, result, now=ended_at)
@@ -195,6 +212,20 @@ class Engine:
             self._quarantine.note_failure(sequence.request)
             self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
         return found.result(batch)
+
+    def _end_the_unmatched(self, batch: Batch) -> None:
+        """End those whose matcher could not say which tokens may be drawn in this step."""
+        if not batch.needs_history:
+            return
+        failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
+        if failed:
+            self._recorder.failed(Failed.MATCHERS, failed)
+        for sequence in failed:
+            assert sequence.matcher is not None, "it has failed"
+            grammar = sequence.request.sampling.grammar
+            param = None if grammar is None else grammar.param
+            error = InvalidRequest(sequence.matcher.failure or "", param=param, code="grammar_too_complex")
+            self._scheduler.fail_one(sequence, error)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Schedule by other settings from the next step on. No request is lost.
@@ -253,6 +284,8 @@ class Engine:
             ("generated_token_ids", request.generated_token_ids),
             ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", tuple(token for word in sampling.bad_words for token in word)),
         )
 
 
@@ -270,6 +303,24 @@ def _check_place(request: Request) -> None:
     if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S):
         raise InvalidRequest(
             f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds", param="deadline_s"
+        )
+
+
+def _check_grammar(grammar: Grammar, request: Request, facts: ModelFacts) -> None:
+    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequest(
+            f"{grammar.param} has {len(grammar.text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted",
+            param=grammar.param,
+        )
+    if request.sampling.allowed_token_ids:
+        raise InvalidRequest(
+            f"allowed_token_ids and {grammar.param} both say which tokens may be drawn; send one of them",
+            param="allowed_token_ids",
+        )
+    if not facts.eos_token_ids:
+        raise InvalidRequest(
+            f"this model has no end token, so nothing could end an output in a given form; leave {grammar.param} out",
+            param=grammar.param,
         )
 
 

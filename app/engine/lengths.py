@@ -30,7 +30,7 @@ class LengthPredictor:
     def predict(self, request: Request, *, quantile: float) -> int | None:
         """Expected output tokens, at least 1 and at most `max_tokens`; None while nothing is known of such requests."""
         sampling = request.sampling
-        if sampling.ignore_eos and not sampling.stop_token_ids:
+        if not (sampling.ends_at_eos or sampling.stop_token_ids):
             return sampling.max_tokens  # nothing else ends it
         for kind in _kinds(request):
             window = self._windows.get(kind)

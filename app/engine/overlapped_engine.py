@@ -76,7 +76,7 @@ class OverlappedEngine(Engine):
             self._has_failed = False
             return super().step()
         self._recorder.began()
-        # Penalties look at all tokens on the host: such a batch is waited for before the next is made.
+        # Penalties and grammars look at tokens on the host: such a batch is waited for before the next is made.
         must_wait = before is not None and (before.batch.needs_history or self._has_failed)
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
         return self._tell_ended() if before is None else self._settle(before)
@@ -101,6 +101,7 @@ class OverlappedEngine(Engine):
             self._note_failure(Failed.RESULT, launched.batch, error)
             self._take_back(launched)
             return self._tell_ended()
+        self._end_the_unmatched(launched.batch)
         self._recorder.drew(launched.batch, result.token_ids)
         ended_at = self._clock()
         deltas = self._scheduler.settle(launched.batch, result, now=ended_at)

@@ -11,6 +11,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from app.engine.request import Request
 from app.engine.step_record import (
@@ -58,10 +59,20 @@ class Redactor:
         hashes = self._hashes(tokens)
         self._tokens[arrival.number] = tokens[len(hashes) * self._block_size :]
         fields = {name: value for name, value in request_fields(request).items() if name in _KEPT}
+        fields["sampling"] = self._sampling(fields["sampling"])
         fields |= {"num_prompt_tokens": len(request.prompt_token_ids), "block_hashes": hashes} | self._names(request)
         if request.generated_token_ids:
             fields["num_generated_tokens"] = len(request.generated_token_ids)
         return HiddenArrival(arrival.number, arrival.at, fields)
+
+    def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Without what the output should say, or should not; that there was such a wish stays."""
+        hidden: dict[str, Any] = {}
+        if "grammar" in given:
+            hidden["grammar"] = given["grammar"] | {"text": self._hash(given["grammar"]["text"].encode())}
+        if "bad_words" in given:
+            hidden["bad_words"] = [[0] * len(word) for word in given["bad_words"]]
+        return given | hidden
 
     def _names(self, request: Request) -> dict[str, str]:
         given = {"cache_salt": request.cache_salt, "tenant": request.tenant}

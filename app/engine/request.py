@@ -13,6 +13,7 @@ MAX_PRIORITY = 100  # priorities go from -100 to 100
 MAX_TENANT_LENGTH = 256
 MAX_SESSION_LENGTH = 256
 MAX_DEADLINE_S = 86_400.0
+MAX_GRAMMAR_CHARACTERS = 131_072
 
 
 class FinishReason(StrEnum):
@@ -22,6 +23,31 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the caller went away
     ERROR = "error"  # refused, expired or failed; the delta says why
+
+
+class GrammarKind(StrEnum):
+    """How the text of a grammar is to be read."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # of the whole output; Rust's syntax, which has neither references back nor looking around
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # context-free: Lark as llguidance writes it, or llama.cpp's GBNF
+
+    @property
+    def in_words(self) -> str:
+        return {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}.get(
+            self.value, "grammar"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like, as its caller said it; at most MAX_GRAMMAR_CHARACTERS characters."""
+
+    kind: GrammarKind
+    text: str
+    is_lenient: bool = False  # keywords of a schema that cannot be kept are passed over, not refused
+    param: str = "structured_outputs"  # the field that it came in, for messages
 
 
 class Pooling(StrEnum):
@@ -51,7 +77,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # of a grammar: not before it must end
+    grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # only these may be drawn; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow one another in the output
     # The log-probabilities of generated tokens, and of the prompt's, are wanted with so many of the likeliest tokens
     # at each place; None: none are wanted.
     logprobs: int | None = None
@@ -64,6 +93,16 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token is drawn by looking at those generated before it, beside what the model makes of them."""
+        return self.has_penalties or self.grammar is not None or bool(self.bad_words)
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether an end-of-text token ends the output. Nothing else can end a grammar that is complete."""
+        return not self.ignore_eos or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

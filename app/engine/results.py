@@ -93,6 +93,8 @@ class Results:
     def _drawn(self, sequence: Sequence, token_id: int, num_generated: int) -> TokenDelta:
         """What the caller hears of a new token; ends the sequence if it was the last."""
         request = sequence.request
+        if sequence.matcher is not None:
+            sequence.matcher.advance(token_id)
         if token_id in sequence.end_token_ids:
             reason = FinishReason.STOP
         elif num_generated >= request.sampling.max_tokens:

@@ -16,6 +16,7 @@ from app.engine.batch import Batch, HoldUp, StepResult
 from app.engine.blocks import BlockPool
 from app.engine.deadlines import Deadlines, missed
 from app.engine.lengths import LengthPredictor
+from app.engine.matcher import Matcher
 from app.engine.measurements import EngineMeasurements, Measuring
 from app.engine.pace import Pace
 from app.engine.policies.named import policy_of
@@ -89,13 +90,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ coming and going
 
-    def add(self, request: Request, *, now: float) -> None:
+    def add(self, request: Request, *, now: float, matcher: Matcher | None = None) -> None:
         """Queue a request that arrived at `now`.
 
-        Its id must be new, and its tokens must fit into the pool when it runs alone.
+        Its id must be new, and its tokens must fit into the pool when it runs alone. `matcher` has seen its generated
+        tokens.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = self._arrivals.sequence_of(request, self._policy, now=now)
+        sequence = self._arrivals.sequence_of(request, self._policy, now=now, matcher=matcher)
         if sequence.deadline_at is not None:
             self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at))
         self._sequences[request.request_id] = sequence

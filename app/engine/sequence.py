@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from app.engine.blocks import Block
+from app.engine.matcher import Matcher
 from app.engine.request import Request
 
 
@@ -34,9 +35,10 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()  # generation ends at any of these
     num_predicted_tokens: int = 0  # how long its output was expected to be when it arrived
     rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
+    matcher: Matcher | None = None  # where not every token may be drawn; it has seen all that are booked
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens at any step
+    draws_freely: bool = field(init=False)  # neither penalties nor tokens that may not be drawn at any step
     wants_logprobs: bool = field(init=False)  # of what it draws
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, whose log-probabilities are known
     status: SequenceStatus = SequenceStatus.WAITING
@@ -52,7 +54,7 @@ class Sequence:
         sampling = self.request.sampling
         self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
+        self.draws_freely = not (sampling.looks_back or sampling.allowed_token_ids) and sampling.min_tokens == 0
         self.wants_logprobs = sampling.logprobs is not None
         self.num_scored_tokens = self.request.num_scored_tokens
 

@@ -115,6 +115,8 @@ class Step:
             targets=targets,
             first_target=first_target,
             pooling=_pooling(sequence, start + num_tokens),
+            matcher=sequence.matcher if samples else None,
+            looks_back=samples and sampling.looks_back,
         )
         if share.wants_logprobs:
             self._has_logprobs = True
@@ -131,9 +133,21 @@ class Step:
 
     def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
         sampling = sequence.request.sampling
-        if sequence.num_generated_tokens >= sampling.min_tokens:
-            return ()
-        return (*self._eos_token_ids, *sampling.stop_token_ids)
+        banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
+        if sequence.num_generated_tokens < sampling.min_tokens:
+            return (*banned, *self._eos_token_ids, *sampling.stop_token_ids)
+        if sampling.ignore_eos and sampling.grammar is not None:  # it may have to end; else these end nothing
+            return (*banned, *self._eos_token_ids)
+        return banned
+
+
+def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:
+    """The tokens that would complete one of the words after the tokens generated so far."""
+    return tuple([word[-1] for word in bad_words if len(word) == 1 or _ends_with(generated, word[:-1])])
+
+
+def _ends_with(generated: list[int], token_ids: tuple[int, ...]) -> bool:
+    return tuple(generated[-len(token_ids) :]) == token_ids
 
 
 def _pooling(sequence: Sequence, end: int) -> Pooling | None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
 from app.engine.batch import HoldUp
-from app.engine.request import Request, SamplingParams
+from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 
 FORMAT = 1
 UNKNOWN = -1  # stands for a request whose number is not known any more
@@ -37,6 +37,7 @@ class Failed(StrEnum):
     DEVICE = "device"  # no part of it could be computed: all of its requests have ended
     LAUNCH = "launch"  # an engine that launches ahead computes it again
     RESULT = "result"  # the same, found out when its result was waited for
+    MATCHERS = "matchers"  # the grammars of these could no longer say what may be drawn
 
 
 class Failure(NamedTuple):
@@ -213,12 +214,18 @@ def parse(line: str) -> Entry:
 
 def request_fields(request: Request) -> dict[str, Any]:
     """What is not as it is by default; the prompt as it is, since `asdict` would copy it token by token."""
-    return _told(request) | {"sampling": _told(request.sampling)}
+    sampling = _told(request.sampling)
+    if request.sampling.grammar is not None:
+        sampling["grammar"] = asdict(request.sampling.grammar)
+    return _told(request) | {"sampling": sampling}
 
 
 def sampling_of(given: dict[str, Any]) -> SamplingParams:
     """The sampling parameters that `request_fields` gave."""
-    return SamplingParams(**{name: _frozen(value) for name, value in given.items()})
+    values = {name: _frozen(value) for name, value in given.items()}
+    if "grammar" in values:
+        values["grammar"] = Grammar(**values["grammar"] | {"kind": GrammarKind(values["grammar"]["kind"])})
+    return SamplingParams(**values)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

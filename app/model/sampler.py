@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -60,11 +61,12 @@ def sample(
 
 def _takes_likeliest(item: ScheduledSequence) -> bool:
     sampling = item.sampling
-    return sampling.is_greedy and not (item.history is not None or sampling.logit_bias or item.banned_token_ids)
+    is_plain = item.history is None and item.matcher is None and not (sampling.logit_bias or item.banned_token_ids)
+    return sampling.is_greedy and is_plain
 
 
 def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """Apply penalties, biases and bans, in this order, where a row has any."""
+    """Apply penalties, biases, bans and matchers, in this order, where a row has any."""
     penalised = [(row, item) for row, item in enumerate(items) if item.history is not None]
     if penalised:
         logits = _penalised(logits, penalised)
@@ -72,11 +74,37 @@ def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch
     if biases:
         where, values = _entries(biases, logits)
         logits = logits.index_put(where, values, accumulate=True)
-    bans = [(row, token, float("-inf")) for row, item in enumerate(items) for token in item.banned_token_ids]
+    bans = [
+        (row, token, float("-inf"))
+        for row, item in enumerate(items)
+        if item.matcher is None
+        for token in item.banned_token_ids
+    ]
     if bans:
         where, values = _entries(bans, logits)
         logits = logits.index_put(where, values)
-    return logits
+    matched = [row for row, item in enumerate(items) if item.matcher is not None]
+    return _matched(logits, matched, items) if matched else logits
+
+
+def _matched(logits: torch.Tensor, rows: list[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+    """Set to -inf what the matchers of these rows do not allow."""
+    # Asked here and not before the forward pass: a device may still compute it.
+    allowed = bytearray().join([items[row].allowed() for row in rows])
+    is_cuda = logits.is_cuda
+    packed = torch.frombuffer(allowed, dtype=torch.uint8).view(len(rows), -1)
+    packed = (packed.pin_memory() if is_cuda else packed).to(logits.device, non_blocking=is_cuda)
+    penalties = _penalties_of_bytes(logits.device)[packed.long()].view(len(rows), -1)[:, : logits.shape[-1]]
+    if len(rows) == logits.shape[0]:
+        return logits + penalties
+    return logits.index_add(0, to_device(rows, logits.device), penalties)
+
+
+@cache
+def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
+    """What eight bits add to the logits of eight tokens: 0 where a bit is set, else -inf. [256, 8] float32."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
 def _penalised(logits: torch.Tensor, rows: list[tuple[int, ScheduledSequence]]) -> torch.Tensor:

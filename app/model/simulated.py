@@ -3,7 +3,7 @@
 The time passes asleep, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
 the whole sequence through a simulated KV memory, as a real model's do: a wrong block, a wrong position or a sequence
 resumed wrongly shows in the tokens, and in their log-probabilities, which are made up. Penalties, biases and filters
-are not simulated. No torch here.
+are not simulated; grammars are. No torch here.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class SimulatedModelRunner:
         if item.sampling.temperature:
             key ^= (item.sampling.seed + 1) * _START & _MASK
         key = _mix(key)
+        if item.matcher is not None:
+            return _among(item.allowed(), key)
         if key >> 32 < self._end_below and self._eos[0] not in item.banned_token_ids:
             return self._eos[0]
         token = self._text[key % len(self._text)]
@@ -145,6 +147,12 @@ class SimulatedModelRunner:
     def _another(self, key: int, banned: Sequence[int]) -> int:
         allowed = [token for token in self._text if token not in banned] or self._text
         return allowed[key % len(allowed)]
+
+
+def _among(allowed: bytes, key: int) -> int:
+    """One of the tokens whose bits are set."""
+    numbers = [8 * index + bit for index, byte in enumerate(allowed) if byte for bit in range(8) if byte >> bit & 1]
+    return numbers[key % len(numbers)]
 
 
 def num_simulated_blocks(config: EngineConfig, facts: ModelFacts) -> int:

@@ -1,0 +1,103 @@
+"""From the fields that say what an output must look like to the grammar that the engine is given.
+
+Here is looked at shape and size only. What a schema, a regular expression or a grammar comes to is found out where it
+is compiled, beside the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from app.api.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from app.errors import InvalidRequest
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def grammar_of(body: GenerationRequest) -> Grammar | None:
+    """What the output of a request must look like; None where anything will do. Raises InvalidRequest."""
+    from_format = None if body.response_format is None else _of_format(body.response_format)
+    from_vendor = None if body.structured_outputs is None else _of_vendor(body.structured_outputs)
+    if from_format is not None and from_vendor is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs both say what the output must look like; send one of them",
+            param="structured_outputs",
+        )
+    return from_format or from_vendor
+
+
+def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
+    """JSON documents of a schema. `param` is the field it came in; `is_lenient`: what cannot be kept is passed over.
+
+    Raises InvalidRequest when it is too long.
+    """
+    return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), param=param, is_lenient=is_lenient)
+
+
+def _of_format(given: ResponseFormat) -> Grammar | None:
+    """OpenAI's. Without `strict` they promise to try, and so keywords that are not known do no harm."""
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return schema_grammar(_ANY_OBJECT, param="response_format")
+    if given.json_schema is None:
+        raise InvalidRequest(
+            "response_format.json_schema is required with the type json_schema", param="response_format.json_schema"
+        )
+    schema = given.json_schema.schema_ or {}
+    return schema_grammar(schema, param="response_format", is_lenient=not given.json_schema.strict)
+
+
+def _of_vendor(given: StructuredOutputs) -> Grammar | None:
+    """vLLM's: exactly one of its fields."""
+    wishes = {
+        "json": given.json_,
+        "regex": given.regex,
+        "choice": given.choice,
+        "grammar": given.grammar,
+        "json_object": given.json_object or None,
+    }
+    named = [name for name, value in wishes.items() if value is not None]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise InvalidRequest(
+            f"structured_outputs has {' and '.join(named)}; send one of them", param="structured_outputs"
+        )
+    [name] = named
+    return _of_wish(given, f"structured_outputs.{name}")
+
+
+def _of_wish(given: StructuredOutputs, param: str) -> Grammar:
+    if given.json_ is not None:
+        return schema_grammar(_schema(given.json_, param), param=param)
+    if given.regex is not None:
+        return _grammar(GrammarKind.REGEX, given.regex, param=param)
+    if given.choice is not None:
+        return _grammar(GrammarKind.CHOICE, json.dumps(given.choice), param=param)
+    if given.grammar is not None:
+        return _grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
+    return schema_grammar(_ANY_OBJECT, param=param)
+
+
+def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """A schema as it is, or as JSON in a string."""
+    if isinstance(given, dict):
+        return given
+    try:
+        schema = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} should be a JSON schema: an object", param=param)
+    return schema
+
+
+def _grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has {len(text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
+        )
+    return Grammar(kind, text, is_lenient=is_lenient, param=param)

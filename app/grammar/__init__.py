@@ -1,0 +1,1 @@
+"""What outputs must look like: grammars compiled, and matched token by token (llguidance). No torch."""

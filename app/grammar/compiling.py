@@ -1,0 +1,105 @@
+"""From a grammar as its caller wrote it to one that llguidance matches by; a first walk through it, under limits.
+
+What is written here runs in a process of its own first (`tasting.py`). Only its result reaches the engine's process.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from app.engine.request import GrammarKind
+
+# Between the tokens of a JSON document: nothing, a space, or a new line and what it is indented by. More would let a
+# model write white space for ever.
+WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
+# Without it llguidance would have fixed texts be encoded by the tokenizer, which is not here.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# What the search for the allowed tokens of one step may cost: a few milliseconds, where nearly all take microseconds.
+_STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
+_WALK_TOKENS = 128
+_MAX_REASON_CHARACTERS = 300
+
+
+class Unusable(Exception):
+    """Nothing can be written by this grammar, or not at a bearable price; the message says why."""
+
+
+def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
+    """A grammar in the one language that matchers are made of. Raises Unusable."""
+    match kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f"{_OPTIONS}start: %json {_schema(text, is_lenient=is_lenient)}"
+        case GrammarKind.REGEX:
+            [grammar] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
+            return f"{_OPTIONS}{grammar['lark_grammar']}"
+        case GrammarKind.CHOICE:
+            return f"{_OPTIONS}start: {' | '.join(map(json.dumps, json.loads(text)))}"
+        case GrammarKind.GRAMMAR:
+            return _OPTIONS + _lark(text)
+
+
+def _schema(text: str, *, is_lenient: bool) -> str:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"it is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise Unusable("it should be a JSON object")
+    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": is_lenient}})
+
+
+def _lark(text: str) -> str:
+    if "%llguidance" in text:
+        raise Unusable("%llguidance is not accepted; leave it out")
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a converter of others' making, and any text
+        raise Unusable(f"it is neither Lark nor GBNF: {reason_of(str(error))}") from error
+
+
+def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+    """A matcher at the beginning of a grammar. Other threads of Python run while it is made. Raises Unusable."""
+    limits = LLParserLimits(
+        step_lexer_fuel=_STEP_FUEL, step_max_items=_STEP_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False
+    )
+    matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise Unusable(reason_of(matcher.get_error()))
+    return matcher
+
+
+def walk(matcher: LLMatcher) -> None:
+    """Go some way through a grammar, as a model without sense would. Raises Unusable where it leads nowhere."""
+    draw = 1
+    for _ in range(_WALK_TOKENS):
+        allowed = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise Unusable(reason_of(matcher.get_error()))
+        if matcher.is_stopped():
+            return
+        draw = draw * 6364136223846793005 + 1442695040888963407 & 2**64 - 1  # Knuth's, as in MMIX
+        token_id = _one_of(allowed, draw >> 32)
+        if token_id is None:
+            raise Unusable("nothing matches it")
+        matcher.consume_token(token_id)
+
+
+def _one_of(allowed: bytes, draw: int) -> int | None:
+    """The first allowed token from a drawn place on, round the vocabulary."""
+    size = len(allowed)
+    start = draw % size
+    for index in chain(range(start, size), range(start)):
+        if allowed[index]:
+            return index * 8 + (allowed[index] & -allowed[index]).bit_length() - 1
+    return None
+
+
+def reason_of(message: str) -> str:
+    """The first line of a message, short enough for an answer."""
+    if "NoExtension" in message:
+        return "nothing matches it"
+    return message.strip().partition("\n")[0][:_MAX_REASON_CHARACTERS]

@@ -1,0 +1,208 @@
+"""Grammars of one model, compiled beside the engine and remembered: where its matchers come from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from llguidance import LLMatcher, LLTokenizer
+
+from app.config import GrammarConfig
+from app.engine.matcher import Matcher
+from app.engine.request import Grammar, GrammarKind, Request
+from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
+from app.grammar.compiling import new_matcher
+from app.grammar.grammar_matcher import GrammarMatcher
+from app.grammar.taster import INVALID_GRAMMAR, Taster
+from app.grammar.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED_REFUSALS = 1024
+MAX_CACHED_CHARACTERS = 2_000_000  # what a large schema compiles to is about a hundred times its size
+# Requests share what a compiled grammar learns while it is matched, which only grows: after so many it begins anew.
+MAX_USES = 256
+_NICENESS = 10
+
+Key = tuple[str, GrammarKind, str, bool]  # whoever may not share prefixes shares no grammar either
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A matcher at the beginning of its grammar, to be copied."""
+
+    matcher: LLMatcher
+    num_uses: int = 0
+
+
+class Grammars:
+    """Compiles one grammar after the other in a thread of its own; what is known already does not wait for that."""
+
+    def __init__(self, config: GrammarConfig, read_vocabulary: Callable[[], Vocabulary], *, vocab_size: int) -> None:
+        """`read_vocabulary` is called when the first grammar comes; it may raise InvalidSetup."""
+        self._config = config
+        self._read_vocabulary = read_vocabulary
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None  # this, and the next, belong to the compiling thread
+        self._taster: Taster | None = None
+        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
+        self._num_characters = 0  # of those
+        self._refused: OrderedDict[Key, InvalidRequest] = OrderedDict()
+        self._num_waiting = 0
+        self._lock = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, "grammars", initializer=_step_back)
+        self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=_step_back)
+
+    def matcher_of(self, request: Request) -> Future[Matcher | None]:
+        """See `Matchers`. Does not block."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return _done(None)
+        key = _key(request, grammar)
+        with self._lock:
+            refusal = self._refused.get(key)
+            if refusal is not None:
+                return _failed(refusal)
+            matcher = self._copy(key)
+            if matcher is None:
+                self._check_room()
+                self._num_waiting += 1
+        try:
+            if matcher is None:
+                return self._compiling.submit(self._compile, request, grammar, key)
+            if request.generated_token_ids:
+                return self._resuming.submit(self._begin, matcher, request, key)
+        except RuntimeError:
+            return _failed(EngineStopped("the engine is shutting down"))
+        return _done(self._begin(matcher, request, key))
+
+    def close(self) -> None:
+        """Stop both threads and the tasting process; what waits for them is cancelled. Safe to call twice."""
+        for pool in (self._compiling, self._resuming):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._taster is not None:
+            self._taster.close()
+        for pool in (self._compiling, self._resuming):
+            pool.shutdown()
+
+    # ------------------------------------------------------------------ the caches, under the lock
+
+    def _check_room(self) -> None:
+        if self._num_waiting >= self._config.max_waiting:
+            raise Overloaded(
+                f"{self._num_waiting:,} requests wait for their grammars to be compiled; try again shortly",
+                retry_after_s=self._config.compile_timeout_s,
+            )
+
+    def _copy(self, key: Key) -> LLMatcher | None:
+        found = self._compiled.get(key)
+        if found is None:
+            return None
+        found.num_uses += 1
+        if found.num_uses >= MAX_USES:
+            self._forget(key)
+        else:
+            self._compiled.move_to_end(key)
+        return found.matcher.deep_copy()
+
+    def _remember(self, key: Key, matcher: LLMatcher) -> None:
+        self._forget(key)
+        self._compiled[key] = _Compiled(matcher)
+        self._num_characters += len(key[2])
+        while len(self._compiled) > self._config.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
+            self._forget(next(iter(self._compiled)))
+
+    def _forget(self, key: Key) -> None:
+        if self._compiled.pop(key, None) is not None:
+            self._num_characters -= len(key[2])
+
+    # ------------------------------------------------------------------ the compiling thread
+
+    def _compile(self, request: Request, grammar: Grammar, key: Key) -> Matcher:
+        try:
+            with self._lock:
+                matcher = self._copy(key)  # another request may have brought it meanwhile
+            return self._begin(matcher or self._compile_now(grammar, key), request, key)
+        except InvalidRequest as error:
+            if error.code == INVALID_GRAMMAR:
+                self._refuse(key, error)
+            raise
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def _compile_now(self, grammar: Grammar, key: Key) -> LLMatcher:
+        try:
+            tokenizer, taster = self._tools()
+        except InvalidSetup as error:
+            raise InvalidRequest(f"this model writes no structured output: {error}", param=grammar.param) from error
+        matcher = new_matcher(tokenizer, taster.taste(grammar))
+        matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
+        with self._lock:
+            self._remember(key, matcher)
+        return matcher.deep_copy()
+
+    def _tools(self) -> tuple[LLTokenizer, Taster]:
+        if self._tokenizer is None or self._taster is None:
+            vocabulary = self._read_vocabulary()
+            self._taster = Taster(
+                vocabulary,
+                timeout_s=self._config.compile_timeout_s,
+                memory_bytes=self._config.compile_megabytes * 1_000_000,
+            )
+            self._tokenizer = vocabulary.for_matching()
+        return self._tokenizer, self._taster
+
+    def _refuse(self, key: Key, error: InvalidRequest) -> None:
+        with self._lock:
+            self._refused[key] = error
+            if len(self._refused) > MAX_REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
+
+    # ------------------------------------------------------------------ any thread
+
+    def _begin(self, matcher: LLMatcher, request: Request, key: Key) -> GrammarMatcher:
+        """A matcher behind the request's generated tokens."""
+        begun = GrammarMatcher(
+            matcher,
+            stop_token_ids=set(request.sampling.stop_token_ids),
+            vocab_size=self._vocab_size,
+            on_failure=partial(self._drop, key),
+        )
+        for token_id in request.generated_token_ids:
+            begun.advance(token_id)
+        return begun
+
+    def _drop(self, key: Key) -> None:
+        """Whoever comes next begins with a matcher that nobody has brought to its limits."""
+        with self._lock:
+            self._forget(key)
+
+
+def _key(request: Request, grammar: Grammar) -> Key:
+    return (request.cache_salt, grammar.kind, grammar.text, grammar.is_lenient)
+
+
+def _step_back() -> None:
+    """The calling thread computes what others leave. Elsewhere than on Linux a thread has no priority of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _done(matcher: Matcher | None) -> Future[Matcher | None]:
+    future: Future[Matcher | None] = Future()
+    future.set_result(matcher)
+    return future
+
+
+def _failed(error: Exception) -> Future[Matcher | None]:
+    future: Future[Matcher | None] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,72 @@
+"""The process in which grammars are compiled for the first time (`python -m app.grammar.tasting`).
+
+Some texts make a compiler overflow its stack, take gigabytes, or run for minutes. Here that costs nobody anything but
+the caller: the process ends, by its limits or by a crash, and `taster.py` starts another.
+
+It reads a line of settings and the vocabulary from its standard input, then a grammar in each line, and answers each
+with a line: the grammar in Lark, or why it cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from app.engine.request import GrammarKind
+from app.grammar.compiling import Unusable, lark_of, new_matcher, walk
+from app.grammar.vocabulary import Vocabulary
+
+START_TIMEOUT_S = 60.0
+# An eighth of what the threads have that will compile what passes here.
+_STACK_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # nobody handles its signal: the process dies of it
+    os.nice(10)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    settings = json.loads(sys.stdin.buffer.readline())
+    tokenizer = Vocabulary.read(sys.stdin.buffer).for_matching()
+    limit = _address_space() + settings["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    threading.stack_size(_STACK_BYTES)
+    answering = threading.Thread(target=_answer_all, args=(tokenizer, settings["timeout_s"]))
+    answering.start()
+    answering.join()
+
+
+def _answer_all(tokenizer: LLTokenizer, timeout_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        answer = _answer(tokenizer, json.loads(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(tokenizer: LLTokenizer, wanted: dict[str, Any]) -> dict[str, str]:
+    try:
+        lark = lark_of(GrammarKind(wanted["kind"]), wanted["text"], is_lenient=wanted["is_lenient"])
+        walk(new_matcher(tokenizer, lark))
+    except Unusable as reason:
+        return {"unusable": str(reason)}
+    return {"lark": lark}
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The bytes of every token: what a grammar has to know of a tokenizer.
+
+To read a large tokenizer takes a second, in which a process can do nothing else. So it is read in a process of its own
+(`python -m app.grammar.vocabulary`), which writes what it finds to its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import IO
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from app.errors import InvalidSetup
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+READ_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A model's tokens by their ids; b"" where an id names none."""
+
+    tokens: tuple[bytes, ...]
+    special_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+
+    def for_matching(self) -> LLTokenizer:
+        """As llguidance has it. Takes 0.2 s for 128,000 tokens, and no other thread of Python runs meanwhile."""
+        return LLTokenizer(_Tokens(self), eos_token=list(self.eos_token_ids))
+
+    def write(self, file: IO[bytes]) -> None:
+        """As a line of JSON and the bytes of all tokens."""
+        header = {
+            "lengths": [len(token) for token in self.tokens],
+            "special_token_ids": self.special_token_ids,
+            "eos_token_ids": self.eos_token_ids,
+        }
+        file.write(json.dumps(header).encode() + b"\n" + b"".join(self.tokens))
+        file.flush()
+
+    @classmethod
+    def read(cls, file: IO[bytes]) -> Vocabulary:
+        """What `write` has written."""
+        header = json.loads(file.readline())
+        ends = [0, *accumulate(header["lengths"])]
+        content = file.read(ends[-1])
+        return cls(
+            tokens=tuple(content[start:end] for start, end in pairwise(ends)),
+            special_token_ids=tuple(header["special_token_ids"]),
+            eos_token_ids=tuple(header["eos_token_ids"]),
+        )
+
+
+class _Tokens(TokenizerWrapper):
+    """What llguidance asks of a tokenizer that it does not know."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # Not that of TokenizerWrapper, which would look for a way to encode.
+        self.is_tokenizer_wrapper = True
+        self.bos_token_id = None
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_token_ids
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("matching by bytes encodes no text: `no_forcing` is set in every grammar")
+
+
+def read_vocabulary(
+    location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Vocabulary:
+    """The vocabulary of the tokenizer at a folder or hub id, padded to `vocab_size` ids. Takes a second or more.
+
+    Raises:
+        InvalidSetup: there is no tokenizer that can be read.
+    """
+    wanted = json.dumps([location, revision, vocab_size, eos_token_ids])
+    reading = subprocess.run(
+        child_command("app.grammar.vocabulary", wanted),
+        env=child_environment(),
+        capture_output=True,
+        timeout=READ_TIMEOUT_S,
+        check=False,
+    )
+    if reading.returncode != 0:
+        reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")
+    return Vocabulary.read(BytesIO(reading.stdout))
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """A command that runs a module of ours in another process."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Such a process finds our code wherever it is started."""
+    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def main() -> None:
+    """Read a tokenizer and write its vocabulary."""
+    from transformers import PreTrainedTokenizerFast  # here alone: it takes a second, and other processes import this
+
+    location, revision, vocab_size, eos_token_ids = json.loads(sys.argv[1])
+    backend = PreTrainedTokenizerFast.from_pretrained(
+        location, revision=revision, trust_remote_code=False
+    ).backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    known = LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, backend.get_vocab_size()), slices=[])
+    Vocabulary(
+        tokens=tuple(known.decode_bytes([token_id]) for token_id in range(vocab_size)),
+        special_token_ids=tuple(token_id for token_id in range(vocab_size) if known.is_special_token(token_id)),
+        eos_token_ids=tuple(eos_token_ids),
+    ).write(sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What a model without sense writes by a grammar: tokens drawn from what is allowed."""
+
+from __future__ import annotations
+
+import random
+
+from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
+from app.grammar.grammars import Grammars
+from app.grammar.vocabulary import Vocabulary
+from app.engine.matcher import Matcher
+
+
+def request_for(grammar: Grammar, **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=4000, grammar=grammar)
+    return Request(request_id="r", prompt_token_ids=(5,), sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def matcher_for(grammars: Grammars, kind: GrammarKind, text: str, **fields: object) -> Matcher:
+    matcher = grammars.matcher_of(request_for(Grammar(kind, text), **fields)).result(30)
+    assert matcher is not None
+    return matcher
+
+
+def allowed_ids(matcher: Matcher) -> list[int]:
+    return [8 * index + bit for index, byte in enumerate(matcher.allowed()) for bit in range(8) if byte >> bit & 1]
+
+
+def write(matcher: Matcher, vocabulary: Vocabulary, seed: int, *, max_tokens: int = 4000) -> bytes:
+    """A text by random tokens; it ends as soon as it may once it is long, so that every text ends."""
+    draw, written = random.Random(seed), bytearray()
+    for number in range(max_tokens):
+        allowed = allowed_ids(matcher)
+        may_end = set(allowed) & set(vocabulary.eos_token_ids)
+        if may_end and (number > 60 or len(allowed) == len(may_end) or draw.random() < 0.1):
+            return bytes(written)
+        token_id = draw.choice([each for each in allowed if each not in may_end])
+        written += vocabulary.tokens[token_id]
+        matcher.advance(token_id)
+        assert matcher.failure is None, matcher.failure
+    raise AssertionError(f"no end after {max_tokens} tokens: {bytes(written[:200])!r}")
