@@ -165,9 +165,9 @@ def _with_logprobs(deltas: list[TokenDelta], result: StepResult, scores: Scores)
         drawn, scored = logprobs.get(delta.request_id), scores.pop(delta.request_id, ()) if scores else ()
         if drawn is not None or scored:
             # Not by `_replace`, which takes several times as long.
-            delta = TokenDelta._make((*delta[:_NUM_OTHERS], () if drawn is None else (drawn,), scored))
+            delta = TokenDelta._make((*delta[:_NUM_OTHERS], () if drawn is None else (drawn,), scored, delta.embedding))
         told.append(delta)
     return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]
 
 
-_NUM_OTHERS = TokenDelta._fields.index("logprobs")  # fields of a delta before those two, which are its last
+_NUM_OTHERS = TokenDelta._fields.index("logprobs")  # fields of a delta before those two, behind which is one more

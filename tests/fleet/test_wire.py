@@ -35,6 +35,8 @@ DELTAS = st.builds(
     num_cached_tokens=st.integers(0, 2**31),
     error=st.none(),
     queued=st.none() | st.builds(Queued, st.integers(0, 2**31), st.floats(0, 1e6), st.text(), st.text()),
+    logprobs=st.just(()),
+    prompt_logprobs=st.just(()),
     embedding=st.none() | st.binary(max_size=40),
 )
 FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=5).map(tuple))
