@@ -543,6 +543,12 @@ class ApiConfig(Settings):
         description="prompts × n in one completions call; texts of one embeddings call computed at once",
     )
     max_inputs: int = Field(2048, ge=1, le=100_000, description="texts in one embeddings call")
+    max_logprobs: int = Field(
+        20,
+        ge=0,
+        le=1000,
+        description="highest `top_logprobs`, `logprobs` and `prompt_logprobs`: likeliest tokens a place",
+    )
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
     heartbeat_s: float = Field(

@@ -17,6 +17,7 @@ from app.api.choices import Piece
 from app.api.completions import Call, ServedModel, check_token_ids, off_the_loop
 from app.api.responses import Json, Progress
 from app.api.schemas import EmbeddingsRequest
+from app.api.token_details import TokenWishes
 from app.config import ApiConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -60,8 +61,12 @@ async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits
         model=model,
         requests=tuple(_request(body, model, f"{call_id}-{at}", prompt) for at, prompt in enumerate(prompts)),
         num_samples=1,
+        num_choices=1,
+        prompt_texts=(),
         stop=(),
         skip_special_tokens=True,
+        include_stop=False,
+        wishes=TokenWishes(),
         include_usage=False,
         continuous_usage=False,
         max_at_once=limits.max_prompts,

@@ -13,16 +13,10 @@ logger = logging.getLogger(__name__)
 
 # Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
 _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "prompt_logprobs": (),
     "guided_json": (),
     "guided_regex": ("",),
     "guided_choice": ([],),
     "guided_grammar": ("",),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0, 1),
@@ -30,10 +24,8 @@ _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
 _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": _UNAVAILABLE_EVERYWHERE
     | {
-        "top_logprobs": (0,),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "continue_final_message": (False,),
         "modalities": (["text"], []),
         "audio": ({},),
         "prediction": (),
@@ -44,11 +36,14 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "echo": (False,),
     },
-    "completion": _UNAVAILABLE_EVERYWHERE
-    | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
     "reply": _UNAVAILABLE_EVERYWHERE
     | {
         "top_logprobs": (0,),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
         "conversation": (),
         "prompt": (),
         "background": (False,),
@@ -76,8 +71,7 @@ _INSTEAD = {
 
 # At OpenAI these change no text, and so it is here.
 _WITHOUT_EFFECT = frozenset(
-    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens "
-    "include".split()
+    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000

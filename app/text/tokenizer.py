@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from app.errors import InvalidRequest, InvalidSetup
+from app.text.token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -28,6 +29,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
+        self.token_bytes = TokenBytes(self._backend)
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
@@ -70,6 +72,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
@@ -80,7 +83,11 @@ class Tokenizer:
         when the model has no chat template or the template refuses the messages.
         """
         text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_variables=template_variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_variables=template_variables,
         )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
@@ -89,10 +96,11 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` encodes.
+        """The text that `encode_chat` encodes; `continue_final_message`: it ends within the last message.
 
         Templates get the arguments of tool calls as the objects that most of them want, or as the JSON text that they
         came as where a template cannot take objects.
@@ -116,6 +124,7 @@ class Tokenizer:
                         tools=[dict(tool) for tool in tools] if tools else None,
                         tokenize=False,
                         add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
                         **variables,
                     )
                 )
