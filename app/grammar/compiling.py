@@ -17,7 +17,7 @@ from app.engine.request import GrammarKind
 # model write white space for ever.
 WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
 # Without it llguidance would have fixed texts be encoded by the tokenizer, which is not here.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # What the search for the allowed tokens of one step may cost: a few milliseconds, where nearly all take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 _WALK_TOKENS = 128
@@ -32,14 +32,14 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
     """A grammar in the one language that matchers are made of. Raises Unusable."""
     match kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"{_OPTIONS}start: %json {_schema(text, is_lenient=is_lenient)}"
+            return f"start: %json {_schema(text, is_lenient=is_lenient)}{_OPTIONS}"
         case GrammarKind.REGEX:
             [grammar] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
-            return f"{_OPTIONS}{grammar['lark_grammar']}"
+            return f"{grammar['lark_grammar']}{_OPTIONS}"
         case GrammarKind.CHOICE:
-            return f"{_OPTIONS}start: {' | '.join(map(json.dumps, json.loads(text)))}"
+            return f"start: {' | '.join(map(json.dumps, json.loads(text)))}{_OPTIONS}"
         case GrammarKind.GRAMMAR:
-            return _OPTIONS + _lark(text)
+            return _lark(text) + _OPTIONS
 
 
 def _schema(text: str, *, is_lenient: bool) -> str:
@@ -99,7 +99,9 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """The first line of a message, short enough for an answer."""
+    """What llguidance says, short enough for an answer: its first line, and the error under a picture of its place."""
     if "NoExtension" in message:
         return "nothing matches it"
-    return message.strip().partition("\n")[0][:_MAX_REASON_CHARACTERS]
+    first, *others = message.strip().splitlines() or [""]
+    named = [line for line in others if line.startswith("error: ")][:1]
+    return " ".join([first, *named])[:_MAX_REASON_CHARACTERS]

@@ -18,9 +18,9 @@ from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
-from app.grammar.compiling import new_matcher
+from app.grammar.compiling import Unusable, new_matcher
 from app.grammar.grammar_matcher import GrammarMatcher
-from app.grammar.taster import INVALID_GRAMMAR, Taster
+from app.grammar.taster import INVALID_GRAMMAR, Taster, refusal
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,11 @@ class Grammars:
         for pool in (self._compiling, self._resuming):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._taster is not None:
-            self._taster.close()
+            self._taster.interrupt()
         for pool in (self._compiling, self._resuming):
             pool.shutdown()
+        if self._taster is not None:
+            self._taster.close()
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -143,7 +145,11 @@ class Grammars:
             tokenizer, taster = self._tools()
         except InvalidSetup as error:
             raise InvalidRequest(f"this model writes no structured output: {error}", param=grammar.param) from error
-        matcher = new_matcher(tokenizer, taster.taste(grammar))
+        lark = taster.taste(grammar)
+        try:
+            matcher = new_matcher(tokenizer, lark)
+        except Unusable as reason:
+            raise refusal(grammar, str(reason)) from reason
         matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         with self._lock:
             self._remember(key, matcher)
