@@ -6,6 +6,7 @@ What is written here runs in a process of its own first (`tasting.py`). Only its
 from __future__ import annotations
 
 import json
+import time
 from itertools import chain
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +22,7 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # What the search for the allowed tokens of one step may cost: a few milliseconds, where nearly all take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 _WALK_TOKENS = 128
+_MAX_WALK_S = 0.25
 _MAX_REASON_CHARACTERS = 300
 
 
@@ -74,7 +76,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 def walk(matcher: LLMatcher) -> None:
     """Go some way through a grammar, as a model without sense would. Raises Unusable where it leads nowhere."""
-    draw = 1
+    draw, began_at = 1, time.thread_time()
     for _ in range(_WALK_TOKENS):
         allowed = matcher.compute_bitmask()
         if matcher.is_error():
@@ -86,6 +88,8 @@ def walk(matcher: LLMatcher) -> None:
         if token_id is None:
             raise Unusable("nothing matches it")
         matcher.consume_token(token_id)
+    if time.thread_time() - began_at > _MAX_WALK_S:
+        raise Unusable("to match it takes too long; make it simpler")
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:

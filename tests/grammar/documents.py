@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
+from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
-from app.engine.matcher import Matcher
 
 
 def request_for(grammar: Grammar, **fields: object) -> Request:
