@@ -13,7 +13,7 @@ _PROJECT = Path(__file__).resolve().parent.parent
 def versions() -> dict[str, str | None]:
     """By package; None for what is not installed."""
     return {"python": python_version()} | {
-        name: _version(name) for name in ("carousel", "torch", "transformers", "triton")
+        name: _version(name) for name in ("carousel", "torch", "transformers", "triton", "llguidance")
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
@@ -14,9 +15,10 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
+from app.engine.matcher import Matcher, with_tokens
 from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
-from app.errors import CarouselError
+from app.errors import CarouselError, InvalidRequest
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -147,6 +149,68 @@ def build_fake_engine(
         clock=clock,
         recorder=recorder,
     )
+
+
+class MatchedRunner(CountingRunner):
+    """A CountingRunner that draws only what the matchers of its batch allow."""
+
+    def run(self, batch: Batch) -> list[int]:
+        drawn = super().run(batch)
+        return [
+            token if item.matcher is None else first_allowed(item.allowed(), token)
+            for token, item in zip(drawn, batch.sampled, strict=True)
+        ]
+
+
+def first_allowed(allowed: bytes, token: int) -> int:
+    """The first allowed token from `token` on, round the vocabulary."""
+    wanted = [each % VOCAB_SIZE for each in range(token, token + VOCAB_SIZE)]
+    return next(each for each in wanted if allowed[each >> 3] >> (each & 7) & 1)
+
+
+BAD_GRAMMAR = "bad"
+
+
+class SteppingMatcher:
+    """Allows one token after the other, round and round; it can fail behind so many."""
+
+    def __init__(self, token_ids: Sequence[int], *, fails_after: int | None = None) -> None:
+        self._token_ids = token_ids
+        self._fails_after = fails_after
+        self.num_advanced = 0
+        self.failure: str | None = None
+
+    def allowed(self) -> bytes:
+        if self.num_advanced == self._fails_after:
+            self.failure = "it has failed"
+        token_id = self._token_ids[self.num_advanced % len(self._token_ids)]
+        return with_tokens(bytes(-(-VOCAB_SIZE // 8)), [token_id])
+
+    def advance(self, token_id: int) -> None:
+        assert token_id == self._token_ids[self.num_advanced % len(self._token_ids)], "it was not allowed"
+        self.num_advanced += 1
+
+
+class MadeMatchers:
+    """Grammars whose text is token ids; a `!` behind them fails after as many tokens as there are."""
+
+    def matcher_of(self, request: Request) -> Future[Matcher | None]:
+        future: Future[Matcher | None] = Future()
+        grammar = request.sampling.grammar
+        if grammar is None:
+            future.set_result(None)
+        elif grammar.text == BAD_GRAMMAR:
+            future.set_exception(InvalidRequest("this grammar is no use", param=grammar.param))
+        else:
+            token_ids = [int(each) for each in grammar.text.removesuffix("!").split()]
+            matcher = SteppingMatcher(token_ids, fails_after=len(token_ids) if "!" in grammar.text else None)
+            for token_id in request.generated_token_ids:
+                matcher.advance(token_id)
+            future.set_result(matcher)
+        return future
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class GatedRunner(CountingRunner):

@@ -39,8 +39,8 @@ ALLOWED = {
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
-        "numpy", "pyarrow", "pydantic", "pydantic_core",
+        "app.api", "app.config", "app.errors", "app.text", "app.engine.facts", "app.engine.matcher",
+        "app.engine.request", "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip

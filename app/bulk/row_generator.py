@@ -14,6 +14,7 @@ from typing import Protocol
 
 from app.bulk.record import Record
 from app.bulk.rows import PreparedRow
+from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import EngineStopped, InvalidRequest
 from app.text import GeneratedText, Tokenizer
@@ -27,7 +28,7 @@ class SteppedEngine(Protocol):
     @property
     def idle_s(self) -> float | None: ...
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request, *, matcher: Matcher | None = None) -> None: ...
 
     def abort(self, request_id: str) -> TokenDelta | None: ...
 
@@ -46,12 +47,13 @@ class Harvest:
 class RowGenerator:
     """One engine, its thread and the rows it computes."""
 
-    def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer) -> None:
-        """Start the thread. From here on nobody else may use the engine."""
+    def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer, matchers: Matchers) -> None:
+        """Start the thread. From here on nobody else may use the engine. `matchers` are closed with this."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._matchers = matchers
         self._answers: dict[str, _Answer] = {}  # by request id; the thread's own
-        self._entering: list[PreparedRow] = []  # guarded by _changed, as all below
+        self._entering: list[_Entering] = []  # guarded by _changed, as all below
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
@@ -64,9 +66,10 @@ class RowGenerator:
         self._thread.start()
 
     def add(self, rows: Sequence[PreparedRow]) -> None:
-        """Queue rows. Each comes back in a harvest, once."""
+        """Queue rows, once their grammars are compiled. Each comes back in a harvest, once."""
+        entering = [self._with_matcher(row) for row in rows]
         with self._changed:
-            self._entering.extend(rows)
+            self._entering.extend(entering)
             self._num_open += len(rows)
             self._changed.notify_all()
 
@@ -95,6 +98,13 @@ class RowGenerator:
             self._is_stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self._matchers.close()
+
+    def _with_matcher(self, row: PreparedRow) -> _Entering:
+        try:
+            return _Entering(row, self._matchers.matcher_of(row.request).result())
+        except InvalidRequest as error:
+            return _Entering(row, refusal=error.message)
 
     def _is_worth_taking(self, at_least: int) -> bool:
         num_ended = len(self._ended)
@@ -114,7 +124,7 @@ class RowGenerator:
                 self._failure = f"the engine failed with {len(self._answers):,} rows: {error}"
                 self._changed.notify_all()
 
-    def _next_rows(self) -> list[PreparedRow] | None:
+    def _next_rows(self) -> list[_Entering] | None:
         """What has come, waiting for it while there is nothing to compute; None to stop."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
@@ -124,10 +134,14 @@ class RowGenerator:
             rows, self._entering = self._entering, []
             return rows
 
-    def _enter(self, row: PreparedRow) -> _Answer:
+    def _enter(self, entering: _Entering) -> _Answer:
+        row = entering.row
         answer = _Answer(row, self._tokenizer)
+        if entering.refusal is not None:
+            answer.fail(entering.refusal)
+            return answer
         try:
-            self._engine.add(row.request)
+            self._engine.add(row.request, matcher=entering.matcher)
         except InvalidRequest as error:
             answer.fail(error.message)
         else:
@@ -157,6 +171,15 @@ class RowGenerator:
             self._num_tokens += num_tokens
             if ended and self._is_worth_taking(self._wanted):
                 self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """A row on its way to the engine, or why it cannot get there."""
+
+    row: PreparedRow
+    matcher: Matcher | None = None
+    refusal: str | None = None
 
 
 class _Answer:

@@ -29,6 +29,7 @@ _SEED_MASK = 2**63 - 1
 SAMPLING_COLUMNS = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
+    "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ What is written here runs in a process of its own first (`tasting.py`). Only its
 from __future__ import annotations
 
 import json
+import time
 from itertools import chain
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,10 +18,11 @@ from app.engine.request import GrammarKind
 # model write white space for ever.
 WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
 # Without it llguidance would have fixed texts be encoded by the tokenizer, which is not here.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # What the search for the allowed tokens of one step may cost: a few milliseconds, where nearly all take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 _WALK_TOKENS = 128
+_MAX_WALK_S = 0.25
 _MAX_REASON_CHARACTERS = 300
 
 
@@ -32,14 +34,14 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
     """A grammar in the one language that matchers are made of. Raises Unusable."""
     match kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"{_OPTIONS}start: %json {_schema(text, is_lenient=is_lenient)}"
+            return f"start: %json {_schema(text, is_lenient=is_lenient)}{_OPTIONS}"
         case GrammarKind.REGEX:
             [grammar] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
-            return f"{_OPTIONS}{grammar['lark_grammar']}"
+            return f"{grammar['lark_grammar']}{_OPTIONS}"
         case GrammarKind.CHOICE:
-            return f"{_OPTIONS}start: {' | '.join(map(json.dumps, json.loads(text)))}"
+            return f"start: {' | '.join(map(json.dumps, json.loads(text)))}{_OPTIONS}"
         case GrammarKind.GRAMMAR:
-            return _OPTIONS + _lark(text)
+            return _lark(text) + _OPTIONS
 
 
 def _schema(text: str, *, is_lenient: bool) -> str:
@@ -74,7 +76,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 def walk(matcher: LLMatcher) -> None:
     """Go some way through a grammar, as a model without sense would. Raises Unusable where it leads nowhere."""
-    draw = 1
+    draw, began_at = 1, time.thread_time()
     for _ in range(_WALK_TOKENS):
         allowed = matcher.compute_bitmask()
         if matcher.is_error():
@@ -86,6 +88,8 @@ def walk(matcher: LLMatcher) -> None:
         if token_id is None:
             raise Unusable("nothing matches it")
         matcher.consume_token(token_id)
+    if time.thread_time() - began_at > _MAX_WALK_S:
+        raise Unusable("to match it takes too long; make it simpler")
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
@@ -99,7 +103,9 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """The first line of a message, short enough for an answer."""
+    """What llguidance says, short enough for an answer: its first line, and the error under a picture of its place."""
     if "NoExtension" in message:
         return "nothing matches it"
-    return message.strip().partition("\n")[0][:_MAX_REASON_CHARACTERS]
+    first, *others = message.strip().splitlines() or [""]
+    named = [line for line in others if line.startswith("error: ")][:1]
+    return " ".join([first, *named])[:_MAX_REASON_CHARACTERS]

@@ -32,12 +32,9 @@ class GrammarMatcher:
         """See `Matcher`. When it fails, every token is: what is drawn then is not used."""
         if self.failure is None:
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
-            if self._matcher.is_error():
-                self._fail(reason_of(self._matcher.get_error()))
-            elif not any_token(allowed):
-                self._fail("no token of this model continues it")
-            else:
+            if not self._matcher.is_error():
                 return self._with_stops(allowed) if self._stop_token_ids else allowed
+            self._fail(reason_of(self._matcher.get_error()))
         return b"\xff" * self._num_bytes
 
     def _with_stops(self, allowed: bytes) -> bytes:

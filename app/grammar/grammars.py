@@ -18,9 +18,9 @@ from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
-from app.grammar.compiling import new_matcher
+from app.grammar.compiling import Unusable, new_matcher
 from app.grammar.grammar_matcher import GrammarMatcher
-from app.grammar.taster import INVALID_GRAMMAR, Taster
+from app.grammar.taster import INVALID_GRAMMAR, Taster, refusal
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ class Grammars:
         self._config = config
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None  # this, and the next, belong to the compiling thread
+        self._tokenizer: LLTokenizer | None = None  # this, and the next two, belong to the compiling thread
         self._taster: Taster | None = None
+        self._is_unreadable = False
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
         self._num_characters = 0  # of those
         self._refused: OrderedDict[Key, InvalidRequest] = OrderedDict()
@@ -88,9 +89,11 @@ class Grammars:
         for pool in (self._compiling, self._resuming):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._taster is not None:
-            self._taster.close()
+            self._taster.interrupt()
         for pool in (self._compiling, self._resuming):
             pool.shutdown()
+        if self._taster is not None:
+            self._taster.close()
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -139,19 +142,31 @@ class Grammars:
                 self._num_waiting -= 1
 
     def _compile_now(self, grammar: Grammar, key: Key) -> LLMatcher:
+        tools = self._tools()
+        if tools is None:
+            raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
+        tokenizer, taster = tools
+        lark = taster.taste(grammar)
         try:
-            tokenizer, taster = self._tools()
-        except InvalidSetup as error:
-            raise InvalidRequest(f"this model writes no structured output: {error}", param=grammar.param) from error
-        matcher = new_matcher(tokenizer, taster.taste(grammar))
+            matcher = new_matcher(tokenizer, lark)
+        except Unusable as reason:
+            raise refusal(grammar, str(reason)) from reason
         matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         with self._lock:
             self._remember(key, matcher)
         return matcher.deep_copy()
 
-    def _tools(self) -> tuple[LLTokenizer, Taster]:
+    def _tools(self) -> tuple[LLTokenizer, Taster] | None:
+        """What grammars are compiled with, made when the first comes; None where the tokenizer is of no use."""
+        if self._is_unreadable:
+            return None
         if self._tokenizer is None or self._taster is None:
-            vocabulary = self._read_vocabulary()
+            try:
+                vocabulary = self._read_vocabulary()
+            except InvalidSetup as error:
+                self._is_unreadable = True
+                logger.warning("structured outputs are refused: %s", error)
+                return None
             self._taster = Taster(
                 vocabulary,
                 timeout_s=self._config.compile_timeout_s,

@@ -40,18 +40,23 @@ class Taster:
         except BrokenPipeError:
             line = b""
         if not line:
-            raise _refused(grammar, self._cause_of_death(process))
+            raise refusal(grammar, self._cause_of_death(process))
         answer: dict[str, str] = json.loads(line)
         if "unusable" in answer:
-            raise _refused(grammar, answer["unusable"])
+            raise refusal(grammar, answer["unusable"])
         return answer["lark"]
 
-    def close(self) -> None:
-        """End the process, whatever it does. Any thread may call."""
+    def interrupt(self) -> None:
+        """End the process, whatever it does; a grammar that it has is refused. Any thread may call."""
         process = self._process
         if process is not None:
             process.kill()
-            process.wait()
+
+    def close(self) -> None:
+        """End the process and forget it."""
+        self.interrupt()
+        if self._process is not None:
+            self._cause_of_death(self._process)
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
@@ -89,7 +94,8 @@ def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
+def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    """What the caller of a grammar hears that cannot be used."""
     return InvalidRequest(
         f"{grammar.param}: this {grammar.kind.in_words} cannot be used: {reason}",
         param=grammar.param,

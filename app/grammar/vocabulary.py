@@ -83,13 +83,16 @@ def read_vocabulary(
         InvalidSetup: there is no tokenizer that can be read.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids])
-    reading = subprocess.run(
-        child_command("app.grammar.vocabulary", wanted),
-        env=child_environment(),
-        capture_output=True,
-        timeout=READ_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        reading = subprocess.run(
+            child_command("app.grammar.vocabulary", wanted),
+            env=child_environment(),
+            capture_output=True,
+            timeout=READ_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {error}") from error
     if reading.returncode != 0:
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")

@@ -12,7 +12,7 @@ from app.model.attention import TorchAttention
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph import CudaCapture
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.forward import TransformersForward
+from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel
 from app.model.native.attention import NativeAttention
@@ -20,7 +20,7 @@ from app.model.native.decoder import NativeDecoder
 from app.model.native.library import Team
 from app.model.native.logprobs import NativeLogprobs
 from app.model.native.memory import NativePages
-from app.model.native.sampling import NativeDraw
+from app.model.native.sampling import NativeDraw, NativeMask
 from app.model.runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,14 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -
     team = Team(config.model.num_threads)
     if model.native is None:
         forward = TransformersForward(model.module, NativeAttention(pages, team))
-        return TorchModelRunner(forward, model.device, draw=NativeDraw(team), compute_logprobs=NativeLogprobs(team))
+        return _native_runner(forward, model.device, team)
     torch.set_num_threads(1)  # nearly nothing is left to torch, whose threads would wait in the way of ours
+    return _native_runner(NativeDecoder(model.native, pages, team), model.device, team)
+
+
+def _native_runner(forward: ForwardPass, device: torch.device, team: Team) -> TorchModelRunner:
     return TorchModelRunner(
-        NativeDecoder(model.native, pages, team),
-        model.device,
-        draw=NativeDraw(team),
-        compute_logprobs=NativeLogprobs(team),
+        forward, device, draw=NativeDraw(team), mask=NativeMask(team), compute_logprobs=NativeLogprobs(team)
     )
 
 

@@ -9,7 +9,7 @@ from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
 from app.model.pooling import PooledStates
-from app.model.sampler import Draw, draw, sample
+from app.model.sampler import Draw, Mask, draw, mask, sample
 
 
 class TorchModelRunner:
@@ -21,11 +21,13 @@ class TorchModelRunner:
         device: torch.device,
         *,
         draw: Draw = draw,
+        mask: Mask = mask,
         compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
         self.forward = forward
         self._device = device
         self._draw = draw
+        self._mask = mask
         self._compute_logprobs = compute_logprobs
 
     @torch.inference_mode()
@@ -41,7 +43,9 @@ class TorchModelRunner:
     def _drawn(self, batch: Batch, prediction: Prediction) -> StepResult:
         if batch.has_logprobs:
             return self._with_logprobs(batch, prediction)
-        token_ids = sample(prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw)
+        token_ids = sample(
+            prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw, mask=self._mask
+        )
         return StepResult(token_ids.tolist())
 
     def _with_logprobs(self, batch: Batch, prediction: Prediction) -> StepResult:
@@ -52,6 +56,7 @@ class TorchModelRunner:
             batch.sampled,
             likeliest=None if likeliest is None else wanted.of_sampled(likeliest),
             draw=self._draw,
+            mask=self._mask,
         )
         found = wanted.compute(logits, token_ids, self._compute_logprobs)
         return wanted.result(token_ids.tolist(), found)

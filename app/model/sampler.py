@@ -31,9 +31,36 @@ class Draw(Protocol):
         ...
 
 
+class Mask(Protocol):
+    """Leaves some rows only what they are allowed."""
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
+        """The logits with -inf wherever the bit of one of `rows` is not set.
+
+        logits: [num_rows, vocab_size] float32; allowed: each row's bits (see `Matcher.allowed`), one after the other.
+        """
+        ...
+
+
 def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
     """The plain torch way, on any device."""
     return _draw(logits[to_device(rows, logits.device)], items)
+
+
+def mask(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
+    """The plain torch way, on any device."""
+    is_cuda = logits.is_cuda
+    packed = torch.frombuffer(allowed, dtype=torch.uint8).view(len(rows), -1)
+    packed = (packed.pin_memory() if is_cuda else packed).to(logits.device, non_blocking=is_cuda)
+    penalties = _penalties_of_bytes(logits.device)[packed.long()].view(len(rows), -1)[:, : logits.shape[-1]]
+    return logits.index_add(0, to_device(rows, logits.device), penalties)
+
+
+@cache
+def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
+    """What eight bits add to the logits of eight tokens: 0 where a bit is set, else -inf. [256, 8] float32."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
 def sample(
@@ -42,6 +69,7 @@ def sample(
     *,
     likeliest: torch.Tensor | None = None,
     draw: Draw = draw,
+    mask: Mask = mask,
 ) -> torch.Tensor:
     """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
 
@@ -49,7 +77,7 @@ def sample(
     """
     if likeliest is not None and all(_takes_likeliest(item) for item in items):
         return likeliest
-    logits = _adjusted(logits.float(), items)
+    logits = _adjusted(logits.float(), items, mask)
     drawn = [row for row, item in enumerate(items) if not item.sampling.is_greedy]
     if drawn and len(drawn) == len(items):
         return draw(logits, drawn, items)
@@ -65,7 +93,7 @@ def _takes_likeliest(item: ScheduledSequence) -> bool:
     return sampling.is_greedy and is_plain
 
 
-def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
+def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence], mask: Mask) -> torch.Tensor:
     """Apply penalties, biases, bans and matchers, in this order, where a row has any."""
     penalised = [(row, item) for row, item in enumerate(items) if item.history is not None]
     if penalised:
@@ -84,27 +112,10 @@ def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch
         where, values = _entries(bans, logits)
         logits = logits.index_put(where, values)
     matched = [row for row, item in enumerate(items) if item.matcher is not None]
-    return _matched(logits, matched, items) if matched else logits
-
-
-def _matched(logits: torch.Tensor, rows: list[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """Set to -inf what the matchers of these rows do not allow."""
+    if not matched:
+        return logits
     # Asked here and not before the forward pass: a device may still compute it.
-    allowed = bytearray().join([items[row].allowed() for row in rows])
-    is_cuda = logits.is_cuda
-    packed = torch.frombuffer(allowed, dtype=torch.uint8).view(len(rows), -1)
-    packed = (packed.pin_memory() if is_cuda else packed).to(logits.device, non_blocking=is_cuda)
-    penalties = _penalties_of_bytes(logits.device)[packed.long()].view(len(rows), -1)[:, : logits.shape[-1]]
-    if len(rows) == logits.shape[0]:
-        return logits + penalties
-    return logits.index_add(0, to_device(rows, logits.device), penalties)
-
-
-@cache
-def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
-    """What eight bits add to the logits of eight tokens: 0 where a bit is set, else -inf. [256, 8] float32."""
-    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
+    return mask(logits, matched, bytearray().join([items[row].allowed() for row in matched]))
 
 
 def _penalised(logits: torch.Tensor, rows: list[tuple[int, ScheduledSequence]]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from app.assembly import build_sync_engine, resolve_model_path
+from app.assembly import build_matchers, build_sync_engine, resolve_model_path
 from app.bulk.row_generator import Harvest, RowGenerator
 from app.bulk.rows import PreparedRow
 from app.config import EngineConfig
@@ -25,7 +25,8 @@ class EngineActor:
         """Load the model. Raises InvalidSetup. Not in the constructor, whose errors Ray tells as a death."""
         engine = build_sync_engine(self._config)
         model = self._config.model
-        self._rows = RowGenerator(engine, Tokenizer.load(resolve_model_path(model.path), model.revision))
+        tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
+        self._rows = RowGenerator(engine, tokenizer, build_matchers(self._config, engine.facts))
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
         return engine.facts

@@ -12,9 +12,18 @@ from app.bulk.row_generator import RowGenerator
 from app.bulk.rows import PreparedRow
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
+from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped
 from app.text import Detokenizer, Tokenizer
-from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import (
+    BAD_GRAMMAR,
+    CountingRunner,
+    MadeMatchers,
+    MatchedRunner,
+    build_fake_engine,
+    expected_tokens,
+    make_request,
+)  # fmt: skip
 
 ENOUGH_S = 20.0
 
@@ -32,7 +41,7 @@ class Room:
         self._open: list[RowGenerator] = []
 
     def generator(self, engine: Engine | None = None) -> RowGenerator:
-        self._open.append(RowGenerator(engine or build_fake_engine(), self._tokenizer))
+        self._open.append(RowGenerator(engine or build_fake_engine(), self._tokenizer, MadeMatchers()))
         return self._open[-1]
 
     def close(self) -> None:
@@ -155,3 +164,13 @@ def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Ro
     generator.add([row(0), row(1)])
     with pytest.raises(EngineStopped, match="the engine failed with 2 rows"):
         generator.harvest(at_least=1, within_s=ENOUGH_S)
+
+
+def test_a_row_with_a_grammar_keeps_to_it_and_one_whose_grammar_is_no_use_fails_alone(room: Room) -> None:
+    generator = room.generator(build_fake_engine(runner=MatchedRunner()))
+    grammars = {0: "3 5 7", 1: BAD_GRAMMAR, 2: "8"}
+    rows = [row(n, max_tokens=6, grammar=Grammar(GrammarKind.REGEX, text)) for n, text in grammars.items()]
+    generator.add([*rows, row(3, max_tokens=6)])
+    records = {record.row: record for record in generator.harvest(at_least=4, within_s=ENOUGH_S).records}
+    assert records[1].error == "this grammar is no use"
+    assert {number: record.completion_tokens for number, record in records.items()} == {0: 6, 1: 0, 2: 6, 3: 6}

@@ -90,6 +90,16 @@ void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, cons
     members.run([&] { members.share(num_rows, compute); });
 }
 
+// Row rows[n] of logits [..][vocab_size] keeps what the n-th of `num_bytes` bytes allow.
+void carousel_mask(void* team, float* logits, int64_t vocab_size, const int64_t* rows, const uint8_t* allowed,
+                   int64_t num_bytes, int64_t num_rows) {
+    Team& members = *static_cast<Team*>(team);
+    members.run([&] {
+        members.share(num_rows,
+                      [&](int64_t at) { mask_row(logits + rows[at] * vocab_size, vocab_size, allowed + at * num_bytes); });
+    });
+}
+
 #define EXPORT(NAME, T)                                                                                               \
     void carousel_attention_step_##NAME(void* team, const AttentionShape* shape, const Strides* strides,              \
                                         const void* query, const void* key, const void* value, const int64_t* slots,  \

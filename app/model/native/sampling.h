@@ -187,4 +187,17 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& d
     return best;
 }
 
+// Sets to -inf what is not allowed; token t is bit t % 8 of byte t / 8.
+inline void mask_row(float* logits, int64_t vocab_size, const uint8_t* allowed) {
+    const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Vector never = Vector{} - std::numeric_limits<float>::infinity();
+    for (int64_t at = 0; at < vocab_size; at += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, vocab_size - at);
+        const int32_t bits = allowed[at / 8] | (count > 8 ? allowed[at / 8 + 1] << 8 : 0);
+        if (bits == 0xffff) continue;
+        const Integers stays = ((Integers{} + bits) >> lane & 1) != 0;
+        store_some(stays ? load_some(logits + at, count) : never, logits + at, count);
+    }
+}
+
 }  // namespace carousel

@@ -1,4 +1,4 @@
-"""Drawing tokens in C++: the same function of logits, seed and position as the sampler's own, without a full sort."""
+"""Masks and draws in C++: the same functions of logits, seed and position as the sampler's own, without a full sort."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ class NativeDraw:
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+
+class NativeMask:
+    """Stands in for `sampler.mask` where logits lie in host memory."""
+
+    def __init__(self, team: Team) -> None:
+        code = library()
+        assert code is not None, "there is a team"
+        self._team, self._mask = team, code.carousel_mask
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
+        """See `sampler.Mask`."""
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        row_indices = torch.tensor(rows, dtype=torch.long)
+        packed = torch.frombuffer(allowed, dtype=torch.uint8)
+        self._mask(
+            self._team.handle, logits.data_ptr(), logits.shape[1], row_indices.data_ptr(), packed.data_ptr(),
+            len(allowed) // len(rows), len(rows),
+        )  # fmt: skip
+        return logits

@@ -6,8 +6,8 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.native.library import Team, library
-from app.model.native.sampling import NativeDraw
-from app.model.sampler import draw, gumbel_noise
+from app.model.native.sampling import NativeDraw, NativeMask
+from app.model.sampler import draw, gumbel_noise, mask
 
 FILTERS = [
     {},
@@ -76,3 +76,22 @@ def test_the_noise_is_the_same_function(native: NativeDraw) -> None:
     for hair, expected in ((2e-5, 1), (-2e-5, 0)):
         logits = torch.stack([torch.zeros(300), noise[:, 0] - noise[:, 1] + hair], dim=1)
         assert native(logits, range(300), sequences).tolist() == [expected] * 300
+
+
+@pytest.mark.parametrize("vocab_size", [7, 8, 9, 100, 763, 1003, 1024])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_the_same_logits_are_masked(native_mask: NativeMask, vocab_size: int, share: float) -> None:
+    torch.manual_seed(vocab_size)
+    logits, num_bytes = torch.randn(6, vocab_size), -(-vocab_size // 8)
+    rows = [4, 0, 3]
+    bits = torch.rand(3, 8 * num_bytes) < share
+    allowed = bytearray((bits.view(3, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8).flatten().tolist())
+    expected = logits.clone()
+    expected[rows] = expected[rows].masked_fill(~bits[:, :vocab_size], float("-inf"))
+    assert torch.equal(mask(logits, rows, allowed), expected)
+    assert torch.equal(native_mask(logits, rows, allowed), expected)
+
+
+@pytest.fixture(scope="module")
+def native_mask(native: NativeDraw) -> NativeMask:
+    return NativeMask(Team(2))

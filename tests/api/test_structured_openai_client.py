@@ -1,0 +1,104 @@
+"""The real `openai` package asks the bundled model for structured outputs, over the app and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Literal
+
+import httpx2
+import openai
+import pytest
+from pydantic import BaseModel
+
+from app.assembly import build_engine
+from app.config import EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.text import Tokenizer
+from tests.api.fakes import Service
+
+USER = {"role": "user", "content": "Tell me of a bird."}
+
+
+class Bird(BaseModel):
+    kind: Literal["owl", "wren", "heron"]
+    legs: Literal[2]
+    can_fly: bool
+    colour: Literal["grey", "white"] | None
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    built = build_engine(EngineConfig())
+    yield built
+    built.shutdown()
+
+
+@pytest.fixture
+def with_client(tokenizer: Tokenizer, engine: AsyncEngine) -> Callable[[Callable[..., Awaitable[None]]], None]:
+    service = Service(tokenizer, generate=engine.generate)
+
+    async def main(use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
+        transport = httpx2.ASGITransport(app=service.app)
+        async with (
+            httpx2.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(
+                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
+            ) as client,
+        ):
+            await use(client)
+
+    return lambda use: asyncio.run(main(use))
+
+
+def test_a_pydantic_model_is_parsed(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        for seed in range(5):
+            answer = await client.chat.completions.parse(model="demo", messages=[USER], response_format=Bird, seed=seed)
+            [choice] = answer.choices
+            assert choice.finish_reason == "stop"
+            assert isinstance(choice.message.parsed, Bird)
+
+    with_client(use)
+
+
+def test_a_stream_is_held_to_its_form_too(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        stream = await client.chat.completions.create(
+            model="demo",
+            messages=[USER],
+            stream=True,
+            seed=3,
+            extra_body={"structured_outputs": {"regex": "[a-z]{3,20}( [a-z]{2,9}){1,4}!"}},
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert re.fullmatch("[a-z]{3,20}( [a-z]{2,9}){1,4}!", text), text
+
+    with_client(use)
+
+
+def test_all_choices_of_a_call_have_the_form(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        grammar = 'root ::= "{" ("\\"a\\"" | "\\"b\\"") ": " [1-9] [0-9]? "}"'
+        answer = await client.completions.create(
+            model="demo", prompt="x", n=4, max_tokens=60, extra_body={"structured_outputs": {"grammar": grammar}}
+        )
+        assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+        assert all(json.loads(choice.text).keys() <= {"a", "b"} for choice in answer.choices)
+
+    with_client(use)
+
+
+def test_what_cannot_be_compiled_is_a_bad_request(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        for wanted in ({"regex": "(a"}, {"json": {"type": "nonsense"}}, {"grammar": "a ="}):
+            with pytest.raises(openai.BadRequestError, match="cannot be used") as refused:
+                await client.chat.completions.create(
+                    model="demo", messages=[USER], stream=True, extra_body={"structured_outputs": wanted}
+                )
+            assert refused.value.code == "invalid_grammar"
+            assert refused.value.param == f"structured_outputs.{next(iter(wanted))}"
+
+    with_client(use)

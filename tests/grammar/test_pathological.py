@@ -1,0 +1,105 @@
+"""Whatever a caller sends is refused or compiled within the limits, and nobody else notices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from app.config import GrammarConfig
+from app.engine.request import Grammar, GrammarKind
+from app.errors import InvalidRequest, Overloaded
+from app.grammar.grammars import Grammars
+from app.grammar.vocabulary import Vocabulary
+from tests.grammar.conftest import DEMO_VOCAB_SIZE
+from tests.grammar.documents import allowed_ids, request_for
+from tests.grammar.pathological import Case, cases
+
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
+    config = GrammarConfig(compile_timeout_s=TIMEOUT_S, compile_megabytes=256)
+    made = Grammars(config, lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[1]}: {case[0]}")
+def test_it_is_refused_or_compiled_within_the_limit(grammars: Grammars, case: Case) -> None:
+    _, kind, text = case
+    began_at = time.monotonic()
+    compiled = grammars.matcher_of(request_for(Grammar(kind, text)))
+    error = compiled.exception(30)
+    if error is None:
+        matcher = compiled.result()
+        assert matcher is not None
+        assert allowed_ids(matcher)
+    else:
+        assert isinstance(error, InvalidRequest)
+        assert error.code == "invalid_grammar"
+        assert len(error.message) < 600
+    # Twice the limit: here and there; and the start of another process where one died.
+    assert time.monotonic() - began_at < 2 * TIMEOUT_S + 3.0
+
+
+class Ticking:
+    """A thread that would like to run every millisecond."""
+
+    def __init__(self) -> None:
+        self.longest_pause_s = 0.0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Ticking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._is_over.wait(0.001):
+            now = time.monotonic()
+            self.longest_pause_s, last = max(self.longest_pause_s, now - last), now
+
+
+def test_neighbours_run_on_while_hopeless_grammars_are_compiled(grammars: Grammars) -> None:
+    hopeless = [case for case in cases() if case[0] in ("many properties", "many words", "deep groups", "a deep chain")]
+    assert len(hopeless) >= 4
+    with Ticking() as neighbour:
+        for number, (_, kind, text) in enumerate(hopeless):
+            future = grammars.matcher_of(request_for(Grammar(kind, text), cache_salt=f"again {number}"))
+            assert future.exception(30) is None or isinstance(future.exception(), InvalidRequest)
+    assert neighbour.longest_pause_s < 0.25
+
+
+def test_a_refusal_is_remembered(grammars: Grammars) -> None:
+    request = request_for(Grammar(GrammarKind.REGEX, "(((((("))
+    first = grammars.matcher_of(request).exception(30)
+    again = grammars.matcher_of(request)
+    assert again.done()
+    assert str(again.exception()) == str(first)
+
+
+def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary) -> None:
+    let_go = threading.Event()
+
+    def read_late() -> Vocabulary:
+        let_go.wait(30)
+        return vocabulary
+
+    grammars = Grammars(GrammarConfig(max_waiting=2), read_late, vocab_size=DEMO_VOCAB_SIZE)
+    waiting = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("a", "b")]
+    with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
+        grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(1)
+    let_go.set()
+    assert all(future.result(30) is not None for future in waiting)
+    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(30) is not None
+    grammars.close()
