@@ -116,8 +116,8 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
         ]
 
     num_characters = sum(message.num_characters for message in body.messages) + len(str(offered or ""))
-    call = _call("chatcmpl", body, model, await off_the_loop(encode, num_characters), default_max_tokens=None)
-    return replace(call, tools=tools)
+    prompts = await off_the_loop(encode, num_characters)
+    return _call("chatcmpl", body, model, prompts, default_max_tokens=None, tools=tools)
 
 
 async def prepare_reply(body: ResponsesRequest, model: ServedModel, limits: ApiConfig) -> Call:
@@ -226,10 +226,13 @@ def _call(
     prompts: Sequence[tuple[int, ...]],
     *,
     default_max_tokens: int | None,
+    tools: ToolUse | None = None,
 ) -> Call:
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     wishes = _wishes(body)
     sampling = _sampling(body, wishes, model.tokenizer)
+    if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
+        sampling = replace(sampling, grammar=tools.grammar)
     requests: list[Request] = []
     for prompt in prompts:
         prompt = _truncated(prompt, body, model.facts.max_model_len)
@@ -266,6 +269,7 @@ def _call(
         wishes=wishes,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
+        tools=tools,
     )
 
 

@@ -56,6 +56,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "moderation": (),
         "max_tokens": (),
         "max_completion_tokens": (),
+        "response_format": (),
     },
     "embedding": {"truncate_prompt_tokens": (), "messages": ([],)},
     "tokenizer": {},

@@ -116,7 +116,7 @@ class Reply:
             "service_tier": body.service_tier,
             "store": False,
             "temperature": body.temperature,
-            "text": body.text.model_dump(),
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools],
             "top_p": body.top_p,

@@ -139,7 +139,18 @@ def _tool_choice(value: Any) -> Any:
 
 
 class TextFormat(Schema):
-    type: Literal["text"] = "text"
+    """What the text must look like: as `response_format` of a chat, but for a level less."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = Field("", max_length=MAX_ID_LENGTH)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_, "strict": self.strict}}
 
 
 class TextOptions(Schema):
@@ -194,6 +205,10 @@ class ResponsesRequest(GenerationRequest):
         return "input"
 
     @property
+    def format_param(self) -> str:
+        return "text.format"
+
+    @property
     def asked_tokens(self) -> int | None:
         return self.max_output_tokens
 
@@ -211,6 +226,7 @@ class ResponsesRequest(GenerationRequest):
             else {"type": "function", "function": {"name": choice.name}},
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "response_format": self.text.format.for_chat(),
         }
         return _ReplyChat.model_validate(given)
 
@@ -238,3 +254,7 @@ class _ReplyChat(ChatRequest):
     @property
     def prompt_param(self) -> str:
         return "input"
+
+    @property
+    def format_param(self) -> str:
+        return "text.format"

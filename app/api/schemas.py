@@ -403,6 +403,11 @@ class GenerationRequest(QueuedRequest):
         return "prompt"
 
     @property
+    def format_param(self) -> str:
+        """The field that says what the output must look like."""
+        return "response_format"
+
+    @property
     def num_samples(self) -> int:
         """How many are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of

@@ -18,11 +18,11 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 def grammar_of(body: GenerationRequest) -> Grammar | None:
     """What the output of a request must look like; None where anything will do. Raises InvalidRequest."""
-    from_format = None if body.response_format is None else _of_format(body.response_format)
+    from_format = None if body.response_format is None else _of_format(body.response_format, body.format_param)
     from_vendor = None if body.structured_outputs is None else _of_vendor(body.structured_outputs)
     if from_format is not None and from_vendor is not None:
         raise InvalidRequest(
-            "response_format and structured_outputs both say what the output must look like; send one of them",
+            f"{body.format_param} and structured_outputs both say what the output must look like; send one of them",
             param="structured_outputs",
         )
     return from_format or from_vendor
@@ -36,18 +36,16 @@ def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = Fal
     return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), param=param, is_lenient=is_lenient)
 
 
-def _of_format(given: ResponseFormat) -> Grammar | None:
+def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     """OpenAI's. Without `strict` they promise to try, and so keywords that are not known do no harm."""
     if given.type == "text":
         return None
     if given.type == "json_object":
-        return schema_grammar(_ANY_OBJECT, param="response_format")
+        return schema_grammar(_ANY_OBJECT, param=param)
     if given.json_schema is None:
-        raise InvalidRequest(
-            "response_format.json_schema is required with the type json_schema", param="response_format.json_schema"
-        )
+        raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
-    return schema_grammar(schema, param="response_format", is_lenient=not given.json_schema.strict)
+    return schema_grammar(schema, param=param, is_lenient=not given.json_schema.strict)
 
 
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.api.schemas import ChatRequest
+from app.api.forced_calls import arguments_grammar, calls_grammar
+from app.api.schemas import ChatRequest, NamedTool
+from app.engine.request import Grammar
 from app.errors import InvalidRequest
 from app.text import Tokenizer
-from app.text.tool_calls import CallParser, ToolFormat, ToolParser
+from app.text.tool_calls import LIST, CallParser, NamedFunction, ToolFormat, ToolParser
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -31,7 +33,8 @@ class ToolUse:
 
     make_parser: Callable[[], CallParser]
     form: ToolFormat
-    token_ids: frozenset[int]  # special tokens that belong to the format and so are shown to the parser
+    token_ids: frozenset[int] = frozenset()  # special tokens that belong to the format and so are shown to the parser
+    grammar: Grammar | None = None  # of an output that is nothing but calls, where they are forced
 
     def calls(self) -> Calls:
         """For one choice."""
@@ -72,7 +75,10 @@ class Calls:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """What a chat needs for its tools; None when it offers none. Raises InvalidRequest when they cannot be served."""
+    """What a chat needs for its tools; None when it offers none. Raises InvalidRequest when they cannot be served.
+
+    `form` is how the model writes calls where it is free to; forced ones are written in one way by all models.
+    """
     if not body.tools or body.tool_choice == "none":
         return None
     if not tokenizer.has_tools_in_template:
@@ -80,20 +86,24 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
             "the chat template of this model has no place for tools; leave tools out, or send tool_choice none",
             param="tools",
         )
-    if body.tool_choice != "auto":
-        raise InvalidRequest(
-            "this tool_choice needs structured output; only auto and none are served", param="tool_choice"
+    functions = {tool.function.name: tool.function for tool in body.tools}
+    only_first = not body.parallel_tool_calls
+    if isinstance(body.tool_choice, NamedTool):
+        chosen = functions[body.tool_choice.function.name]
+        return ToolUse(
+            make_parser=lambda: NamedFunction(chosen.name), form=form or LIST, grammar=arguments_grammar(chosen)
         )
+    if body.tool_choice == "required":
+        grammar = calls_grammar(list(functions.values()), only_one=only_first)
+        return ToolUse(make_parser=lambda: ToolParser(LIST, functions), form=form or LIST, grammar=grammar)
     if form is None:
         raise InvalidRequest(
             "it is not known how this model writes tool calls; its operator can say so with the setting tool_parser, "
             "or send tool_choice none",
             param="tools",
         )
-    names = frozenset(tool.function.name for tool in body.tools)
-    only_first = not body.parallel_tool_calls
     return ToolUse(
-        make_parser=lambda: ToolParser(form, names, only_first=only_first),
+        make_parser=lambda: ToolParser(form, functions, only_first=only_first),
         form=form,
         token_ids=tokenizer.special_ids(form.special_texts),
     )

@@ -1,0 +1,163 @@
+"""Calls that must be made, by the bundled model under a grammar, and schemas inside schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from app.api.forced_calls import moved
+from app.assembly import build_engine
+from app.config import EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.text import Tokenizer
+from tests.api.fakes import Service
+from tests.text.tool_calls.templates import TEMPLATES
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/place"}, "unit": {"enum": ["C", "F"]}},
+            "required": ["place", "unit"],
+            "additionalProperties": False,
+            "$defs": {"place": {"enum": ["Ulm", "Oslo"]}},
+        },
+        "strict": True,
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+PLACE_AND_UNIT = [{"place": place, "unit": unit} for place in ("Ulm", "Oslo") for unit in "CF"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncEngine]:
+    built = build_engine(EngineConfig())
+    yield built
+    built.shutdown()
+
+
+@pytest.fixture
+def with_client(engine: AsyncEngine, demo_path: Path) -> Callable[[Callable[..., Awaitable[None]]], None]:
+    """The bundled model with a template that has tools: it never saw any, but it must call them."""
+    pretrained = PreTrainedTokenizerFast.from_pretrained(demo_path)
+    pretrained.chat_template = TEMPLATES["hermes"]
+    service = Service(Tokenizer(pretrained), generate=engine.generate, max_model_len=2000)
+
+    async def main(use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
+        async with (
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
+            openai.AsyncOpenAI(
+                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
+            ) as client,
+        ):
+            await use(client)
+
+    return lambda use: asyncio.run(main(use))
+
+
+def asked(**fields: Any) -> Any:
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "How warm is it?"}], "max_tokens": 300}
+    return chat | {"tools": [WEATHER, TIME]} | fields
+
+
+def test_some_tool_must_be_called(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        for seed in range(4):
+            one = asked(tool_choice="required", tools=[WEATHER], parallel_tool_calls=False, seed=seed)
+            [choice] = (await client.chat.completions.create(**one)).choices
+            [call] = choice.message.tool_calls or []
+            assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "weather")
+            assert json.loads(call.function.arguments) in PLACE_AND_UNIT
+
+    with_client(use)
+
+
+def test_several_may_be_called_in_a_stream(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        calls: dict[int, str] = {}
+        stream = await client.chat.completions.create(**asked(tool_choice="required", tools=[WEATHER]), stream=True)
+        async for chunk in stream:
+            [choice] = chunk.choices
+            assert not choice.delta.content
+            for call in choice.delta.tool_calls or []:
+                assert call.function is not None
+                calls[call.index] = calls.get(call.index, "") + (call.function.arguments or "")
+        assert list(calls) == list(range(len(calls)))
+        complete = list(calls.values())[: -1 if choice.finish_reason == "length" else None]
+        assert all(json.loads(arguments) in PLACE_AND_UNIT for arguments in complete)
+        assert len(complete) > 1, "this one is not to be stopped by one"
+
+    with_client(use)
+
+
+def test_a_named_function_must_be_called(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        named: Any = {"type": "function", "function": {"name": "weather"}}
+        [choice] = (await client.chat.completions.create(**asked(tool_choice=named))).choices
+        [call] = choice.message.tool_calls or []
+        assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+        assert json.loads(call.function.arguments) in PLACE_AND_UNIT
+
+    with_client(use)
+
+
+def test_replies_have_forced_calls_and_formats_too(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        tool: Any = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+        forced = await client.responses.create(
+            model="demo", input="?", tools=[tool], tool_choice={"type": "function", "name": "weather"}
+        )
+        [call] = forced.output
+        assert call.type == "function_call"
+        assert json.loads(call.arguments) in PLACE_AND_UNIT
+        schema = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
+                  "additionalProperties": False}  # fmt: skip
+        form: Any = {"format": {"type": "json_schema", "name": "unit", "schema": schema, "strict": True}}
+        reply = await client.responses.create(model="demo", input="?", text=form)
+        assert json.loads(reply.output_text)["unit"] in ("C", "F")
+        assert reply.text is not None
+        assert reply.text.format is not None
+        assert reply.text.format.type == "json_schema"
+        form["format"]["schema"] = {"type": "nonsense"}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="demo", input="?", text=form)
+        assert refused.value.param == "text.format"
+
+    with_client(use)
+
+
+def test_a_schema_that_cannot_be_kept_is_a_bad_request(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        broken: Any = {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {"a": {"type": "b"}}}},
+        }
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**asked(tools=[broken], tool_choice=choice))
+            assert refused.value.param == "tools"
+
+    with_client(use)
+
+
+def test_references_of_a_moved_schema_lead_into_it() -> None:
+    schema = {
+        "$ref": "#/$defs/a",
+        "anyOf": [{"$ref": "#"}, {"$ref": "https://elsewhere"}],
+        "$defs": {"a": {"type": "null"}},
+    }
+    assert moved(schema, "#/$defs/7") == {
+        "$ref": "#/$defs/7/$defs/a",
+        "anyOf": [{"$ref": "#/$defs/7"}, {"$ref": "https://elsewhere"}],
+        "$defs": {"a": {"type": "null"}},
+    }
