@@ -38,7 +38,7 @@ class Step:
 
     def add_decoding(self, sequence: Sequence) -> None:
         """The last token of a sequence; its block is there."""
-        self.scheduled.append(_decoding(sequence) if sequence.draws_freely else self._share(sequence, 1))
+        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._share(sequence, 1))
         self.sequences.append(sequence)
         self.num_tokens_left -= 1
 
@@ -84,7 +84,7 @@ class Step:
             banned_token_ids=self._banned_token_ids(sequence) if samples else (),
             history=history,
             matcher=sequence.matcher if samples else None,
-            looks_back=samples and sampling.looks_back,
+            looks_back=samples and sequence.looks_back,
         )
 
     def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def _ends_with(generated: list[int], token_ids: tuple[int, ...]) -> bool:
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:
-    """The share of a sequence that is decoding and draws freely; what `Step._share` gives, only sooner."""
+    """The share of a sequence that is decoding and draws simply; what `Step._share` gives, only sooner."""
     request = sequence.request
     return ScheduledSequence(  # by position: names take twice as long
         request.request_id,
@@ -116,4 +116,8 @@ def _decoding(sequence: Sequence) -> ScheduledSequence:
         sequence.block_ids,
         True,
         request.sampling,
+        (),
+        None,
+        sequence.matcher,
+        sequence.looks_back,
     )

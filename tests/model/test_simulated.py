@@ -257,3 +257,10 @@ def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "lives\n"), done.stderr
+
+
+def test_only_what_a_matcher_allows_is_drawn() -> None:
+    engine = simulated_engine()
+    request = make_request(prompt(0, 9), max_tokens=30, allowed_token_ids=(7, 8, 9), temperature=1.0)
+    drawn = run_to_end(engine, request).token_ids[request.request_id]
+    assert set(drawn) == {7, 8, 9}
