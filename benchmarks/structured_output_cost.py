@@ -108,7 +108,9 @@ def generate(
 ) -> float:
     """Seconds from the first step to the last; grammars are compiled before."""
     for index in range(batch):
-        sampling = SamplingParams(max_tokens=tokens, seed=seed * batch + index, ignore_eos=True, grammar=grammar)
+        sampling = SamplingParams(
+            max_tokens=tokens, seed=seed * batch + index, ignore_eos=grammar is None, grammar=grammar
+        )
         prompt = tuple(range(FIRST_TOKEN, FIRST_TOKEN + PROMPT_TOKENS))
         request = Request(request_id=f"{index}", prompt_token_ids=prompt, sampling=sampling)
         engine.add(request, matcher=matchers.matcher_of(request).result())

@@ -38,7 +38,8 @@ class Sequence:
     matcher: Matcher | None = None  # where not every token may be drawn; it has seen all that are booked
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    draws_freely: bool = field(init=False)  # neither penalties nor tokens that may not be drawn at any step
+    looks_back: bool = field(init=False)  # see `SamplingParams`
+    draws_simply: bool = field(init=False)  # neither penalties nor bans at any step: by its logits and its matcher
     wants_logprobs: bool = field(init=False)  # of what it draws
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, whose log-probabilities are known
     status: SequenceStatus = SequenceStatus.WAITING
@@ -54,7 +55,9 @@ class Sequence:
         sampling = self.request.sampling
         self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.draws_freely = not (sampling.looks_back or sampling.allowed_token_ids) and sampling.min_tokens == 0
+        self.looks_back = sampling.looks_back
+        has_bans = sampling.min_tokens > 0 or bool(sampling.bad_words) or (sampling.ignore_eos and self.looks_back)
+        self.draws_simply = not (sampling.has_penalties or has_bans)
         self.wants_logprobs = sampling.logprobs is not None
         self.num_scored_tokens = self.request.num_scored_tokens
 

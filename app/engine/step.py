@@ -62,7 +62,7 @@ class Step:
 
     def add_decoding(self, sequence: Sequence) -> None:
         """The last token of a sequence; its block is there."""
-        self.scheduled.append(_decoding(sequence) if sequence.draws_freely else self._share(sequence, 1))
+        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._share(sequence, 1))
         if sequence.wants_logprobs:
             self._has_logprobs = True
         self.sequences.append(sequence)
@@ -116,7 +116,7 @@ class Step:
             first_target=first_target,
             pooling=_pooling(sequence, start + num_tokens),
             matcher=sequence.matcher if samples else None,
-            looks_back=samples and sampling.looks_back,
+            looks_back=samples and sequence.looks_back,
         )
         if share.wants_logprobs:
             self._has_logprobs = True
@@ -157,7 +157,7 @@ def _pooling(sequence: Sequence, end: int) -> Pooling | None:
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:
-    """The share of a sequence that is decoding and draws freely; what `Step._share` gives, only sooner."""
+    """The share of a sequence that is decoding and draws simply; what `Step._share` gives, only sooner."""
     request = sequence.request
     return ScheduledSequence(  # by position: names take twice as long
         request.request_id,
@@ -166,4 +166,8 @@ def _decoding(sequence: Sequence) -> ScheduledSequence:
         sequence.block_ids,
         True,
         request.sampling,
+        (),
+        None,
+        sequence.matcher,
+        sequence.looks_back,
     )

@@ -20,6 +20,7 @@ from app.engine.engine import LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.recorder import Recorder, StepRecorder
 from app.engine.redaction import Redactor
+from app.engine.request import Grammar, GrammarKind
 from app.engine.step_record import Entry, Header, StepRecord, parse, to_line
 from benchmarks.divergence import Circumstances, Comparison
 from benchmarks.reenactment import Reenactment
@@ -27,8 +28,19 @@ from benchmarks.replay import Found, main, reenact
 from benchmarks.stand_ins import StandIns
 from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
+from tests.engine.test_matchers import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
-from tests.fakes import EOS, VOCAB_SIZE, FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
+from tests.fakes import (
+    EOS,
+    VOCAB_SIZE,
+    FakeClock,
+    MadeMatchers,
+    MatchedRunner,
+    TimedRunner,
+    build_fake_engine,
+    make_request,
+    run_to_end,
+)  # fmt: skip
 
 
 def header_of(runner: ModelRunner, *, num_blocks: int, cache: CacheConfig, scheduler: SchedulerConfig) -> Header:
@@ -167,6 +179,26 @@ def recorded_run(
     assert engine.stats().total_preemptions > 0
     assert engine.stats().total_aborted > 0
     return header_of(runner, num_blocks=14, cache=CacheConfig(block_size=4), scheduler=scheduler), recorded
+
+
+@pytest.mark.parametrize("runner_class", [MatchedRunner, LateMatchedRunner])
+@pytest.mark.parametrize("num_free", [0, 3])
+def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed(
+    runner_class: type[ModelRunner], num_free: int
+) -> None:
+    recorded, clock, runner = Recorded(), FakeClock(), runner_class()
+    engine = build_fake_engine(runner=runner, clock=clock, recorder=recorded.recorder, **SETTINGS)
+    requests = [make_request(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, text)) for text in ("3 4", "5 6 7!")]
+    for request in (*requests, *(make_request(max_tokens=9) for _ in range(num_free))):
+        engine.add(request, matcher=MadeMatchers().matcher_of(request).result())
+    run_to_end(engine)
+    assert engine.stats().total_failed == 1
+    header = header_of(
+        runner, num_blocks=64, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(**SETTINGS)
+    )  # fmt: skip
+    num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
+    for replay in (Replay(header, recorded.lines), Replay(header, recorded.redacted_lines(4), hides=True)):
+        assert replay.found == Found(num_steps), str(replay.found.divergence)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])

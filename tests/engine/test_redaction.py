@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from app.engine.redaction import Redactor
-from app.engine.step_record import Arrival, Content, Entry, HiddenArrival, Share, StepRecord
+from app.engine.request import Grammar, GrammarKind
+from app.engine.step_record import (
+    Arrival,
+    Content,
+    Entry,
+    HiddenArrival,
+    Share,
+    StepRecord,
+    parse,
+    sampling_of,
+    to_line,
+)  # fmt: skip
 from tests.fakes import make_request
 
 PROMPT = (41, 42, 43, 44, 45, 46)
@@ -30,6 +41,21 @@ def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
     assert len(arrival.request["block_hashes"]) == 3
     assert not {"secret", "alice"} & {arrival.request["cache_salt"], arrival.request["tenant"]}
     assert step == StepRecord(1, share=Share([0], [0], [6]))
+
+
+def test_what_an_output_should_say_is_not_told_but_that_it_should() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "my secret")
+    request = make_request(PROMPT, grammar=grammar, bad_words=((41, 42), (43,)))
+    [arrival] = redacted(Arrival(0, 1.0, request))
+    line = to_line(arrival)
+    assert "secret" not in line
+    again = parse(line)
+    assert isinstance(again, HiddenArrival)
+    sampling = sampling_of(again.request["sampling"])
+    assert sampling.looks_back
+    assert sampling.grammar is not None
+    assert sampling.grammar.kind is GrammarKind.REGEX
+    assert sampling.bad_words == ((0, 0), (0,))
 
 
 def test_equal_blocks_are_equal_within_a_log_and_not_between_two() -> None:

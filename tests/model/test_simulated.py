@@ -280,3 +280,10 @@ def test_a_greedy_simulation_draws_what_it_calls_the_likeliest() -> None:
     outcome = run_to_end(simulated_engine(), make_request(prompt(3, 9), max_tokens=8, logprobs=1, ignore_eos=True))
     [(tokens, found)] = zip(outcome.token_ids.values(), outcome.logprobs.values(), strict=True)
     assert [(each.rank, each.top_token_ids) for each in found] == [(1, (token,)) for token in tokens]
+
+
+def test_only_what_a_matcher_allows_is_drawn() -> None:
+    engine = simulated_engine()
+    request = make_request(prompt(0, 9), max_tokens=30, allowed_token_ids=(7, 8, 9), temperature=1.0)
+    drawn = run_to_end(engine, request).token_ids[request.request_id]
+    assert set(drawn) == {7, 8, 9}

@@ -1,0 +1,101 @@
+"""Structured outputs on a live cluster of simulated replicas: over the wire, and over the death of a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from ray import serve
+
+from benchmarks.chaos.mix import MODEL_NAME, Asked
+from benchmarks.chaos.stage import application
+from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.verdict import judged
+from benchmarks.http_call import Target
+from deployments.application import build
+from deployments.launcher import session_members
+from deployments.settings import parse
+
+APPLICATION = "structured"
+PATTERN = "[a-z]{40,60}!"
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["owl", "wren"]}, "number": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["kind", "number"],
+        "additionalProperties": False,
+    },
+    "minItems": 8,
+    "maxItems": 8,
+}
+
+
+def asked(name: str, **wanted: Any) -> Asked:
+    body = {"model": MODEL_NAME, "prompt": [300, 301], "max_tokens": 1000, "stream": True, "seed": len(name)}
+    return Asked(name, "seeded", body | {"stream_options": {"include_usage": True}} | wanted)
+
+
+REQUESTS = [
+    *(asked("r" * n, structured_outputs={"regex": PATTERN}) for n in range(1, 5)),
+    *(asked("s" * n, structured_outputs={"json": SCHEMA}) for n in range(1, 5)),
+]
+
+
+@pytest.fixture(scope="module")
+def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
+    args = application(num_replicas=2, step_ms=20, model=str(demo_path), silence_timeout_s=1.0)
+    serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
+    yield asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), REQUESTS))
+    serve.delete(APPLICATION)
+
+
+def replicas() -> list[int]:
+    """The pids of the replicas of this application and session."""
+    title = f"ray::ServeReplica:{APPLICATION}:replica-{MODEL_NAME}"
+    found = []
+    for pid in session_members(os.getsid(0)):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
+                found.append(pid)
+    return found
+
+
+def test_what_was_asked_for_comes(traffic: Traffic) -> None:
+    for name, stream in traffic.reference.items():
+        assert stream.finish_reasons == {0: "stop"}
+        if name.startswith("r"):
+            assert re.fullmatch(PATTERN, stream.texts[0]), stream.texts
+        else:
+            jsonschema.validate(json.loads(stream.texts[0]), SCHEMA)
+
+
+def test_what_cannot_be_compiled_is_refused_before_any_answer_begins(traffic: Traffic) -> None:
+    stream = asyncio.run(traffic.ask(asked("refused", structured_outputs={"regex": "(("})))
+    assert stream.status == 400
+    assert stream.error is not None
+    assert (stream.error["code"], stream.error["param"]) == ("invalid_grammar", "structured_outputs.regex")
+
+
+def test_killing_a_replica_changes_no_token(traffic: Traffic) -> None:
+    async def main() -> list[Any]:
+        answering = asyncio.ensure_future(traffic.once())
+        await asyncio.sleep(0.5)
+        os.kill(replicas()[0], signal.SIGKILL)
+        assert not answering.done()
+        return await answering
+
+    began_at = time.monotonic()
+    found = judged(asyncio.run(main()), traffic.reference)
+    assert found == dict.fromkeys(found, 0) | {"streams": 8, "completed": 8, "other_ends": {}}, found
+    assert time.monotonic() - began_at < 60

@@ -1,0 +1,96 @@
+"""The bytes of tokens, as tokenizers of different kinds have them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from app.config import GrammarConfig
+from app.engine.request import Grammar, GrammarKind
+from app.errors import InvalidRequest, InvalidSetup
+from app.grammar.grammars import Grammars
+from app.grammar.vocabulary import Vocabulary, read_vocabulary
+from app.text import Tokenizer
+from tests.grammar.documents import allowed_ids, matcher_for, request_for, write
+from tests.text.small_tokenizers import AWKWARD, build_byte_fallback, build_byte_level
+
+
+def vocabulary_of(tokenizer: Tokenizer, folder: Path) -> Vocabulary:
+    """As it is read from a model's folder; two ids more than the tokenizer has, as padded models do."""
+    tokenizer._pretrained.save_pretrained(folder)
+    end, size = tokenizer._backend.token_to_id("<end>"), tokenizer._backend.get_vocab_size()
+    return read_vocabulary(str(folder), None, vocab_size=size + 2, eos_token_ids=(end,))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return vocabulary_of(build_byte_level(), tmp_path_factory.mktemp("byte-level"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return vocabulary_of(build_byte_fallback(), tmp_path_factory.mktemp("byte-fallback"))
+
+
+def grammars_of(vocabulary: Vocabulary) -> Grammars:
+    return Grammars(GrammarConfig(), lambda: vocabulary, vocab_size=len(vocabulary.tokens))
+
+
+def test_tokens_of_bytes_are_their_bytes(byte_level: Vocabulary) -> None:
+    assert byte_level.tokens[:255] == tuple(bytes([byte]) for byte in range(255))  # 255 is in no character
+    assert byte_level.tokens[256 : 256 + len(AWKWARD) - 1] == tuple(dict.fromkeys(AWKWARD))[: len(AWKWARD) - 1]
+
+
+def test_tokens_of_sentencepiece_have_spaces_and_bytes(byte_fallback: Vocabulary) -> None:
+    assert byte_fallback.tokens[:7] == (b" ", b" hello", b" a", b"a", b"b", b"lo", "é".encode())
+    assert byte_fallback.tokens[7:262] == tuple(bytes([byte]) for byte in range(255))
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_characters_may_be_split_among_tokens(request: pytest.FixtureRequest, kind: str) -> None:
+    vocabulary: Vocabulary = request.getfixturevalue(kind)
+    grammars = grammars_of(vocabulary)
+    texts = ["é€😀", "x hello a", "xéyé"]
+    for seed in range(10):
+        for text in texts:
+            assert write(matcher_for(grammars, GrammarKind.REGEX, text), vocabulary, seed) == text.encode()
+    grammars.close()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_special_tokens_and_ids_of_no_token_are_never_text(request: pytest.FixtureRequest, kind: str) -> None:
+    vocabulary: Vocabulary = request.getfixturevalue(kind)
+    grammars = grammars_of(vocabulary)
+    [end] = vocabulary.eos_token_ids
+    allowed = allowed_ids(matcher_for(grammars, GrammarKind.REGEX, "(?s:.+)"))
+    assert not set(allowed) & {end, len(vocabulary.tokens) - 1, len(vocabulary.tokens) - 2}
+    assert end in allowed_ids(matcher_for(grammars, GrammarKind.REGEX, "(?s:.*)"))
+    grammars.close()
+
+
+def test_it_crosses_to_another_process_as_it_is(byte_level: Vocabulary) -> None:
+    written = io.BytesIO()
+    byte_level.write(written)
+    written.seek(0)
+    assert Vocabulary.read(written) == byte_level
+
+
+def test_without_a_tokenizer_structured_outputs_are_refused_and_no_path_is_told(tmp_path: Path) -> None:
+    num_reads = 0
+
+    def read() -> Vocabulary:
+        nonlocal num_reads
+        num_reads += 1
+        return read_vocabulary(str(tmp_path), None, vocab_size=9, eos_token_ids=(1,))
+
+    with pytest.raises(InvalidSetup, match="cannot be read for grammars"):
+        read()
+    grammars = Grammars(GrammarConfig(), read, vocab_size=9)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="no grammar can be matched") as refused:
+            grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(60)
+        assert str(tmp_path) not in str(refused.value)
+    assert num_reads == 2
+    grammars.close()
