@@ -52,14 +52,16 @@ def result_of(batch_id: str, line: InputLine, answered: Answered) -> LineResult:
     """What is kept of an answered line. Anything but a 200 belongs into the error file."""
     response = {"status_code": answered.status_code, "request_id": uuid.uuid4().hex, "body": answered.body}
     usage = answered.body.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     return LineResult(
         batch_id=batch_id,
         line_number=line.number,
         is_error=answered.status_code != 200,
         text=_output_line(line.custom_id, response, None),
-        num_input_tokens=usage.get("prompt_tokens", 0),
-        num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        num_output_tokens=usage.get("completion_tokens", 0),
+        # Of replies they have other names than of completions.
+        num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+        num_cached_tokens=details.get("cached_tokens", 0),
+        num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
     )
 
 

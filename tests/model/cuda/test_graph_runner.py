@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import Request, SamplingParams
+from app.engine.request import Pooling, Request, SamplingParams
 from app.model.cuda.graph_runner import GraphModelRunner, columns_of, graph_sizes
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
@@ -95,6 +96,22 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[
     assert engine.stats().total_preemptions > 0
     assert {1, 2, 4} <= set(capture.replayed)
     assert 3 not in capture.replayed
+
+
+def test_embeddings_beside_replayed_steps(tiny_model_path: Callable[[str], Path]) -> None:
+    path = tiny_model_path("llama")
+    prompts = ((5, 6, 7, 8, 9, 10, 11, 12, 13), (14, 5))
+    requests = [
+        *some_requests(),
+        *(make_request(prompt, pooling=pooling, max_tokens=0) for prompt in prompts for pooling in Pooling),
+    ]
+    engine, plain = engine_with(load(path), RunAgain()), plain_engine(path)
+    outcome, expected = run_to_end(engine, *requests), run_to_end(plain, *requests)
+    assert engine.stats().total_preemptions > 0
+    assert outcome.token_ids == expected.token_ids
+    assert len(expected.embeddings) == 4
+    for request_id, embedding in expected.embeddings.items():
+        assert array("f", outcome.embeddings[request_id]) == pytest.approx(array("f", embedding), abs=1e-4)
 
 
 def test_logprobs_of_replayed_and_eager_steps(tiny_model_path: Callable[[str], Path]) -> None:
