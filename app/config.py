@@ -604,6 +604,17 @@ class BatchesConfig(Settings):
     num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
 
 
+class CascadeConfig(Settings):
+    """Two of the models under one more name: the large one answers where the small one was not sure."""
+
+    name: Name = Field(description="what a client sends as `model`")
+    small: Name = Field(description="the model that answers first")
+    large: Name = Field(description="the model that answers when it was not sure")
+    min_mean_logprob: float = Field(
+        -1.0, ge=-100, le=0, description="mean log-probability of the small model's tokens from which on it was sure"
+    )
+
+
 class ApplicationConfig(Settings):
     """The `args` of the Serve application: what `deployments/serve.yaml` holds."""
 
@@ -611,13 +622,26 @@ class ApplicationConfig(Settings):
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
     metrics: MetricsConfig = MetricsConfig()
+    cascades: tuple[CascadeConfig, ...] = Field((), max_length=64, description="small models before large ones")
     batches: BatchesConfig | None = Field(None, description="/v1/files and /v1/batches; `{}` takes the defaults below")
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
-        twice = _twice(name for model in self.models for name in (model.name, *model.aliases))
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        twice = _twice([*names, *(cascade.name for cascade in self.cascades)])
         if twice:
             raise ValueError(f"models have the same name: {', '.join(twice)}; give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _cascades_have_two_models(self) -> ApplicationConfig:
+        names = [model.name for model in self.models]
+        for index, cascade in enumerate(self.cascades):
+            unknown = [name for name in (cascade.small, cascade.large) if name not in names]
+            if unknown:
+                raise ValueError(f"cascades[{index}]: there is no model {unknown[0]!r}; there are {', '.join(names)}")
+            if cascade.small == cascade.large:
+                raise ValueError(f"cascades[{index}]: small and large are both {cascade.small!r}; name two models")
         return self
 
 

@@ -7,14 +7,14 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import Literal
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import ServedModel
-from app.config import ServedModelConfig
+from app.api import Cascade, ServedModel
+from app.config import CascadeConfig, ServedModelConfig
 from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Pooling, Request, TokenDelta
@@ -100,6 +100,20 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         group_header=model.replicas.group_header,
         session_header=model.replicas.session_header,
     )
+
+
+def cascades_of(configs: Iterable[CascadeConfig], models: Iterable[ServedModel]) -> list[Cascade]:
+    """The cascades over these models, which have those that the configs name."""
+    by_name = {model.name: model for model in models}
+    return [
+        Cascade(
+            name=config.name,
+            small=by_name[config.small],
+            large=by_name[config.large],
+            min_mean_logprob=config.min_mean_logprob,
+        )
+        for config in configs
+    ]
 
 
 def _tool_format(parser: str, tokenizer: Tokenizer) -> ToolFormat | None:

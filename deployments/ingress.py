@@ -16,7 +16,7 @@ from app.api import batch_routes, build_app
 from app.api.guard import owner_of
 from app.config import ApplicationConfig
 from deployments.batch_calls import RemoteBatchService
-from deployments.client import ModelClient, served_model
+from deployments.client import ModelClient, cascades_of, served_model
 from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
@@ -73,6 +73,7 @@ class Ingress:
             self._is_ready,
             metrics=self._metrics.requests,
             expose=self._metrics.expose,
+            cascades=cascades_of(self._config.cascades, models),
             batch_routes=self._batch_routes(),
             doorkeeper=self._keys.doorkeeper,
         )

@@ -2,7 +2,8 @@
 
 from app.api.answering import Answering
 from app.api.batch_routes import batch_routes
+from app.api.cascades import Cascade
 from app.api.completions import ServedModel
 from app.api.routes import build_app
 
-__all__ = ["Answering", "ServedModel", "batch_routes", "build_app"]
+__all__ = ["Answering", "Cascade", "ServedModel", "batch_routes", "build_app"]

@@ -133,6 +133,7 @@ class Reply:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
+            **self._progress.extra_usage,
         }
 
     def _begin(self) -> Iterator[Json]:

@@ -52,6 +52,7 @@ class Progress:
     metrics: CallMetrics
     answers: list[Answer] = field(init=False)
     queued: Queued | None = None  # as the first choice that was heard of found it
+    extra_usage: Json = field(default_factory=dict)  # what usage says beside the usual
     is_open: bool = False  # the headers went out before there was a token: no error has a status of its own any more
 
     def __post_init__(self) -> None:
@@ -95,6 +96,7 @@ class Progress:
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached_tokens for answer in firsts)},
             "completion_tokens_details": {"reasoning_tokens": 0},
+            **self.extra_usage,
         }
 
     def placement_headers(self, *, explain: bool) -> dict[str, str]:

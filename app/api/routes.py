@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of
+from app.api.cascades import Cascade, Verdict, judge
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
 from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
@@ -48,7 +50,7 @@ from app.api.sse import begin_event_stream, unless_disconnected
 from app.api.tokenization import detokenize, tokenize
 from app.config import ApiConfig
 from app.errors import CarouselError, Unavailable
-from app.metrics import CONTENT_TYPE, NO_MODEL, RequestMetrics, Scrape, exposition
+from app.metrics import CONTENT_TYPE, NO_MODEL, CallMetrics, RequestMetrics, Scrape, exposition
 from app.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -66,17 +68,19 @@ def build_app(
     *,
     metrics: RequestMetrics | None = None,
     expose: Callable[[], Awaitable[bytes]] | None = None,
+    cascades: Sequence[Cascade] = (),
     batch_routes: Sequence[Route] = (),
     doorkeeper: Doorkeeper | None = None,
 ) -> Starlette:
     """The HTTP application over these models.
 
     `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
-    the text of /metrics; by default, what this process has measured. `batch_routes` are those of files and batches
-    where they are served. The `doorkeeper` knows the API keys; by default, those of the config.
+    the text of /metrics; by default, what this process has measured. `cascades` are of these models. `batch_routes`
+    are those of files and batches where they are served. The `doorkeeper` knows the API keys; by default, those of the
+    config.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
-    api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
+    api = _Api(models, cascades, config, is_ready, metrics, expose or _of_this_process(metrics))
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
@@ -106,12 +110,14 @@ class _Api:
     def __init__(
         self,
         models: Sequence[ServedModel],
+        cascades: Sequence[Cascade],
         config: ApiConfig,
         is_ready: Callable[[], Awaitable[bool]],
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
     ) -> None:
         self._models = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._cascades = {cascade.name: cascade for cascade in cascades}
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
@@ -132,7 +138,8 @@ class _Api:
 
     async def embed(self, request: Request) -> Response:
         arrived_at = self._metrics.arrived()
-        call, parsed = await self._call(request, EmbeddingsRequest, prepare_embeddings)
+        parsed = await self._asked(request, EmbeddingsRequest)
+        call = await self._call(request, parsed, prepare_embeddings, self._model_of(request, parsed))
         progress = self._progress(request, call, arrived_at)
         answer = EmbeddingsWriter(parsed).whole(progress, generate_pieces(call))
         body = to_json(await unless_disconnected(request.receive, answer))  # much faster with many numbers
@@ -140,12 +147,16 @@ class _Api:
 
     async def list_models(self, request: Request) -> Response:
         account = visit_of(request).account
-        served = {name: model for name, model in self._models.items() if account.may_use(model.name)}
-        return JSONResponse({"object": "list", "data": [model_entry(model, name) for name, model in served.items()]})
+        entries = [model_entry(model, name) for name, model in self._models.items() if account.may_use(model.name)]
+        entries += [cascade.entry() for cascade in self._cascades.values() if cascade.is_for(account)]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def retrieve_model(self, request: Request) -> Response:
-        name = request.path_params["model_id"]
-        return JSONResponse(model_entry(self._model(name, visit_of(request).account), name))
+        name, account = request.path_params["model_id"], visit_of(request).account
+        cascade = self._cascades.get(name)
+        if cascade is not None and cascade.is_for(account):
+            return JSONResponse(cascade.entry())
+        return JSONResponse(model_entry(self._model(name, account), name))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -198,9 +209,19 @@ class _Api:
         writer_for: Callable[[RequestT], Writer],
     ) -> Response:
         arrived_at = self._metrics.arrived()
-        call, parsed = await self._call(request, schema, prepare)
-        progress = self._progress(request, call, arrived_at)
-        pieces, writer = generate_pieces(call), writer_for(parsed)
+        parsed = await self._asked(request, schema)
+        headers: dict[str, str] = {}
+        if parsed.model in self._cascades:
+            verdict = await self._verdict(request, parsed, prepare, self._cascades[parsed.model], arrived_at)
+            progress, pieces, headers = (
+                self._progress_under(verdict, request, arrived_at),
+                verdict.pieces,
+                verdict.headers(),
+            )
+        else:
+            call = await self._call(request, parsed, prepare, self._model_of(request, parsed))
+            progress, pieces = self._progress(request, call, arrived_at), generate_pieces(call)
+        writer = writer_for(parsed)
         response: Response
         if not parsed.stream:
             response = JSONResponse(await unless_disconnected(request.receive, writer.whole(progress, pieces)))
@@ -211,33 +232,66 @@ class _Api:
                 heartbeat_s=self._config.heartbeat_s,
                 may_begin=progress.open_if_queued,
             )
-        response.headers.update(self._placement(request, progress))
+        response.headers.update(self._placement(request, progress) | headers)
         return response
+
+    async def _verdict(
+        self, request: Request, parsed: RequestT, prepare: Prepare[RequestT], cascade: Cascade, arrived_at: float
+    ) -> Verdict:
+        """Whose answer it will be; the small model's call is over then."""
+        account = visit_of(request).account
+        account.check_model(cascade.small.name)
+        account.check_model(cascade.large.name)
+        small = await self._call(request, parsed, prepare, cascade.small)
+        large = await self._call(request, parsed, prepare, cascade.large)
+        metrics = self._call_metrics(small, arrived_at)
+        return await unless_disconnected(request.receive, judge(cascade, small, large, metrics))
+
+    def _progress_under(self, verdict: Verdict, request: Request, arrived_at: float) -> Progress:
+        """Of the answer to a call on a cascade. That of the small model is measured and only said again."""
+        progress = self._progress(request, verdict.call, arrived_at)
+        if verdict.is_small:
+            progress.metrics = RequestMetrics().model(NO_MODEL).call([0] * len(verdict.call.requests), arrived_at=0.0)
+        progress.extra_usage = {"cascade": verdict.report()}
+        visit_of(request).num_used = lambda: progress.num_tokens() + verdict.num_tokens_in_vain
+        return progress
 
     def _progress(self, request: Request, call: Call, arrived_at: float) -> Progress:
         """Of a call that is about to begin; measured, and known to the caller's account."""
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request.state.request_id, metrics)
+        progress = Progress(call, request.state.request_id, self._call_metrics(call, arrived_at))
         visit_of(request).num_used = progress.num_tokens
         return progress
+
+    def _call_metrics(self, call: Call, arrived_at: float) -> CallMetrics:
+        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
+        return self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
 
     def _placement(self, request: Request, progress: Progress) -> dict[str, str]:
         return progress.placement_headers(explain=wants_explanation(request.headers))
 
-    async def _call(self, request: Request, schema: type[QueuedT], prepare: Prepare[QueuedT]) -> tuple[Call, QueuedT]:
-        """What the body asks for, checked, and the body."""
-        model_name = NO_MODEL
-        try:
-            config, visit = self._config, visit_of(request)
+    async def _asked(self, request: Request, schema: type[QueuedT]) -> QueuedT:
+        """The typed body."""
+        with self._counting_refusals(NO_MODEL):
             body = with_deadline(await self._body(request), request.headers.get(DEADLINE_HEADER))
             parsed = self._parsed(body, schema, request)
-            if parsed.request_id is not None and "x-request-id" not in request.headers:
-                request.state.request_id = parsed.request_id
-            model = self._model(parsed.model, visit.account)
-            model_name = model.name
-            call = with_hints(await prepare(parsed, model, config), request.headers)
-            return in_the_name_of(visit, call, parsed, share_prefixes=config.share_prefixes), parsed
+        if parsed.request_id is not None and "x-request-id" not in request.headers:
+            request.state.request_id = parsed.request_id
+        return parsed
+
+    def _model_of(self, request: Request, parsed: ModelRequest) -> ServedModel:
+        with self._counting_refusals(NO_MODEL):
+            return self._model(parsed.model, visit_of(request).account)
+
+    async def _call(self, request: Request, parsed: QueuedT, prepare: Prepare[QueuedT], model: ServedModel) -> Call:
+        """What the body asks of a model, checked, and what it may need reserved."""
+        with self._counting_refusals(model.name):
+            call = with_hints(await prepare(parsed, model, self._config), request.headers)
+            return in_the_name_of(visit_of(request), call, parsed, share_prefixes=self._config.share_prefixes)
+
+    @contextmanager
+    def _counting_refusals(self, model_name: str) -> Iterator[None]:
+        try:
+            yield
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise

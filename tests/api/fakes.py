@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from app.api import ServedModel, build_app
+from app.api import Cascade, ServedModel, build_app
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import FinishReason, Generate, Pooling, Request, TokenDelta
@@ -67,6 +67,7 @@ class Service:
         tool_format: ToolFormat | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
+        cascade: float | None = None,
         **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -86,7 +87,13 @@ class Service:
             )
             for name in names
         ]
-        self.app: Starlette = build_app(self.models, ApiConfig.model_validate(settings), self._is_ready)
+        cascades = []
+        if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
+            small, large = self.models
+            cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
+        self.app: Starlette = build_app(
+            self.models, ApiConfig.model_validate(settings), self._is_ready, cascades=cascades
+        )
 
     async def _is_ready(self) -> bool:
         return self.is_ready

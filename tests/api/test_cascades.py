@@ -1,0 +1,153 @@
+"""A cascade: who answers, what is said of it, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import ApplicationConfig
+from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from app.errors import Overloaded
+from app.text import Tokenizer
+from tests.api.fakes import WAIT, Connection, Service, Step, last
+from tests.api.keys import bearer, entry
+from tests.metrics.test_exposition import value
+
+
+def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
+    """Says a text, each of its tokens as likely as that where somebody wants to know."""
+
+    def script(request: Request) -> Iterable[Step]:
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            told = () if request.sampling.logprobs is None else (TokenLogprobs(logprob, 1),)
+            yield TokenDelta(request.request_id, (token_id,), logprobs=told)
+        yield last(request, (), FinishReason.LENGTH)
+
+    return script
+
+
+def cascade(tokenizer: Tokenizer, logprob: float, **settings: Any) -> Service:
+    """`both` over a small model of that confidence and a large one, with a bound of -0.5; both say the same."""
+    return Service(tokenizer, unsure(tokenizer, logprob), names=("small", "large"), cascade=-0.5, **settings)
+
+
+@pytest.mark.parametrize(("logprob", "answers"), [(-0.4, "small"), (-0.5, "small"), (-0.6, "large"), (-1e30, "large")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_large_model_answers_where_the_small_one_was_not_sure(
+    tokenizer: Tokenizer, logprob: float, answers: str, stream: bool
+) -> None:
+    service = cascade(tokenizer, logprob)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = service.chat(model="both", **options)
+    final = answer.chunks[-1] if stream else answer.json
+    shown = max(logprob, -9999.0)
+    num_tokens = final["usage"]["completion_tokens"]
+    assert final["model"] == answer.headers["x-carousel-cascade-model"] == answers
+    assert float(answer.headers["x-carousel-cascade-logprob"]) == pytest.approx(shown)
+    told = final["usage"]["cascade"]
+    assert told == {
+        "answered_by": answers,
+        "mean_logprob": pytest.approx(shown),
+        "small_completion_tokens": num_tokens,
+    }
+    assert len(service.generate.requests) == (1 if answers == "small" else 2)
+    if stream:
+        text = "".join(choice["delta"].get("content", "") for chunk in answer.chunks for choice in chunk["choices"])
+    else:
+        text = final["choices"][0]["message"]["content"]
+    assert text == "3 4"
+
+
+def test_all_choices_count_together_and_completions_and_replies_cascade_too(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.6)
+    assert service.complete(model="both", n=3).json["model"] == "large"
+    assert len(service.generate.requests) == 6
+    reply = service.call("POST", "/v1/responses", {"model": "both", "input": "Hi"}).json
+    assert (reply["model"], reply["usage"]["cascade"]["answered_by"]) == ("large", "large")
+
+
+def test_log_probabilities_are_told_to_those_who_ask_and_to_nobody_else(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.4)
+    assert service.complete(model="both").json["choices"][0]["logprobs"] is None
+    assert service.complete(model="both", logprobs=0).json["choices"][0]["logprobs"]["token_logprobs"][0] == -0.4
+
+
+def test_each_model_is_measured_once(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.4)
+    service.chat(model="both")
+    text = service.call("GET", "/metrics").body
+    assert value(text, "vllm:request_success_total", model_name="small", finished_reason="length") == 1
+    assert value(text, "vllm:request_success_total", model_name="large", finished_reason="length") == 0
+    service = cascade(tokenizer, -0.6)
+    service.chat(model="both")
+    text = service.call("GET", "/metrics").body
+    for name in ("small", "large"):
+        assert value(text, "vllm:request_success_total", model_name=name, finished_reason="length") == 1
+
+
+def test_it_is_listed_and_a_key_must_be_for_both(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.4)
+    assert [model["id"] for model in service.call("GET", "/v1/models").json["data"]] == ["small", "large", "both"]
+    assert service.call("GET", "/v1/models/both").json["max_model_len"] == 200
+    service = cascade(tokenizer, -0.4, keys=[entry(models=["small"])])
+    body = {"model": "both", "prompt": "Hi"}
+    assert service.call("POST", "/v1/completions", body, bearer()).status == 403
+    assert [model["id"] for model in service.call("GET", "/v1/models", headers=bearer()).json["data"]] == ["small"]
+    assert not service.generate.requests
+
+
+def test_both_models_count_for_a_key(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.6, keys=[entry(tokens_per_minute=1000)])
+    body = {"model": "both", "prompt": [5, 6, 7], "max_tokens": 50}
+    usage = service.call("POST", "/v1/completions", body, bearer()).json["usage"]
+    left = service.call("GET", "/v1/models", headers=bearer()).headers["x-ratelimit-remaining-tokens"]
+    assert int(left) == 1000 - 2 * usage["total_tokens"]
+
+
+def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [Overloaded("full")], names=("small", "large"), cascade=-0.5)
+    assert service.chat(model="both").status == 429
+    assert service.chat(model="both", max_tokens=1000).status == 400
+
+
+def test_who_hangs_up_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), cascade=-0.5)
+    body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+    async def main() -> None:
+        async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
+            await connection.until(lambda: bool(service.generate.open))
+            connection.hang_up()
+            await connection.finished()
+            assert not service.generate.open
+
+    asyncio.run(main())
+
+
+def test_the_large_model_has_the_time_that_is_left(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.6)
+    service.chat(model="both", deadline_s=60)
+    small, large = service.generate.requests
+    assert small.deadline_s == 60
+    assert large.deadline_s is not None
+    assert 50 < large.deadline_s < 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"large": "c"}, "there is no model 'c'; there are a, b"),
+        ({"large": "a"}, "small and large are both 'a'"),
+        ({"name": "a"}, "models have the same name: a"),
+        ({"min_mean_logprob": 1}, "less than or equal to 0"),
+    ],
+)
+def test_its_settings_are_checked(fields: dict[str, Any], words: str) -> None:
+    settings = {"name": "both", "small": "a", "large": "b"} | fields
+    with pytest.raises(ValidationError) as refused:
+        ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "cascades": [settings]})
+    assert words in str(refused.value)
