@@ -154,12 +154,13 @@ def build_fake_engine(
 class MatchedRunner(CountingRunner):
     """A CountingRunner that draws only what the matchers of its batch allow."""
 
-    def run(self, batch: Batch) -> list[int]:
-        drawn = super().run(batch)
-        return [
+    def run(self, batch: Batch) -> StepResult:
+        result = super().run(batch)
+        token_ids = [
             token if item.matcher is None else first_allowed(item.allowed(), token)
-            for token, item in zip(drawn, batch.sampled, strict=True)
+            for token, item in zip(result.token_ids, batch.sampled, strict=True)
         ]
+        return result._replace(token_ids=token_ids)
 
 
 def first_allowed(allowed: bytes, token: int) -> int:

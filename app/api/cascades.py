@@ -1,7 +1,8 @@
 """Two models under one name: the small one answers, and the large one where the small one was not sure.
 
 How sure: the mean of its tokens' log-probabilities, over all choices of a call. Nothing of the small model's answer
-goes out before that is known. (The idea is that of FrugalGPT, Chen et al., 2023, with the small model as its own judge.)
+goes out before that is known. (The idea is that of FrugalGPT, Chen et al., 2023, with the small
+model as its own judge.)
 """
 
 from __future__ import annotations

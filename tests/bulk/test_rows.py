@@ -13,6 +13,7 @@ from app.config import ApiConfig
 from tests.bulk.conftest import Prepare
 
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
 
 
@@ -93,7 +94,7 @@ def test_a_row_without_a_seed_draws_the_same_whenever_it_is_computed(prepared: P
         (batch_line({"messages": TURNS, "prompt_logprobs": 0}), "prompt_logprobs is not for bulk runs"),
         (batch_line({"messages": TURNS, "return_token_ids": True}), "return_token_ids is not for bulk runs"),
         (batch_line({"prompt": "a", "echo": True}, url="/v1/completions"), "echo is not for bulk runs"),
-        (batch_line({"messages": TURNS, "tools": [{}]}), "tools is not supported"),
+        (batch_line({"messages": TURNS, "tools": [TOOL]}), "a row of a bulk run has no tools"),
         (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this run has 'demo'"),
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
         (batch_line({"messages": TURNS}, method="GET"), "method should be POST"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine
 from app.engine.matcher import TokenSet, allowed_after_bans, any_token, with_tokens, without_tokens
 from app.engine.overlapped_engine import OverlappedEngine
@@ -32,11 +32,12 @@ from tests.fakes import (
 class LateMatchedRunner(LateRunner):
     """Computes as late as it may, and asks the matchers then."""
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         drawn = super().run(batch)
         for item in batch.sampled:
             assert not item.looks_back or min(item.token_ids) >= 0, "a grammar needs known tokens"
-        return [_drawn(token, item) for token, item in zip(drawn, batch.sampled, strict=True)]
+        tokens = [_drawn(token, item) for token, item in zip(drawn.token_ids, batch.sampled, strict=True)]
+        return drawn._replace(token_ids=tokens)
 
 
 def _drawn(token: int, item: ScheduledSequence) -> int:
