@@ -104,8 +104,8 @@ async def _all_pieces(call: Call, metrics: CallMetrics) -> list[Piece]:
                 pieces.append(piece)
                 if piece.num_tokens:
                     metrics.tokens(piece.index, piece.num_tokens)
-                if piece.finish_reason is not None:
-                    metrics.finished(piece.index, piece.finish_reason)
+                if piece.measured_reason is not None:
+                    metrics.finished(piece.index, piece.measured_reason)
     return pieces
 
 

@@ -30,6 +30,11 @@ class Piece:
     embedding: bytes | None = None  # on the last piece, where one is wanted
     details: Details | None = None  # where the call wants any
 
+    @property
+    def measured_reason(self) -> str | None:
+        """The finish reason as metrics know it: calls are text to whoever generates."""
+        return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
+
 
 def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
     """Run all requests of a call at once and yield their pieces as they come.

@@ -71,8 +71,8 @@ class Progress:
             answer.add_calls(piece.calls)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
-        if piece.finish_reason is not None:
-            self.metrics.finished(piece.index, piece.finish_reason)
+        if piece.measured_reason is not None:
+            self.metrics.finished(piece.index, piece.measured_reason)
 
     def open_if_queued(self) -> bool:
         """Whether headers may go out before the first token: a replica has accepted the request."""

@@ -37,7 +37,9 @@ class Detokenizer:
     ) -> None:
         """`shown_token_ids`: shown even if they are special and those are skipped."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_token_ids - shown_token_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        if shown_token_ids:
+            self._hidden -= shown_token_ids
         self._window: list[int] = []
         self._num_settled = 0
         self._num_shown = 0

@@ -14,6 +14,7 @@ from app.engine.request import FinishReason
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS, ToolFormat
 from tests.api.fakes import WAIT, Service, say
+from tests.metrics.test_exposition import value
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {
@@ -59,6 +60,14 @@ def test_a_call_is_a_message_of_its_own_kind(tokenizer: Tokenizer) -> None:
     [call] = choice["message"]["tool_calls"]
     assert (call["type"], call["function"]) == ("function", {"name": "f", "arguments": '{"a": 1}'})
     assert call["id"].startswith("call_")
+
+
+def test_metrics_count_calls_as_text_that_stopped(tokenizer: Tokenizer) -> None:
+    service = serving(tokenizer, CALL)
+    service.chat(tools=[TOOL])
+    text = service.call("GET", "/metrics").body
+    assert value(text, "vllm:request_success_total", finished_reason="stop") == 1
+    assert b"tool_calls" not in text
 
 
 def test_text_and_several_calls_whole_and_streamed(tokenizer: Tokenizer) -> None:

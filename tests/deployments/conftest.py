@@ -110,7 +110,9 @@ def service(cluster: str, demo_path: Path) -> Service:
             "narrow", demo_path, num_replicas=1, dispatch="least_loaded", is_slow=True, max_running=1, max_waiting=1
         ),
     ]
-    serve.run(build(parse({"models": models, "ingress": {"num_cpus": 0.1}})), name="carousel", route_prefix="/")
+    cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
+    args = {"models": models, "cascades": cascades, "ingress": {"num_cpus": 0.1}}
+    serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
     for model in ("turns", "least", "narrow"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait

@@ -60,7 +60,7 @@ def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/ready").status_code == 200
     listed = httpx.get(f"{service.url}/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["turns", "least", "narrow"]
+    assert [model["id"] for model in listed["data"]] == ["turns", "least", "narrow", "unsure"]
 
 
 def test_log_probabilities_come_the_whole_way(service: Service) -> None:
@@ -118,6 +118,14 @@ def test_replies_and_embeddings_come_from_the_same_replicas(service: Service) ->
     assert {len(each.embedding) for each in together} == {len(alone[0].embedding)}
     for number, each in enumerate(alone):
         assert each.embedding == pytest.approx(together[number].embedding, abs=1e-5)
+
+
+def test_a_cascade_asks_the_large_model_where_the_small_one_is_not_certain(service: Service) -> None:
+    answer = ask(service, "unsure", prompt="Name a colour.", temperature=1.5, seed=1)
+    assert answer.status_code == 200
+    assert answer.json()["model"] == answer.headers["x-carousel-cascade-model"] == "least"
+    told = answer.json()["usage"]["cascade"]
+    assert (told["answered_by"], told["mean_logprob"] < 0) == ("least", True)
 
 
 def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) -> None:
