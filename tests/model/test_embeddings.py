@@ -26,7 +26,7 @@ def load(path: Path) -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def some_requests(vocab_size: int, num_requests: int = 18) -> list[Request]:
+def some_requests(vocab_size: int, num_requests: int = 9) -> list[Request]:
     """Every third generates, the others want an embedding."""
     requests = []
     for number, request in enumerate(random_requests(num_requests, vocab_size, seed=3)):
@@ -65,7 +65,7 @@ def test_hidden_states_are_the_models_own(architecture: str, way: str, tiny_mode
 @pytest.mark.parametrize(("architecture", "way"), [("llama", "torch"), ("llama", "decoder"), ("gemma2", "torch")])
 def test_in_chunks_and_after_preemption(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
     path = tiny_model_path(architecture)
-    requests = some_requests(VOCAB_SIZE)
+    requests = some_requests(VOCAB_SIZE, 18)
     engine = build(path, way=way, num_slots=192, max_running=12, prefill_chunk_tokens=7, max_step_tokens=40)
     outcome = run_to_end(engine, *requests)
     assert engine.stats().total_preemptions
@@ -74,5 +74,5 @@ def test_in_chunks_and_after_preemption(architecture: str, way: str, tiny_model_
 
 @pytest.mark.parametrize("way", ["decoder", "torch"])
 def test_of_the_bundled_model(demo_path: Path, way: str) -> None:
-    requests = some_requests(763, 9)
+    requests = some_requests(763, 6)
     check(load(demo_path), requests, run_to_end(build(demo_path, way=way, prefill_chunk_tokens=16), *requests))
