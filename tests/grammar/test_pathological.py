@@ -13,9 +13,9 @@ from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest, Overloaded
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
+from benchmarks.hostile_grammars import Case, cases
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
-from tests.grammar.pathological import Case, cases
 
 TIMEOUT_S = 1.0
 
