@@ -20,7 +20,7 @@ from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
 from app.grammar.compiling import Unusable, new_matcher
 from app.grammar.grammar_matcher import GrammarMatcher
-from app.grammar.taster import INVALID_GRAMMAR, Taster, refusal
+from app.grammar.taster import Taster
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Grammars:
         self._is_unreadable = False
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
         self._num_characters = 0  # of those
-        self._refused: OrderedDict[Key, InvalidRequest] = OrderedDict()
+        self._refused: OrderedDict[Key, str] = OrderedDict()  # why
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._compiling = ThreadPoolExecutor(1, "grammars", initializer=_step_back)
@@ -68,16 +68,18 @@ class Grammars:
             return _done(None)
         key = _key(request, grammar)
         with self._lock:
-            refusal = self._refused.get(key)
-            if refusal is not None:
-                return _failed(refusal)
+            reason = self._refused.get(key)
+            if reason is not None:
+                return _failed(_refusal(grammar, reason))
             matcher = self._copy(key)
             if matcher is None:
                 self._check_room()
                 self._num_waiting += 1
         try:
             if matcher is None:
-                return self._compiling.submit(self._compile, request, grammar, key)
+                compiling: Future[Matcher | None] = self._compiling.submit(self._compile, request, grammar, key)
+                compiling.add_done_callback(self._one_waits_less)  # also where its caller has gone
+                return compiling
             if request.generated_token_ids:
                 return self._resuming.submit(self._begin, matcher, request, key)
         except RuntimeError:
@@ -104,6 +106,10 @@ class Grammars:
                 retry_after_s=self._config.compile_timeout_s,
             )
 
+    def _one_waits_less(self, _compiled: Future[Matcher | None]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
     def _copy(self, key: Key) -> LLMatcher | None:
         found = self._compiled.get(key)
         if found is None:
@@ -129,28 +135,20 @@ class Grammars:
     # ------------------------------------------------------------------ the compiling thread
 
     def _compile(self, request: Request, grammar: Grammar, key: Key) -> Matcher:
+        with self._lock:
+            matcher = self._copy(key)  # another request may have brought it meanwhile
         try:
-            with self._lock:
-                matcher = self._copy(key)  # another request may have brought it meanwhile
             return self._begin(matcher or self._compile_now(grammar, key), request, key)
-        except InvalidRequest as error:
-            if error.code == INVALID_GRAMMAR:
-                self._refuse(key, error)
-            raise
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+        except Unusable as reason:
+            self._refuse(key, str(reason))
+            raise _refusal(grammar, str(reason)) from reason
 
     def _compile_now(self, grammar: Grammar, key: Key) -> LLMatcher:
         tools = self._tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
         tokenizer, taster = tools
-        lark = taster.taste(grammar)
-        try:
-            matcher = new_matcher(tokenizer, lark)
-        except Unusable as reason:
-            raise refusal(grammar, str(reason)) from reason
+        matcher = new_matcher(tokenizer, taster.taste(grammar))
         matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         with self._lock:
             self._remember(key, matcher)
@@ -175,9 +173,9 @@ class Grammars:
             self._tokenizer = vocabulary.for_matching()
         return self._tokenizer, self._taster
 
-    def _refuse(self, key: Key, error: InvalidRequest) -> None:
+    def _refuse(self, key: Key, reason: str) -> None:
         with self._lock:
-            self._refused[key] = error
+            self._refused[key] = reason
             if len(self._refused) > MAX_REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
 
@@ -203,6 +201,14 @@ class Grammars:
 
 def _key(request: Request, grammar: Grammar) -> Key:
     return (request.cache_salt, grammar.kind, grammar.text, grammar.is_lenient)
+
+
+def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{grammar.param}: this {grammar.kind.in_words} cannot be used: {reason}",
+        param=grammar.param,
+        code="invalid_grammar",
+    )
 
 
 def _step_back() -> None:

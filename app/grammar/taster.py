@@ -10,12 +10,11 @@ from contextlib import suppress
 from typing import IO
 
 from app.engine.request import Grammar
-from app.errors import InvalidRequest
+from app.errors import Failure
+from app.grammar.compiling import Unusable
 from app.grammar.vocabulary import Vocabulary, child_command, child_environment
 
 logger = logging.getLogger(__name__)
-
-INVALID_GRAMMAR = "invalid_grammar"
 
 
 class Taster:
@@ -29,8 +28,13 @@ class Taster:
         self._process: subprocess.Popen[bytes] | None = None
 
     def taste(self, grammar: Grammar) -> str:
-        """The grammar in Lark, once it has been compiled and walked through. Raises InvalidRequest when it cannot."""
-        process = self._process or self._start()
+        """The grammar in Lark, once it has been compiled and walked through.
+
+        Raises:
+            Unusable: it cannot be, within the limits.
+            Failure: the process ended for a reason of its own.
+        """
+        process = self._living() or self._start()
         stdin, stdout = _pipes_of(process)
         wanted = {"kind": grammar.kind, "text": grammar.text, "is_lenient": grammar.is_lenient}
         try:
@@ -40,10 +44,10 @@ class Taster:
         except BrokenPipeError:
             line = b""
         if not line:
-            raise refusal(grammar, self._cause_of_death(process))
+            raise self._cause_of_death(process)
         answer: dict[str, str] = json.loads(line)
         if "unusable" in answer:
-            raise refusal(grammar, answer["unusable"])
+            raise Unusable(answer["unusable"])
         return answer["lark"]
 
     def interrupt(self) -> None:
@@ -56,7 +60,13 @@ class Taster:
         """End the process and forget it."""
         self.interrupt()
         if self._process is not None:
-            self._cause_of_death(self._process)
+            self._bury(self._process)
+
+    def _living(self) -> subprocess.Popen[bytes] | None:
+        """The process, unless it has died since the last grammar: then the next is not to blame."""
+        if self._process is not None and self._process.poll() is not None:
+            self._bury(self._process)
+        return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
@@ -73,8 +83,17 @@ class Taster:
             self._vocabulary.write(stdin)
         return process
 
-    def _cause_of_death(self, process: subprocess.Popen[bytes]) -> str:
-        """In words for the caller; the next grammar gets another process."""
+    def _cause_of_death(self, process: subprocess.Popen[bytes]) -> Unusable | Failure:
+        """Whether it died of its grammar."""
+        code = self._bury(process)
+        if code == -signal.SIGALRM:
+            return Unusable(f"to compile it takes longer than {self._timeout_s:g} s; make it simpler")
+        if code < 0:
+            return Unusable("it is too deep or too large to be compiled; make it simpler")
+        return Failure(f"the process that compiles grammars has ended with {code}")
+
+    def _bury(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for its end; the next grammar gets another. Returns the exit code, below 0 for a signal."""
         self._process = None
         stdin, stdout = _pipes_of(process)
         with suppress(BrokenPipeError):
@@ -82,9 +101,7 @@ class Taster:
         stdout.close()
         code = process.wait()
         logger.info("a tasting process has ended with %d", code)
-        if code == -signal.SIGALRM:
-            return f"to compile it takes longer than {self._timeout_s:g} s; make it simpler"
-        return "it is too deep or too large to be compiled; make it simpler"
+        return code
 
 
 def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
@@ -92,12 +109,3 @@ def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     return process.stdin, process.stdout
-
-
-def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
-    """What the caller of a grammar hears that cannot be used."""
-    return InvalidRequest(
-        f"{grammar.param}: this {grammar.kind.in_words} cannot be used: {reason}",
-        param=grammar.param,
-        code=INVALID_GRAMMAR,
-    )

@@ -60,6 +60,8 @@ def _answer(tokenizer: LLTokenizer, wanted: dict[str, Any]) -> dict[str, str]:
         walk(new_matcher(tokenizer, lark))
     except Unusable as reason:
         return {"unusable": str(reason)}
+    except (MemoryError, RecursionError):
+        return {"unusable": "it is too deep or too large to be compiled; make it simpler"}
     return {"lark": lark}
 
 

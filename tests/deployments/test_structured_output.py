@@ -27,7 +27,7 @@ from deployments.launcher import session_members
 from deployments.settings import parse
 
 APPLICATION = "structured"
-PATTERN = "[a-z]{40,60}!"
+PATTERN = "[a-z]{30,40}!"
 SCHEMA = {
     "type": "array",
     "items": {
@@ -36,8 +36,8 @@ SCHEMA = {
         "required": ["kind", "number"],
         "additionalProperties": False,
     },
-    "minItems": 8,
-    "maxItems": 8,
+    "minItems": 3,
+    "maxItems": 3,
 }
 
 

@@ -11,11 +11,11 @@ import pytest
 from app.config import GrammarConfig
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest, Overloaded
-from app.grammar.grammars import Grammars
+from app.grammar.grammars import MAX_USES, Grammars
 from app.grammar.vocabulary import Vocabulary
+from benchmarks.hostile_grammars import Case, cases
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
-from tests.grammar.pathological import Case, cases
 
 TIMEOUT_S = 1.0
 
@@ -86,6 +86,54 @@ def test_a_refusal_is_remembered(grammars: Grammars) -> None:
     again = grammars.matcher_of(request)
     assert again.done()
     assert str(again.exception()) == str(first)
+
+
+def test_a_remembered_refusal_names_the_field_that_it_came_in_now(grammars: Grammars) -> None:
+    for param in ("structured_outputs.regex", "tools"):
+        refusal = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "[", param=param))).exception(30)
+        assert isinstance(refusal, InvalidRequest)
+        assert refusal.param == param
+        assert str(refusal).startswith(f"{param}: this regular expression cannot be used")
+
+
+def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(grammars: Grammars) -> None:
+    assert grammars._taster is not None
+    process = grammars._taster._process or grammars._taster._start()
+    process.kill()
+    process.wait()
+    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "after a death"))).result(30) is not None
+
+
+def test_whoever_leaves_while_waiting_takes_no_place(vocabulary: Vocabulary) -> None:
+    let_go = threading.Event()
+
+    def read_late() -> Vocabulary:
+        let_go.wait(30)
+        return vocabulary
+
+    grammars = Grammars(GrammarConfig(max_waiting=2), read_late, vocab_size=DEMO_VOCAB_SIZE)
+    first = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "first")))
+    for number in range(5):
+        assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, f"{number}"))).cancel()
+    let_go.set()
+    assert first.result(30) is not None
+    grammars.close()
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_and_begin_anew_after_many_uses(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(GrammarConfig(max_cached=3), lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+
+    def is_known(text: str) -> bool:
+        future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
+        was_done = future.done()
+        assert future.result(30) is not None
+        return was_done
+
+    assert [is_known(text) for text in "abcd"] == [False] * 4
+    assert [is_known(text) for text in "dcba"] == [True, True, True, False]
+    uses = [is_known("b") for _ in range(2 * MAX_USES)]
+    assert 1 <= uses.count(False) <= 2
+    grammars.close()
 
 
 def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary) -> None:

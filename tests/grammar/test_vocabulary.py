@@ -40,7 +40,7 @@ def grammars_of(vocabulary: Vocabulary) -> Grammars:
 
 def test_tokens_of_bytes_are_their_bytes(byte_level: Vocabulary) -> None:
     assert byte_level.tokens[:255] == tuple(bytes([byte]) for byte in range(255))  # 255 is in no character
-    assert byte_level.tokens[256 : 256 + len(AWKWARD) - 1] == tuple(dict.fromkeys(AWKWARD))[: len(AWKWARD) - 1]
+    assert set(AWKWARD) <= set(byte_level.tokens)
 
 
 def test_tokens_of_sentencepiece_have_spaces_and_bytes(byte_fallback: Vocabulary) -> None:
