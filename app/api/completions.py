@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.api.reply_schemas import ResponsesRequest
-from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, template_messages
 from app.api.structured_output import grammar_of
 from app.api.token_details import TokenWishes
 from app.api.tool_calls import ToolUse, tool_use
@@ -100,7 +100,7 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
     """Check and tokenize a chat. Raises InvalidRequest."""
     _check_limits(body, model, limits)
     tools = tool_use(body, model.tokenizer, model.tool_format)
-    messages = [message.for_template() for message in body.messages]
+    messages = template_messages(body.messages)
     offered = [tool.for_template() for tool in body.tools] if tools else None
 
     def encode() -> list[tuple[int, ...]]:

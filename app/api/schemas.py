@@ -7,6 +7,7 @@ these classes as JSON schemas; where a validator accepts more than the type behi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -273,6 +274,19 @@ class Message(Schema):
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it; some want the result of a call to name its function."""
+    names: dict[str, str] = {}
+    written = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        one = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            one = {"name": names[message.tool_call_id]} | one
+        written.append(one)
+    return written
 
 
 class ModelRequest(Schema):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.api.completions import ServedModel, check_token_ids, off_the_loop
-from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, template_messages
 
 
 async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> dict[str, Any]:
@@ -36,7 +36,7 @@ async def _of_text(body: TokenizeTextRequest, model: ServedModel) -> tuple[int, 
 
 
 async def _of_chat(body: TokenizeChatRequest, model: ServedModel) -> tuple[int, ...]:
-    messages = [message.for_template() for message in body.messages]
+    messages = template_messages(body.messages)
     tools = [tool.for_template() for tool in body.tools]
     return await off_the_loop(
         lambda: model.tokenizer.encode_chat(

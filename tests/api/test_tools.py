@@ -151,6 +151,20 @@ def test_the_model_is_told_of_tools_and_of_earlier_calls(tokenizer: Tokenizer) -
     assert counted["tokens"] == list(service.request.prompt_token_ids)
 
 
+def test_templates_learn_which_function_a_result_is_of() -> None:
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.name or '-' }} {% endfor %}")
+    service = Service(tokenizer, say(tokenizer, "3"))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+        {"role": "tool", "tool_call_id": "1", "content": "4", "name": "g"},
+        {"role": "tool", "tool_call_id": "2", "content": "5"},
+    ]
+    service.chat(messages=messages, max_tokens=1)
+    assert tokenizer.decode(service.request.prompt_token_ids) == "- f g - "
+
+
 @pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None}])
 def test_without_tools_on_offer_nothing_is_told_and_nothing_is_taken_out(
     tokenizer: Tokenizer, fields: dict[str, Any]
