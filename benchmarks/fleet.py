@@ -42,7 +42,7 @@ from benchmarks.output import write_json
 from benchmarks.percentile import percentile
 from benchmarks.processes import cpu_between
 from benchmarks.progress import tell
-from benchmarks.service import Service, service
+from benchmarks.service import SERVE_DEFAULTS, Service, service
 
 MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
@@ -115,13 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    with service(application(given)) as running, uncollected():
+    variables = SERVE_DEFAULTS if given.serve_defaults else {}
+    with service(application(given), variables=variables) as running, uncollected():
         figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
     return asdict(figures) | {
         **asdict(load),
         "replicas": given.replicas,
         "ingresses": given.ingresses,
         "transport": given.transport,
+        "serve_defaults": given.serve_defaults,
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
         "num_cores": num_usable_cores(),
@@ -288,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--transport", metavar="NAME", help="ingress.transport; default: as the service has it")
+    parser.add_argument(
+        "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
+    )
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer; a vocabulary above 600")
     parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
     return parser
