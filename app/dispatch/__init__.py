@@ -1,7 +1,6 @@
 """Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
 
 from app.dispatch.decision import Candidate, Decision
-from app.dispatch.ends import Ends
 from app.dispatch.groups import Group, GroupChooser, GroupLoads, group_of_rank, of_group
 from app.dispatch.least_loaded import LeastLoaded
 from app.dispatch.ledger import Ledger, Placed, ReplicaReport
@@ -18,7 +17,6 @@ __all__ = [
     "Candidate",
     "Decision",
     "DispatchPolicy",
-    "Ends",
     "Group",
     "GroupChooser",
     "GroupLoads",
