@@ -157,8 +157,7 @@ class Fleet:
 
     async def _begin(self, journal: Journal, avoid: frozenset[str]) -> Attempt:
         while True:
-            now = self._clock()
-            attempt = Attempt(journal.next_request(now), began_at=now)
+            attempt = Attempt(journal.next_request(self._clock()))
             try:
                 self._board.expect(attempt.request, avoid=avoid)
             except Overloaded as full:
@@ -278,7 +277,7 @@ class Fleet:
     def _placed(self, request_id: str, replica_id: str) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
-            attempt.placed(replica_id, self._clock(), is_trusted=replica_id not in self._board.suspects)
+            attempt.placed(replica_id, is_trusted=replica_id not in self._board.suspects)
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)
