@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from contextvars import Context
@@ -15,8 +14,6 @@ from app.engine.request import Request
 from app.errors import EngineStopped, Unavailable
 from app.fleet import Frame, Lost
 from deployments.errors import to_carousel_error
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

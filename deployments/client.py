@@ -53,8 +53,6 @@ class ModelClient:
         # The router and the board share this loop, whatever mode Serve runs in: neither has locks.
         handle._init(_run_router_in_separate_loop=False)
         self._handle = handle
-        self.board = board
-        self.fleet: Fleet | None = None
         self.generate: Generate
         if transport == "frames":
             limits = Limits(
@@ -62,8 +60,7 @@ class ModelClient:
                 place_timeout_s=replicas.place_timeout_s,
                 patience=Patience(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
             )
-            self.fleet = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits, metrics)
-            self.generate = self.fleet.generate
+            self.generate = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits, metrics).generate
         else:
             self.generate = CallPerRequest(handle, board).generate
 
