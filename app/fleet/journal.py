@@ -31,11 +31,6 @@ class Journal:
         return self._request
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything was generated here."""
-        return len(self._token_ids) > len(self._request.generated_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 

@@ -97,7 +97,7 @@ def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
                     next(replica for replica in local.replicas if replica.num_served).kill()
             assert tokens == expected(request)
             assert cached == {0}, "what the second replica found cached is no saving of the caller's"
-            assert (local.fleet.totals.resumes, local.fleet.totals.restarts) == (1, 0)
+            assert local.counts.resumes.total() == 1
 
     asyncio.run(main())
 
@@ -115,7 +115,7 @@ def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> N
 
             *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), hang())
             assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert local.fleet.totals.losses
+            assert set(local.counts.resumes) == {"silent"}
             await until(lambda: not local.board.suspects)  # it speaks again, and is trusted again
             tokens, _ = await collect(local, requests[0])
             assert tokens == expected(requests[0])
@@ -216,8 +216,7 @@ def test_a_replica_that_leaves_ends_what_it_has() -> None:
 
             *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), leave())
             assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert local.fleet.totals.losses == 0
-            assert local.fleet.totals.resumes == local.fleet.totals.restarts == 0
+            assert not local.counts.resumes
 
     asyncio.run(main())
 
