@@ -37,7 +37,6 @@ class Replica:
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
-        self._max_requests = self._deployed.max_requests
         self._outboxes: dict[str, Outbox] = {}  # by ingress
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         gc.collect()
@@ -49,9 +48,7 @@ class Replica:
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
         request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
         """
-        config = retuned(self._deployed, user_config)
-        await self._engine.reconfigure(config)
-        self._max_requests = config.max_requests
+        await self._engine.reconfigure(retuned(self._deployed, user_config))
 
     async def serve(self, request: Request, ingress_id: str) -> None:
         """Serve a request whose tokens go out in `frames` of its ingress; returns when it has ended.
@@ -115,7 +112,7 @@ class Replica:
         return Report(
             group=self._group,
             num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self._max_requests,
+            max_requests=self._engine.max_requests,
             max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,
             num_kv_tokens=stats.num_blocks * stats.block_size,

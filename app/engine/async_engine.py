@@ -67,6 +67,11 @@ class AsyncEngine:
     def facts(self) -> ModelFacts:
         return self._engine.facts
 
+    @property
+    def max_requests(self) -> int:
+        """Running and waiting; more at once are refused. `reconfigure` may change it."""
+        return self._max_requests
+
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream a request's tokens; a delta holds whatever has accumulated since the last one.
 

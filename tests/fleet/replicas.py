@@ -48,7 +48,6 @@ class LocalReplica:
         self.replica_id = replica_id
         self.runner = SteppedRunner(step_s)
         self.engine = AsyncEngine(build_fake_engine(runner=self.runner, num_blocks=400), max_requests=max_requests)
-        self.max_requests = max_requests
         self.group = group
         self.is_dead = False
         self.is_heard = asyncio.Event()  # else nothing comes through and nothing arrives
@@ -62,7 +61,7 @@ class LocalReplica:
         return Report(
             group=self.group,
             num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self.max_requests,
+            max_requests=self.engine.max_requests,
             max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,
             num_kv_tokens=1600,
