@@ -108,18 +108,9 @@ class Replica:
         return outbox
 
     def _report(self) -> Report:
-        stats = self._engine.stats()
-        return Report(
-            group=self._group,
-            num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self._engine.max_requests,
-            max_running=stats.max_running,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_kv_tokens=stats.num_blocks * stats.block_size,
-            kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
-            speed=stats.speed,
-            ended_per_s=stats.ended_per_s,
-            step_age_s=self._engine.step_age_s,
+        engine = self._engine
+        return Report.of(
+            engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 
     def __del__(self) -> None:

@@ -18,7 +18,7 @@ ALLOWED = {
     "app.errors": {"pydantic"},
     "app.dispatch": {"app.errors"},
     "app.engine": {"app.config", "app.errors"},
-    "app.fleet": {"app.dispatch", "app.errors", "app.engine.pace", "app.engine.request"},
+    "app.fleet": {"app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats"},
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
         "torch", "transformers", "triton",

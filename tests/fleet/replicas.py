@@ -57,18 +57,9 @@ class LocalReplica:
         self.outbox = Outbox(self._report, orphaned_after_s=60.0, on_orphaned=lambda: None)
 
     def _report(self) -> Report:
-        stats = self.engine.stats()
-        return Report(
-            group=self.group,
-            num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self.engine.max_requests,
-            max_running=stats.max_running,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_kv_tokens=1600,
-            kv_use=0.0,
-            speed=stats.speed,
-            ended_per_s=stats.ended_per_s,
-            step_age_s=self.engine.step_age_s,
+        engine = self.engine
+        return Report.of(
+            engine.stats(), group=self.group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 
     def kill(self) -> None:
