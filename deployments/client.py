@@ -116,7 +116,7 @@ class CallPerRequest:
         except Exception as error:
             raise _logged(to_carousel_error(error), error, request.request_id) from error
         finally:
-            self._board.end(request.request_id, by_itself=False)
+            self._board.end(request.request_id)
             # Cancelling a call that has failed raises its error once more, as Serve's.
             with suppress(Exception):
                 response.cancel()

@@ -32,7 +32,6 @@ class _Expected:
     avoid: frozenset[str]  # replicas that have just refused or lost it: only where there is no other
     size: RequestSize
     group: str
-    num_generated: int = 0  # since it was placed
     charged_to: str = ""  # the replica on which the ledger has it
     decision: Decision | None = None
 
@@ -123,18 +122,14 @@ class Board:
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """New tokens of a request have come."""
-        expected = self._expected.get(request_id)
-        if expected is not None:
-            expected.num_generated += num_tokens
-            self._ledger.progress(request_id, num_tokens)
+        self._ledger.progress(request_id, num_tokens)
 
-    def end(self, request_id: str, *, by_itself: bool) -> None:
-        """A request has ended, in whatever way; `by_itself`: by a stop or its limit."""
+    def end(self, request_id: str, *, num_generated: int | None = None) -> None:
+        """A request has ended, in whatever way; `num_generated`: after so many tokens, by a stop or its limit."""
         expected = self._expected.pop(request_id, None)
         self._ledger.end(request_id)
-        if by_itself and expected is not None:
-            num_tokens = len(expected.request.generated_token_ids) + expected.num_generated
-            self._lengths.learn(expected.request.sampling.max_tokens, num_tokens)
+        if num_generated is not None and expected is not None:
+            self._lengths.learn(expected.request.sampling.max_tokens, num_generated)
 
     def _charge(self, expected: _Expected, replica_id: str, num_cached_tokens: int) -> None:
         # Booked before it is sent: requests placed in the same moment must see each other.

@@ -127,7 +127,7 @@ class Fleet:
                     await self._wait_for_room(journal, full)
                     avoid = frozenset()
             finally:
-                self._end(attempt)
+                self._end(attempt, journal)
             await asyncio.sleep(pause_s)
 
     @property
@@ -183,13 +183,13 @@ class Fleet:
             seconds = self._limits.place_timeout_s
             attempt.fail(Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again"))
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt, journal: Journal) -> None:
         """The attempt is over, however: nothing of it stays."""
         del self._attempts[attempt.attempt_id]
         attempt.has_ended = True
         if attempt.sending is not None:
             attempt.sending.cancel()
-        self._board.end(attempt.attempt_id, by_itself=attempt.is_done)
+        self._board.end(attempt.attempt_id, num_generated=journal.num_tokens if attempt.is_done else None)
         if attempt.replica_id is not None and attempt.replica_id not in self._board.replica_ids:
             self._close_if_idle(attempt.replica_id)
 

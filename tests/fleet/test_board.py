@@ -45,7 +45,7 @@ def test_a_request_that_went_elsewhere_is_charged_there() -> None:
     [first, second] = board.order(request.request_id, REPLICAS)
     board.placed(request.request_id, second)
     assert place(board)[1] == first
-    board.end(request.request_id, by_itself=False)
+    board.end(request.request_id)
 
 
 def test_a_suspect_is_asked_last_until_it_speaks() -> None:
@@ -68,7 +68,7 @@ def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     board = make_board("prefix_affinity")
     prompt = tuple(range(2, 42))
     request_id, first = place(board, prompt)
-    board.end(request_id, by_itself=True)
+    board.end(request_id, num_generated=4)
     assert {place(board, (*prompt, n))[1] for n in range(6)} == {first}
     board = make_board("prefix_affinity")
     _, first = place(board, (9,), session="mine")
@@ -83,7 +83,7 @@ def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> Non
     line = decision.explain()
     assert line.startswith(f"least_loaded: {first}")
     assert all(replica_id in line for replica_id in REPLICAS)
-    board.end(request_id, by_itself=True)
+    board.end(request_id, num_generated=4)
     assert board.decision(request_id) is None
 
 
