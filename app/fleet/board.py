@@ -175,6 +175,7 @@ class Board:
         """These replicas take requests from now on, and no others."""
         self._reports = {replica_id: self._reports.get(replica_id) for replica_id in replica_ids}
         self._suspects.intersection_update(replica_ids)
+        self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)

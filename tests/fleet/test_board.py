@@ -123,3 +123,15 @@ def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
     assert told == [["b", "c"]]
     assert sorted(board.replica_ids) == ["b", "c"]
     assert list(board.reports) == ["b"]
+
+
+def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
+    """A service that rolls out new versions for months sees thousands come and go."""
+    board = make_board()
+    board.note("a", make_report(num_requests=9))
+    board.set_replicas(["b"])
+    board.set_replicas(REPLICAS)
+    request_id, _ = place(board)
+    decision = board.decision(request_id)
+    assert decision is not None
+    assert {candidate.replica_id: candidate.num_ahead for candidate in decision.reasons} == {"a": 0, "b": 0}
