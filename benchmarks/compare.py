@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.entry import FIGURES, Entry, EntryFailed, Figures
 from benchmarks.errors import BenchmarkError, refused
@@ -135,7 +136,7 @@ def summary(standings: Sequence[Standing], given: argparse.Namespace) -> dict[st
         "device": given.device,
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.answer import Answer, ask
 from benchmarks.errors import BenchmarkError, refused
@@ -125,7 +126,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
         "num_cores": num_usable_cores(),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 

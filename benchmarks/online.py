@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.arrivals import Arrivals
 from benchmarks.errors import BenchmarkError, refused
@@ -95,7 +96,7 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
         "slo_ttft_ms": given.slo_ttft_ms,
         "slo_itl_ms": given.slo_itl_ms,
         "cpu": machine.cpu_name(),
-        "commit": machine.commit(),
+        "commit": commit(),
     }
     if given.sweep is None:
         return outcomes, setup | outcomes[0].to_dict()

@@ -20,6 +20,7 @@ from typing import Any
 
 from app.assembly import assemble
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.arrivals import Arrivals
 from benchmarks.carousel import Carousel
@@ -119,7 +120,7 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
         "trials": [outcome.to_dict() for outcome in outcomes],
         "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 
