@@ -64,9 +64,8 @@ class Answering:
     async def _response(self, endpoint: _Endpoint, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
         arrived_at = self._metrics.arrived()
         call = await self._call(endpoint, body)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await whole_response(Progress(call, request_id, metrics), generate_pieces(call), endpoint.form)
+        progress = Progress.measured(call, request_id, self._metrics, arrived_at=arrived_at)
+        return await whole_response(progress, generate_pieces(call), endpoint.form)
 
     async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> Call:
         model_name = NO_MODEL

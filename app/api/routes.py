@@ -181,9 +181,7 @@ class _Api:
     ) -> Response:
         arrived_at = self._metrics.arrived()
         call, is_streamed = await self._call(request, schema, prepare)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request.state.request_id, metrics)
+        progress = Progress.measured(call, request.state.request_id, self._metrics, arrived_at=arrived_at)
         visit_of(request).num_used = progress.num_tokens
         pieces = generate_pieces(call)
         response: Response
