@@ -28,7 +28,7 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
-    "app.batches": {"app.config", "app.errors", "pydantic_core"},
+    "app.batches": {"app.config", "app.disk", "app.errors", "pydantic_core"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
@@ -36,7 +36,7 @@ ALLOWED = {
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "app.api", "app.config", "app.disk", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
