@@ -1,7 +1,7 @@
 """Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
 
 from app.dispatch.decision import Candidate, Decision
-from app.dispatch.groups import Group, GroupChooser, GroupLoads, group_of_rank, of_group
+from app.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
 from app.dispatch.least_loaded import LeastLoaded
 from app.dispatch.ledger import Ledger, Placed, ReplicaReport
 from app.dispatch.lengths import OutputLengths
@@ -19,7 +19,6 @@ __all__ = [
     "DispatchPolicy",
     "Group",
     "GroupChooser",
-    "GroupLoads",
     "LeastLoaded",
     "Ledger",
     "OutputLengths",

@@ -91,7 +91,7 @@ class Board:
         )
         session_replica_id = self._sessions.replica_of(request.session) if request.session else None
         loads = self._loads(replica_ids, cached, session_replica_id)
-        of_its_group = of_group(loads, expected.group).loads
+        of_its_group = of_group(loads, expected.group)
         shunned = self._suspects | expected.avoid
         trusted = [load for load in of_its_group if load.replica_id not in shunned]
         decision = self._policy.decide(trusted or of_its_group, expected.size)
