@@ -3,7 +3,7 @@
 from app.dispatch.decision import Candidate, Decision
 from app.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
 from app.dispatch.least_loaded import LeastLoaded
-from app.dispatch.ledger import Ledger, Placed, ReplicaReport
+from app.dispatch.ledger import Ledger, ReplicaReport
 from app.dispatch.lengths import OutputLengths
 from app.dispatch.load import ReplicaLoad, RequestSize
 from app.dispatch.named import make_policy
@@ -22,7 +22,6 @@ __all__ = [
     "LeastLoaded",
     "Ledger",
     "OutputLengths",
-    "Placed",
     "PrefixAffinity",
     "PrefixIndex",
     "ReplicaLoad",

@@ -196,7 +196,6 @@ class Board:
                 num_prefill_tokens=report.num_waiting_tokens,
                 max_running=report.max_running,
                 tokens_per_s=report.speed,
-                kv_use=report.kv_use,
             ),
             now=self._clock(),
         )

@@ -18,7 +18,6 @@ class Report(NamedTuple):
     max_running: int  # the others wait
     num_waiting_tokens: int  # of the prompts that wait
     num_kv_tokens: int  # that fit into its KV memory
-    kv_use: float  # share of it that running requests hold, 0 to 1
     speed: float  # tokens a second in steps of one size, the same on all replicas; 0 while not known
     ended_per_s: float  # requests that end in a second of computing
     step_age_s: float  # for how long the step that runs now has been running
@@ -33,7 +32,6 @@ class Report(NamedTuple):
             max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,
             num_kv_tokens=stats.num_blocks * stats.block_size,
-            kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
             speed=stats.speed,
             ended_per_s=stats.ended_per_s,
             step_age_s=step_age_s,

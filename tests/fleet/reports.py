@@ -13,7 +13,6 @@ def make_report(*, group: str = "", num_requests: int = 0, max_requests: int = 1
         max_running=8,
         num_waiting_tokens=0,
         num_kv_tokens=4096,
-        kv_use=0.0,
         speed=100.0,
         ended_per_s=4.0,
         step_age_s=0.0,
