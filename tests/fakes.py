@@ -98,9 +98,17 @@ class GatedRunner(CountingRunner):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Semaphore(0)
+        self.is_waiting = False  # in a step, at the gate
+
+    def shut(self) -> None:
+        """Let nothing through that was not let through by now."""
+        while self.gate.acquire(blocking=False):
+            pass
 
     def run(self, batch: Batch) -> list[int]:
+        self.is_waiting = True
         self.gate.acquire()
+        self.is_waiting = False
         return super().run(batch)
 
 
