@@ -419,7 +419,9 @@ def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: T
         file = await client.files.create(file=("a.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         batch_ids.append(batch.id)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            while len(service.generate.requests) <= 5:  # noqa: ASYNC110 (every line has been refused, one of them twice)
+                await asyncio.sleep(0.01)
         counts = (await client.batches.retrieve(batch.id)).request_counts
         assert counts is not None
         assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
