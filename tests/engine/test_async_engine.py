@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from app.engine.batch import Batch
 from app.engine.engine import ModelRunner
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
-from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request, until
 
 
 @contextmanager
@@ -34,13 +34,6 @@ async def collect(engine: AsyncEngine, request: Request) -> list[int]:
         async for delta in deltas:
             tokens += delta.token_ids
     return tokens
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that the engine's thread or another brings about."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (the condition may be anything)
-            await asyncio.sleep(0.002)
 
 
 def is_stopping(engine: AsyncEngine) -> bool:

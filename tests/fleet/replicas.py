@@ -16,14 +16,7 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch
 from app.engine.request import Request
 from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
-from tests.fakes import CountingRunner, build_fake_engine
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that takes longer on a busy machine."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (the condition may be anything)
-            await asyncio.sleep(0.002)
+from tests.fakes import CountingRunner, build_fake_engine, until
 
 
 class SteppedRunner(CountingRunner):

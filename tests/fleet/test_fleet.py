@@ -11,8 +11,8 @@ import pytest
 from app.dispatch import Group
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
-from tests.fakes import FakeClock, expected_tokens, make_request
-from tests.fleet.replicas import LocalFleet, LocalReplica, until
+from tests.fakes import FakeClock, expected_tokens, make_request, until
+from tests.fleet.replicas import LocalFleet, LocalReplica
 
 
 async def collect(local: LocalFleet, request: Request) -> tuple[list[int], TokenDelta]:

@@ -7,7 +7,6 @@ import pickle
 from app.engine.request import FinishReason, Queued, TokenDelta
 from app.errors import Overloaded
 from app.fleet import Frame, Report
-from tests.fakes import build_fake_engine, make_request
 from tests.fleet.reports import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
@@ -33,14 +32,3 @@ def test_an_error_arrives_with_its_numbers() -> None:
     [arrived] = pickle.loads(pickle.dumps(Frame(0, REPORT, (delta,)))).deltas
     assert isinstance(arrived.error, Overloaded)
     assert (str(arrived.error), arrived.error.retry_after_s) == ("full", 3.0)
-
-
-def test_a_report_says_what_the_engines_snapshot_says() -> None:
-    engine = build_fake_engine(num_blocks=64, block_size=4, max_running=1)
-    for prompt in ((5,) * 8, (6,) * 9):
-        engine.add(make_request(prompt))
-    engine.step()
-    report = Report.of(engine.stats(), group="blue", max_requests=10, step_age_s=0.5)
-    assert (report.num_requests, report.max_running, report.num_waiting_tokens) == (2, 1, 9)
-    assert report.num_kv_tokens == 256
-    assert (report.group, report.max_requests, report.step_age_s) == ("blue", 10, 0.5)
