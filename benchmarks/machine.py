@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import tomllib
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def seconds_since_start() -> float | None:
         return None
     started_ticks = int(stat[0].rpartition(")")[2].split()[19])
     return float(uptime[0].split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """Seconds that this process has computed."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def peak_rss_mb() -> int | None:
