@@ -24,7 +24,6 @@ import asyncio
 import gc
 import json
 import random
-import resource
 import sys
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.answer import Answer, ask
 from benchmarks.errors import BenchmarkError, refused
@@ -127,7 +127,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
         "num_cores": num_usable_cores(),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 
@@ -176,13 +176,13 @@ def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int, i
     began = time.perf_counter()
     time.sleep(idle_s)
     idle_cpu_s = sum(cpu_between(before, running.processes()).values()) / (time.perf_counter() - began)
-    before, client_before = running.processes(), _own_cpu_s()
+    before, client_before = running.processes(), machine.own_cpu_s()
     rounds = []
     for number in range(1, num_rounds + 1):
         rounds.append(asyncio.run(play(running.target, requests, load, tokens=load.tokens)))
         done = rounds[-1]
         tell(f"round {number} of {num_rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
-    client_cpu_s, after = _own_cpu_s() - client_before, running.processes()
+    client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
     return figures_of(
         rounds,
         load,
@@ -271,11 +271,6 @@ def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
 def _at(samples: Sequence[float], percent: float) -> float:
     found = percentile(samples, percent)
     return round(found if found is not None else 0.0, 3)
-
-
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _parser() -> argparse.ArgumentParser:

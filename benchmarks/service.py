@@ -78,7 +78,7 @@ def service(
 ) -> Iterator[Service]:
     """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
 
-    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265. `variables`: of its environment.
+    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265. `variables`: its environment's.
 
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
@@ -90,7 +90,7 @@ def service(
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
-            env=_environment(token) | variables,
+            env=_environment(token) | dict(variables),
             stdout=sys.stderr,
         )
         try:

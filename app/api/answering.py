@@ -9,7 +9,7 @@ from typing import Any
 
 from app.api.body import parse
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, by_any_name, model_named, prepare_chat, prepare_completion
 from app.api.errors import error_body, error_status, log_error
 from app.api.parameters import UnknownFields
 from app.api.responses import ChatFormat, CompletionFormat, Format, Progress, whole_response
@@ -40,7 +40,7 @@ class Answering:
 
     def __init__(self, models: Sequence[ServedModel], limits: ApiConfig, metrics: RequestMetrics) -> None:
         """`metrics` measures lines as it does requests; it knows the models."""
-        self._models = {model.name: model for model in models}
+        self._models = by_any_name(models)
         self._limits = limits
         self._metrics = metrics
         self._unknown_fields = UnknownFields()
@@ -64,9 +64,8 @@ class Answering:
     async def _response(self, endpoint: _Endpoint, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
         arrived_at = self._metrics.arrived()
         call = await self._call(endpoint, body)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await whole_response(Progress(call, request_id, metrics), generate_pieces(call), endpoint.form)
+        progress = Progress.measured(call, request_id, self._metrics, arrived_at=arrived_at)
+        return await whole_response(progress, generate_pieces(call), endpoint.form)
 
     async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> Call:
         model_name = NO_MODEL

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, by_any_name, model_named, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
@@ -110,7 +110,7 @@ class _Api:
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
     ) -> None:
-        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._models = by_any_name(models)
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
@@ -181,9 +181,7 @@ class _Api:
     ) -> Response:
         arrived_at = self._metrics.arrived()
         call, is_streamed = await self._call(request, schema, prepare)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request.state.request_id, metrics)
+        progress = Progress.measured(call, request.state.request_id, self._metrics, arrived_at=arrived_at)
         visit_of(request).num_used = progress.num_tokens
         pieces = generate_pieces(call)
         response: Response
@@ -227,8 +225,7 @@ class _Api:
         """The model of that name; without a name the only one that this account may use."""
         if name is not None and name in self._models:
             account.check_model(self._models[name].name)
-            return self._models[name]
-        return model_named(name, {model.name: model for model in self._models.values() if account.may_use(model.name)})
+        return model_named(name, {each: model for each, model in self._models.items() if account.may_use(model.name)})
 
 
 def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from app.batches.objects import new_file_id
+from app.disk import sync_folder
 
 
 class FileFolder:
@@ -73,7 +74,7 @@ class FileDraft:
         os.fsync(self._file.fileno())
         self._file.close()
         self._path.replace(self._kept_path)
-        _sync_folder(self._kept_path.parent)
+        sync_folder(self._kept_path.parent)
 
     def abandon(self) -> None:
         """Remove it, unless it was kept."""
@@ -99,11 +100,3 @@ class FolderLock:
     def release(self) -> None:
         """Give it back; it cannot be acquired again."""
         self._file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
