@@ -88,6 +88,7 @@ class Fleet:
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
         self._lines: dict[str, Line] = {}
+        self._calls_under_way: set[asyncio.Task[None]] = set()
         board.on_replicas = self._replicas_changed
         board.on_placed = self._placed
         self._replicas_changed(board.replica_ids)
@@ -153,6 +154,8 @@ class Fleet:
                 continue
             self._attempts[attempt.attempt_id] = attempt
             attempt.sending = asyncio.get_running_loop().create_task(self._send(attempt))
+            self._calls_under_way.add(attempt.sending)
+            attempt.sending.add_done_callback(self._calls_under_way.discard)
             return attempt
 
     def _with_place(self, attempt: Attempt, queued: Queued) -> Queued:
@@ -187,7 +190,7 @@ class Fleet:
         """The attempt is over, however: nothing of it stays."""
         del self._attempts[attempt.attempt_id]
         attempt.has_ended = True
-        if attempt.sending is not None:
+        if attempt.sending is not None and not attempt.is_done:  # else the call returns now, which costs less
             attempt.sending.cancel()
         self._board.end(attempt.attempt_id, num_generated=journal.num_tokens if attempt.is_done else None)
         if attempt.replica_id is not None and attempt.replica_id not in self._board.replica_ids:
