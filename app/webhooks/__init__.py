@@ -1,0 +1,7 @@
+"""Signed messages to whoever wants to hear of an end: to public addresses only. Knows no batches and no storage."""
+
+from app.webhooks.courier import Courier, DeliveryFailed
+from app.webhooks.message import Message, new_message_id
+from app.webhooks.pauses import pause_s
+
+__all__ = ["Courier", "DeliveryFailed", "Message", "new_message_id", "pause_s"]
