@@ -77,6 +77,7 @@ class Store:
             )
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+        self._connection.execute("PRAGMA secure_delete = FAST")  # a secret that is forgotten is not in the file
         self._connection.executescript(_SCHEMA)
         self.letters = letters.Letters(self._connection)
 

@@ -40,16 +40,18 @@ async def served(
         )
 
 
+def client_of(app: Any) -> httpx.AsyncClient:
+    """A client of this app."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel")
+
+
 def with_http(
     service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
 ) -> None:
     """Let somebody use it."""
 
     async def main() -> None:
-        async with (
-            served(service, folder, **settings) as app,
-            httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel") as client,
-        ):
+        async with served(service, folder, **settings) as app, client_of(app) as client:
             await use(client)
 
     asyncio.run(main())

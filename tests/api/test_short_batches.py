@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from app.api.openapi import BATCH_BODIES, openapi_document
 from app.config import ApiConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.api.batch_services import job_ended, with_http
+from tests.api.batch_services import client_of, job_ended, served, with_http
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_openapi import every_reference
+from tests.webhooks.receivers import SECRET, Receiver, config
 
 JOB = {"async": True}
 
@@ -342,3 +344,44 @@ def test_the_routes_of_files_and_batches_are_described_where_they_are_served(ser
 
     with_http(service, tmp_path, use)
     assert "/v1/batch" not in openapi_document(ApiConfig())["paths"]
+
+
+@pytest.mark.parametrize("path", ["/v1/batch", "/v1/batches"])
+def test_a_signed_webhook_tells_of_the_end(service: Service, tmp_path: Path, path: str) -> None:
+    async def main() -> None:
+        async with Receiver() as receiver:
+            webhook = {"url": receiver.url, "secret": SECRET}
+            async with served(service, tmp_path, webhooks=config(receiver)) as app, client_of(app) as client:
+                if path == "/v1/batch":
+                    asked: dict[str, Any] = {"prompts": ["Hi"], "async": True}
+                else:
+                    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+                    form = {"files": {"file": ("a.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+                    file = (await client.post("/v1/files", **form)).json()
+                    asked = {
+                        "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h",
+                    }  # fmt: skip
+                begun = (await client.post(path, json=asked | {"webhook": webhook})).json()
+                assert begun["webhook"]["status"] == "waiting"
+                [received] = await receiver.got(1)
+                event = openai.OpenAI(api_key="none", webhook_secret=SECRET).webhooks.unwrap(
+                    received.body, received.headers
+                )
+                assert (event.type, event.data.id) == ("batch.completed", begun["id"])  # type: ignore[union-attr]
+                job = await job_ended(client, begun["id"])
+                assert SECRET not in json.dumps([begun, job])
+                refused = await client.post(path, json=asked | {"webhook": webhook | {"url": "https://10.0.0.1/"}})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "webhook.url")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("secret", [None, 5, [SECRET], SECRET * 20, "canary-secret"], ids=str)
+def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secret: Any) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        response = await post(client, ["Hi"], webhook={"url": "https://example.com/", "secret": secret}, **JOB)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "webhook.secret")
+        assert SECRET not in response.text
+        assert "canary" not in response.text
+
+    with_http(service, tmp_path, use)
