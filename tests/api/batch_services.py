@@ -26,10 +26,10 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 async def served(
     service: Service, folder: Path, *, api: ApiConfig | None = None, courier: Courier | None = None, **settings: Any
 ) -> AsyncIterator[Any]:
-    """The app; with API keys, those of `api`."""
+    """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
-    doorkeeper = KeyRing(api.keys) if api.keys else OpenDoor()
-    answering = Answering(service.models, api, RequestMetrics(model.name for model in service.models), doorkeeper)
+    doorkeeper, of_lines = (KeyRing(api.keys) if api.keys else OpenDoor() for _ in range(2))
+    answering = Answering(service.models, api, RequestMetrics(model.name for model in service.models), of_lines)
     async with LocalBatchService(folder, config, answering.answer, courier=courier) as batches:
         yield build_app(
             service.models,
