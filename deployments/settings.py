@@ -25,6 +25,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
+from app.webhooks import check_default
 
 BUILDER = "deployments.application:build"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -127,6 +128,8 @@ def check(config: ApplicationConfig) -> None:
                 f"{where}.name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
                 f"{deployment_name(model)!r}; change more than punctuation"
             )
+    if config.batches is not None:
+        check_default(config.batches.webhooks)
 
 
 def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:

@@ -8,13 +8,12 @@ import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from app.batches.letters import Letter, Letters, LetterState
 from app.batches.one_thread import OneThread
 from app.batches.service import NewWebhook
 from app.config import WebhooksConfig
-from app.webhooks import Courier, DeliveryFailed, Message, pause_s
+from app.webhooks import Courier, DeliveryFailed, Message, default_secret, pause_s
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class Postman:
     async def _message(self, letter: Letter) -> Message:
         receiver = letter.receiver
         if receiver is None:
-            receiver = await asyncio.to_thread(default_receiver, self._config)
+            receiver = await asyncio.to_thread(_default_receiver, self._config)
         return Message(
             id=letter.id,
             url=receiver.url,
@@ -126,12 +125,10 @@ class Postman:
         )
 
 
-def default_receiver(config: WebhooksConfig) -> NewWebhook:
-    """Whoever hears of all batches. Raises DeliveryFailed when there is none now."""
-    if config.url is None or config.secret_file is None:
+def _default_receiver(config: WebhooksConfig) -> NewWebhook:
+    if config.url is None:
         raise DeliveryFailed("there is no default receiver any more", is_final=True)
     try:
-        secret = Path(config.secret_file).expanduser().read_text().strip()
+        return NewWebhook(url=config.url, secret=default_secret(config))
     except (OSError, ValueError):
         raise DeliveryFailed("the file with the secret cannot be read") from None
-    return NewWebhook(url=config.url, secret=secret)
