@@ -504,7 +504,7 @@ class ApiConfig(Settings):
 
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
     max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one completions call")
+    max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one call that waits for its answer")
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
     heartbeat_s: float = Field(
@@ -611,7 +611,9 @@ class ApplicationConfig(Settings):
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
     metrics: MetricsConfig = MetricsConfig()
-    batches: BatchesConfig | None = Field(None, description="/v1/files and /v1/batches; `{}` takes the defaults below")
+    batches: BatchesConfig | None = Field(
+        None, description="files, batches and /v1/batch; `{}` takes the defaults below"
+    )
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:
