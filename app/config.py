@@ -549,7 +549,7 @@ class WebhooksConfig(Settings):
     secret_file: str | None = Field(
         None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
     )
-    allow_http: bool = Field(False, description="webhooks: http:// too, unencrypted")
+    allow_http: bool = Field(False, description="webhooks: http:// too, unencrypted; needs its port in `ports`")
     ports: tuple[Port, ...] = Field((443, 8443), min_length=1, description="webhooks: ports that messages may go to")
     allowed_networks: tuple[str, ...] = Field(
         (), max_length=64, description="webhooks: networks that messages may go to beside public addresses: 10.1.0.0/16"
@@ -587,6 +587,9 @@ class BatchesConfig(Settings):
         "~/.local/share/carousel/batches",
         min_length=1,
         description="batches: folder that keeps files and batches over restarts; one service each",
+    )
+    files: str | None = Field(
+        None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
     max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, le=10**11, description="batches: bytes of one file")
     max_total_bytes: int = Field(

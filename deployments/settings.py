@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from app.batches.remote_contents import filesystem_at
 from app.config import (
     ApiConfig,
     ApplicationConfig,
@@ -130,6 +131,8 @@ def check(config: ApplicationConfig) -> None:
             )
     if config.batches is not None:
         check_default(config.batches.webhooks)
+        if config.batches.files is not None:
+            filesystem_at(config.batches.files)
 
 
 def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:

@@ -28,7 +28,7 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
-    "app.batches": {"app.config", "app.errors", "app.webhooks", "pydantic_core"},
+    "app.batches": {"app.config", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",

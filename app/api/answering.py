@@ -71,13 +71,23 @@ class Answering:
         self._doorkeeper = doorkeeper or OpenDoor()
         self._unknown_fields = UnknownFields()
 
-    def check_shared(self, endpoint: str, body: Mapping[str, Any], *, is_strict: bool) -> GenerationRequest:
-        """What many requests have in common, typed, with a prompt that stands for theirs. Raises InvalidRequest."""
-        return parse(body, _ENDPOINTS[endpoint].schema, self._unknown_fields, is_strict=is_strict)
+    async def check_shared(
+        self, visit: Visit, endpoint: str, body: Mapping[str, Any], *, is_strict: bool
+    ) -> GenerationRequest:
+        """What many requests have in common, typed, found out with a prompt that stands for theirs.
 
-    def check_model(self, visit: Visit, body: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest when there is no model for this body, or the caller's key is not for it."""
-        model_for(visit.account, body.get("model"), self._models)
+        Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
+        """
+        asked = _ENDPOINTS[endpoint]
+        try:
+            parsed = parse(body, asked.schema, self._unknown_fields, is_strict=is_strict)
+            model = model_for(visit.account, parsed.model, self._models)
+            visit.account.max_tokens(parsed.asked_tokens, parsed.length_param)
+            await asked.prepare(parsed, model, self._limits)
+        except CarouselError as error:
+            self._metrics.model(NO_MODEL).refused(error)
+            raise
+        return parsed
 
     async def answer(self, owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
         """What an HTTP client would have got for this line at this endpoint, one of BATCH_ENDPOINTS.

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJs
 
 from app.api.answering import Answering
 from app.api.batches import Metadata, WebhookRequest
+from app.api.limits import Visit
 from app.api.schemas import MAX_PROMPTS, Schema, from_validation_error
 from app.batches import Json
 from app.errors import InvalidRequest
@@ -77,7 +78,7 @@ class PromptList:
         return [{**self.shared, name: prompt} for prompt in self.asked.prompts]
 
 
-def prompt_list(body: Mapping[str, Any], answering: Answering, *, is_strict: bool) -> PromptList:
+async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visit, *, is_strict: bool) -> PromptList:
     """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
@@ -91,7 +92,10 @@ def prompt_list(body: Mapping[str, Any], answering: Answering, *, is_strict: boo
     if shared.get("stream"):
         raise InvalidRequest("a batch is not streamed; leave stream out", param="stream")
     endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
-    common = answering.check_shared(endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
+    common = await answering.check_shared(visit, endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
+    for name in ("webhook", "metadata"):
+        if getattr(asked, name) is not None and not asked.is_async:
+            raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
     if asked.is_async and common.deadline_s is not None:
         raise InvalidRequest("a job has all the time of its batch; leave deadline_s out", param="deadline_s")
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, num_choices=len(asked.prompts) * common.n)

@@ -51,8 +51,8 @@ class ShortBatchRoutes:
         config = self._config
         body = await read_json_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
-        prompts = prompt_list(body, self._answering, is_strict=is_strict(request.headers))
-        self._answering.check_model(visit_of(request), prompts.shared)
+        strict = is_strict(request.headers)
+        prompts = await prompt_list(body, self._answering, visit_of(request), is_strict=strict)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
         return JSONResponse(await self._answer(request, prompts))
@@ -69,8 +69,6 @@ class ShortBatchRoutes:
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
     async def _answer(self, request: Request, prompts: PromptList) -> Json:
-        if prompts.asked.webhook is not None or prompts.asked.metadata is not None:
-            raise InvalidRequest("webhook and metadata are for jobs; send async: true with them", param="webhook")
         if prompts.num_choices > self._config.max_prompts:
             raise InvalidRequest(
                 f"the prompts make {prompts.num_choices:,} choices; this server answers {self._config.max_prompts:,} "

@@ -72,11 +72,16 @@ class Letters:
     def take(self, now: float, until: float, limit: int) -> list[Letter]:
         """The letters that are due, each as one more attempt; due again at `until`. A transaction of its own.
 
-        An attempt counts before it is made: what dies in it comes again, and whatever it was cannot come for ever.
+        Owners take turns, so that nobody waits behind all the letters of another. An attempt counts before it is made:
+        what dies in it comes again, and whatever it was cannot come for ever.
         """
         rows = self._connection.execute(
             """UPDATE letters SET num_attempts = num_attempts + 1, due_at = ? WHERE batch_id IN
-               (SELECT batch_id FROM letters WHERE due_at <= ? ORDER BY due_at LIMIT ?) RETURNING *""",
+               (SELECT batch_id FROM
+                (SELECT batch_id, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
+                 FROM letters JOIN batches ON batches.id = batch_id WHERE due_at <= ?)
+                ORDER BY turn, due_at LIMIT ?)
+               RETURNING *""",
             (until, now, limit),
         ).fetchall()
         return [_letter(row) for row in rows]

@@ -84,6 +84,7 @@ class LocalBatchService:
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
+        self._keeping: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
@@ -135,7 +136,7 @@ class LocalBatchService:
             lock.release()
 
     async def _hold(self) -> None:
-        store, folder = await self._thread.run(_open_folder, self._path)
+        store, folder = await self._thread.run(_open_folder, self._path, self._config.files)
         webhooks = self._config.webhooks
         postman = Postman(store.letters, self._thread, self._courier, webhooks, self._clock, random.Random())
         runner = Runner(store, folder, self._thread, self._answer, self._config, self._clock, postman.wake)
@@ -153,6 +154,7 @@ class LocalBatchService:
         finally:
             self._open = None
             await runner.close()
+            await asyncio.gather(*self._keeping, return_exceptions=True)
             for upload in self._uploads.values():
                 upload.draft.abandon()
             self._uploads.clear()
@@ -165,7 +167,8 @@ class LocalBatchService:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
             for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
-                await self._thread.run(_remove, opened, file_id)
+                await self._thread.run(opened.store.remove_file, file_id)
+                await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
             logger.exception("files and uploads whose time is over could not be removed")
 
@@ -208,9 +211,33 @@ class LocalBatchService:
             filename=new.filename,
             purpose=new.purpose,
         )
-        await self._run(_keep, opened, upload.draft, file)
         del self._uploads[upload_id]
+        # To its end, whoever waits for it: a file is kept and known, or neither.
+        keeping = asyncio.create_task(self._keep(opened, upload.draft, file))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        await self._translated(asyncio.shield(keeping))
         return file_object(file)
+
+    async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
+        """Not in the store's thread: a large file on its way to a storage elsewhere would hold up all others."""
+        try:
+            await asyncio.to_thread(draft.keep)
+        except STORAGE_FAILURES:
+            await asyncio.to_thread(draft.abandon)
+            raise
+        try:
+            await self._thread.run(opened.store.add_file, file)
+        except STORAGE_FAILURES:
+            await self._delete_content(opened, file.id)
+            raise
+
+    async def _delete_content(self, opened: _Open, file_id: str) -> None:
+        """Of a file that the store does not know; when it fails it is swept away at the next start."""
+        try:
+            await asyncio.to_thread(opened.folder.delete, file_id)
+        except OSError:
+            logger.exception("the content of %s could not be deleted", file_id)
 
     async def abandon_upload(self, upload_id: str) -> None:
         """See `BatchService`."""
@@ -229,13 +256,17 @@ class LocalBatchService:
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         """See `BatchService`."""
-        await self._file(owner, file_id)
+        if offset >= (await self._file(owner, file_id)).bytes:
+            return b""
         return await self._translated(asyncio.to_thread(_read, self._opened_now().folder, file_id, offset, max_bytes))
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         """See `BatchService`."""
         await self._file(owner, file_id)
-        await self._run(_remove_unread, self._opened_now(), file_id)
+        opened = self._opened_now()
+        # The store first: after a crash between the two the content is swept away.
+        await self._run(_forget_unread, opened.store, file_id)
+        await self._delete_content(opened, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     # Batches
@@ -342,33 +373,18 @@ class LocalBatchService:
 # In the store's thread, each in one go:
 
 
-def _open_folder(path: Path) -> tuple[Store, FileFolder]:
-    folder = FileFolder(path)
+def _open_folder(path: Path, files_url: str | None) -> tuple[Store, FileFolder]:
+    folder = FileFolder(path, files_url)
     store = Store(path)
     folder.sweep(store.file_ids())
     return store, folder
 
 
-def _keep(opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-    draft.keep()
-    try:
-        opened.store.add_file(file)
-    except STORAGE_FAILURES:
-        opened.folder.delete(file.id)
-        raise
-
-
-def _remove(opened: _Open, file_id: str) -> None:
-    # The store first: after a crash between the two the content is swept away.
-    opened.store.remove_file(file_id)
-    opened.folder.delete(file_id)
-
-
-def _remove_unread(opened: _Open, file_id: str) -> None:
-    readers = opened.store.readers(file_id)
+def _forget_unread(store: Store, file_id: str) -> None:
+    readers = store.readers(file_id)
     if readers:
         raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
-    _remove(opened, file_id)
+    store.remove_file(file_id)
 
 
 def _add_batch(store: Store, batch: Batch, letter: NewLetter | None, now: float) -> None:
@@ -390,9 +406,7 @@ def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
 
 def _read(folder: FileFolder, file_id: str, offset: int, max_bytes: int) -> bytes:
     try:
-        with folder.path(file_id).open("rb") as file:
-            file.seek(offset)
-            return file.read(max_bytes)
+        return folder.read(file_id, offset, max_bytes)
     except FileNotFoundError:
         raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
 

@@ -9,10 +9,10 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from pathlib import Path
+from functools import partial
 
 from app.batches.folder import FileFolder
-from app.batches.input_file import InputRules, check, read_lines
+from app.batches.input_file import InputRules, OpenFile, check, read_lines
 from app.batches.line import Answer, Answered, InputLine, Json, result_of
 from app.batches.objects import OUTPUT_PURPOSE, Batch, LineError, Status, StoredFile
 from app.batches.one_thread import OneThread
@@ -127,7 +127,7 @@ class Runner:
             await self._finish(batch, _ENDS[batch.status])
 
     async def _validate(self, batch: Batch) -> Batch:
-        checked = await asyncio.to_thread(check, self._path(batch), self._rules(batch))
+        checked = await asyncio.to_thread(check, self._opener(batch), self._rules(batch))
         logger.info("batch %s: %d lines, %d errors", batch.id, checked.num_lines, len(checked.errors))
         if checked.errors:
             return await self._change(
@@ -167,7 +167,7 @@ class Runner:
         ended = await self._thread.run(self._store.ended_lines, batch.id)
         if ended:
             logger.info("batch %s goes on: %d of %d lines have ended", batch.id, len(ended), batch.num_lines)
-        lines, reader = read_lines(self._path(batch), self._rules(batch)), OneThread()
+        lines, reader = read_lines(self._opener(batch), self._rules(batch)), OneThread()
         try:
             async with asyncio.TaskGroup() as group:
                 while (line := await reader.run(next, lines, None)) is not None:
@@ -246,8 +246,8 @@ class Runner:
         """Change the batch unless it was cancelled meanwhile; the batch as it is then."""
         return await self._thread.run(self._store.change_batch, batch.id, batch.status, **changes)
 
-    def _path(self, batch: Batch) -> Path:
-        return self._folder.path(batch.input_file_id)
+    def _opener(self, batch: Batch) -> OpenFile:
+        return partial(self._folder.open, batch.input_file_id)
 
     def _rules(self, batch: Batch) -> InputRules:
         return InputRules(

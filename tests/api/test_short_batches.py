@@ -104,7 +104,12 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
         ({"prompts": ["Hi"], "async": True, "deadline_s": 5}, "deadline_s"),
         ({"prompts": ["Hi"], "async": True, "metadata": {"k": 1}}, "metadata.k"),
         ({"prompts": ["Hi"], "async": True, "webhook": {"url": "https://a.example"}}, "webhook.secret"),
-        ({"prompts": ["Hi"], "metadata": {"k": "v"}}, "webhook"),
+        ({"prompts": ["Hi"], "metadata": {"k": "v"}}, "metadata"),
+        ({"prompts": ["Hi"], "webhook": {"url": "https://a.example", "secret": SECRET}}, "webhook"),
+        ({"prompts": ["Hi"], "n": 17, "async": True}, "n"),
+        ({"prompts": ["Hi"], "stop": ["x" * 300]}, "stop"),
+        ({"prompts": ["Hi"], "max_tokens": 200}, "max_tokens"),
+        ({"prompts": ["Hi"], "logit_bias": {"99999": 1}}, "logit_bias"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -191,8 +196,8 @@ def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokeni
         used = answer.json()["usage"]["total_tokens"]
         left = int((await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"])
         assert 6_000 - used <= left < 6_000 - used + 50, "it fills again meanwhile"
-        refused = (await post(client, ["Hi"], max_tokens=41)).json()["results"]
-        assert refused[0]["error"]["param"] == "max_tokens"
+        refused = await post(client, ["Hi"], max_tokens=41)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
     with_http(service, tmp_path, use, api=api)
 

@@ -31,10 +31,10 @@ def service_in(
     return LocalBatchService(folder, BatchesConfig(webhooks=webhooks, **settings), answer or Echo(), clock=clock)
 
 
-async def begin(service: LocalBatchService, url: str | None, content: bytes = ONE) -> str:
-    file_id = await upload(service, content)
+async def begin(service: LocalBatchService, url: str | None, content: bytes = ONE, owner: str = OWNER) -> str:
+    file_id = await upload(service, content, owner=owner)
     webhook = None if url is None else NewWebhook(url=url, secret=SECRET)
-    new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=webhook)
+    new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_id, webhook=webhook)
     return str((await service.create_batch(new))["id"])
 
 
@@ -234,6 +234,24 @@ def test_slow_receivers_hold_up_nobody(tmp_path: Path) -> None:
             began = time.monotonic()
             await webhook_of(service, await begin(service, quick.url), "delivered")
             assert time.monotonic() - began < 5
+
+    asyncio.run(main())
+
+
+def test_owners_take_turns(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            Receiver(lambda n: None) as slow,
+            Receiver() as quick,
+            service_in(tmp_path, config(slow, quick, timeout_s=0.5)) as service,
+        ):
+            for _ in range(60):
+                await begin(service, slow.url)
+            await slow.got(16)
+            began = time.monotonic()
+            await begin(service, quick.url, owner="bob")
+            await quick.got(1)
+            assert time.monotonic() - began < 1.5, "one turn of others, not two minutes of them"
 
     asyncio.run(main())
 
