@@ -62,7 +62,7 @@ class RemoteContents:
 
 
 def filesystem_at(url: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a URL, and the path in it. Raises InvalidSetup, not with the URL: it may hold a secret."""
+    """The filesystem that fsspec has for a URL, and the path in it. Raises InvalidSetup, which does not show the URL."""
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:

@@ -25,7 +25,9 @@ from app.webhooks.url import parse_url
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 GONE = 410
-_NUM_LOOK_UP_THREADS = 4  # of their own: a name server that is slow on purpose holds up nothing but webhooks
+# Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
+# purpose holds up nobody.
+_NUM_LOOK_UP_THREADS = 64
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 

@@ -212,7 +212,7 @@ def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_
             "anchor",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_form_that_is_none_leaves_nothing(
     service: Service, tmp_path: Path, request_: dict[str, Any], message: str
