@@ -62,7 +62,7 @@ class RemoteContents:
 
 
 def filesystem_at(url: str) -> tuple[Any, str]:
-    """The filesystem that fsspec has for a URL, and the path in it. Raises InvalidSetup, which does not show the URL."""
+    """The filesystem of a URL, and the path in it. Raises InvalidSetup, which does not show the URL."""
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
