@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from pydantic_core import from_json
 
 from app.batches import Answered, BatchService, Json
+from app.batches.input_file import BYTE_ORDER_MARK
 from app.errors import NotFound
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more is for whoever fetches the files
 _READ_BYTES = 1024 * 1024
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def encoded_json(value: Json) -> bytes:
+    """As answers and lines of files have it."""
+    return _encode(value).encode()
 
 
 def result(index: int, custom_id: str, answered: Answered | None, error: Json | None = None) -> Json:
@@ -27,8 +37,11 @@ def result(index: int, custom_id: str, answered: Answered | None, error: Json | 
     }
 
 
-async def results_of(service: BatchService, owner: str, batch: Json) -> list[Json] | None:
-    """The results of a batch that has ended; None where its files are gone or too large, or nothing of it ran."""
+async def results_of(service: BatchService, owner: str, batch: Json) -> bytes | None:
+    """The results of a batch that has ended, as a JSON array.
+
+    None where its files are gone or too large, or nothing of it ran.
+    """
     file_ids = [batch["input_file_id"], batch["output_file_id"], batch["error_file_id"]]
     if not any(file_ids[1:]):
         return None
@@ -49,10 +62,12 @@ async def _content(service: BatchService, owner: str, file_id: str) -> bytes:
     return bytes(content)
 
 
-def _merged(sent: bytes, output: bytes, errors: bytes) -> list[Json]:
+def _merged(sent: bytes, output: bytes, errors: bytes) -> bytes:
+    # Encoded one by one: a single call for all of them would let no other thread run meanwhile.
     ends = {line["custom_id"]: line for line in (*_lines(output), *_lines(errors))}
     custom_ids = [line["custom_id"] for line in _lines(sent)]
-    return [_result(index, ends[custom_id]) for index, custom_id in enumerate(custom_ids) if custom_id in ends]
+    results = (_result(index, ends[custom_id]) for index, custom_id in enumerate(custom_ids) if custom_id in ends)
+    return b"[" + b",".join(map(encoded_json, results)) + b"]"
 
 
 def _result(index: int, line: Json) -> Json:
@@ -62,4 +77,5 @@ def _result(index: int, line: Json) -> Json:
 
 
 def _lines(content: bytes) -> list[Any]:
-    return [from_json(line) for line in content.splitlines() if line.strip()]
+    # As the lines are told apart when they are worked off: by nothing but line feeds.
+    return [from_json(line) for line in content.removeprefix(BYTE_ORDER_MARK).split(b"\n") if line.strip()]

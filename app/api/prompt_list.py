@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -38,7 +38,6 @@ class PromptListRequest(Schema):
     Every other field is one of a completion (where the prompts are texts) or of a chat, and is that of all prompts.
     """
 
-    ENDPOINT: ClassVar[str] = "batch"
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     prompts: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from app.api.answering import Answering
-from app.api.batch_results import result, results_of
+from app.api.batch_results import encoded_json, result, results_of
 from app.api.body import DEADLINE_HEADER, read_json_object, with_deadline
 from app.api.guard import visit_of
 from app.api.hints import is_strict
@@ -23,8 +22,6 @@ from app.errors import CarouselError, InvalidRequest
 
 INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class ShortBatchRoutes:
@@ -62,7 +59,8 @@ class ShortBatchRoutes:
         owner = self._owner_of(request)
         batch = await self._service.batch(owner, request.path_params["batch_id"])
         results = await results_of(self._service, owner, batch) if Status(batch["status"]).has_ended else None
-        return JSONResponse(_with_progress(batch) | {"results": results})
+        shown = encoded_json(_with_progress(batch)).removesuffix(b"}") + b',"results":' + (results or b"null") + b"}"
+        return Response(shown, media_type="application/json")
 
     async def stats(self, request: Request) -> Response:
         """What the caller's batches have to do and have done."""
@@ -117,7 +115,7 @@ def _pieces(prompts: PromptList) -> Iterator[bytes]:
     piece = bytearray()
     for index, body in enumerate(prompts.bodies()):
         line = {"custom_id": str(index), "method": "POST", "url": prompts.endpoint, "body": body}
-        piece += _encode(line).encode() + b"\n"
+        piece += encoded_json(line) + b"\n"
         if len(piece) >= _SENT_AT_ONCE:
             yield bytes(piece)
             piece.clear()

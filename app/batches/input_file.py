@@ -20,7 +20,7 @@ OpenFile = Callable[[], BinaryIO]
 MAX_LISTED_ERRORS = 100
 MAX_CUSTOM_ID_LENGTH = 512
 _PIECE_BYTES = 1024 * 1024
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def read_lines(open_file: OpenFile, rules: InputRules) -> Generator[InputLine | 
                     message=f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have",
                 )
                 continue
-            text = raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw
+            text = raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw
             if text.strip():
                 yield _parse(text, number, rules.endpoint)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from app.config import ApiConfig, BatchesConfig
 from app.errors import Overloaded
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
-from tests.api.batch_services import ENDED, served, with_http
+from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 
@@ -264,19 +263,6 @@ def test_an_upload_that_stalls_gives_its_place_back(
     with_http(service, tmp_path, use)
 
 
-class _Stalls:
-    """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            before = time.thread_time()
-            await asyncio.sleep(0)
-            self.longest_s = max(self.longest_s, time.thread_time() - before)
-
-
 def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Path) -> None:
     hostile = [
         form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
@@ -288,7 +274,7 @@ def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Pa
     ]
 
     async def use(client: httpx.AsyncClient) -> None:
-        stalls = _Stalls()
+        stalls = Stalls()
         watch = asyncio.create_task(stalls.watch())
         for request in hostile:
             body, headers = request["content"], request["headers"]

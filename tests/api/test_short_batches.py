@@ -15,7 +15,7 @@ from app.api.openapi import BATCH_BODIES, openapi_document
 from app.config import ApiConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
-from tests.api.batch_services import client_of, job_ended, served, with_http
+from tests.api.batch_services import Stalls, client_of, job_ended, served, with_http
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_openapi import every_reference
@@ -279,7 +279,8 @@ def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Service, tmp
 
         lines = [{"custom_id": name, "method": "POST", "url": batch["endpoint"], "body": {"prompt": name}}
                  for name in ("zoe", "adam", "7")]  # fmt: skip
-        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        odd = [json.dumps(line, indent=1).replace("\n", "\r").encode() for line in lines]
+        content = b"\xef\xbb\xbf" + b"\n\n".join(odd)
         file = (await client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})).json()
         body = {"input_file_id": file["id"], "endpoint": batch["endpoint"], "completion_window": "24h"}
         other = await job_ended(client, (await client.post("/v1/batches", json=body)).json()["id"])
@@ -388,5 +389,29 @@ def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secr
         assert (response.status_code, response.json()["error"]["param"]) == (400, "webhook.secret")
         assert SECRET not in response.text
         assert "canary" not in response.text
+
+    with_http(service, tmp_path, use)
+
+
+def test_results_that_are_large_hold_nobody_up(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"))
+    long = "é" * 30_000
+
+    async def use(client: httpx.AsyncClient) -> None:
+        lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "x": long}}
+                 for n in range(250)]  # fmt: skip
+        content = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+        form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = (await client.post("/v1/batches", json=body)).json()["id"]
+        job = await job_ended(client, batch_id)
+        assert len(job["results"]) == 250
+        assert file["bytes"] > 14_000_000
+        stalls = Stalls()
+        watching = asyncio.create_task(stalls.watch())
+        await client.get(f"/v1/batch/{batch_id}")
+        watching.cancel()
+        assert stalls.longest_s < 0.1
 
     with_http(service, tmp_path, use)
