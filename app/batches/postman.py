@@ -18,6 +18,7 @@ from app.webhooks import Courier, DeliveryFailed, Message, default_secret, pause
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16
+MAX_ATTEMPTS = 1000  # those that nobody lived to book included
 MAX_SLEEP_S = 60.0
 STORAGE_PAUSE_S = 5.0
 _LEASE_S = 5.0  # beyond the time of an attempt, for booking it
@@ -83,8 +84,6 @@ class Postman:
             await self._attempt(letter)
         except (OSError, sqlite3.Error):  # it comes again when its time as taken is over
             logger.exception("webhook %s of %s: the storage failed", letter.id, letter.batch_id)
-        except Exception:
-            logger.exception("webhook %s of %s failed", letter.id, letter.batch_id)
         finally:
             self._num_sending -= 1
             self.wake()
@@ -94,6 +93,9 @@ class Postman:
             await self._courier.deliver(await self._message(letter), self._clock())
         except DeliveryFailed as failure:
             await self._failed(letter, failure)
+        except Exception:
+            logger.exception("webhook %s of %s: attempt %d", letter.id, letter.batch_id, letter.num_attempts)
+            await self._failed(letter, DeliveryFailed("this server failed on it; its log has the reason"))
         else:
             logger.info("webhook %s of %s: delivered at attempt %d", letter.id, letter.batch_id, letter.num_attempts)
             await self._thread.run(self._letters.end, letter, LetterState.DELIVERED)
@@ -101,7 +103,8 @@ class Postman:
     async def _failed(self, letter: Letter, failure: DeliveryFailed) -> None:
         pause = pause_s(letter.num_attempts, self._config, self._rng)
         next_at = self._clock() + pause
-        if failure.is_final or next_at > letter.ended_at + self._config.give_up_after_s:
+        is_late = next_at > letter.ended_at + self._config.give_up_after_s
+        if failure.is_final or is_late or letter.num_attempts >= MAX_ATTEMPTS:
             logger.warning("webhook %s of %s: given up: %s", letter.id, letter.batch_id, failure.reason)
             await self._thread.run(self._letters.end, letter, LetterState.GIVEN_UP, failure.reason)
             return

@@ -17,6 +17,7 @@ import pytest
 from app.batches import LocalBatchService, NewBatch, NewWebhook, PageOf
 from app.config import BatchesConfig, WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
+from app.webhooks import Courier
 from tests.batches.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
 from tests.batches.test_runner import raising
 from tests.webhooks.receivers import OK, SECRET, Received, Receiver, config, status
@@ -210,6 +211,24 @@ def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path
 
     asyncio.run(main())
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Courier, url: Any, headers: Any, body: Any) -> Any:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(Courier, "_status", broken)
+
+    async def main() -> None:
+        async with service_in(tmp_path, config(ports=(443,), max_pause_s=0.05, give_up_after_s=1.2)) as service:
+            shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
+            assert shown["last_error"] == "this server failed on it; its log has the reason"
+            assert shown["attempts"] > 1
+            assert "nobody thought of this" in caplog.text
+
+    asyncio.run(main())
 
 
 def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
