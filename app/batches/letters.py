@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -42,6 +42,7 @@ class Letter:
 
     id: str
     batch_id: str
+    owner: str
     receiver: NewWebhook | None
     event: str
     ended_at: int  # when the batch did, in seconds since 1970
@@ -69,22 +70,26 @@ class Letters:
             (LetterState.PENDING.value, f"batch.{status.value}", at, at, batch_id, LetterState.WAITING.value),
         )
 
-    def take(self, now: float, until: float, limit: int) -> list[Letter]:
+    def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[Letter]:
         """The letters that are due, each as one more attempt; due again at `until`. A transaction of its own.
 
-        Owners take turns, so that nobody waits behind all the letters of another. An attempt counts before it is made:
-        what dies in it comes again, and whatever it was cannot come for ever.
+        Owners of whom the fewest are `being_sent` go first, so that nobody waits behind all the letters of another. An
+        attempt counts before it is made: what dies in it comes again, and whatever it was cannot come for ever.
         """
-        rows = self._connection.execute(
-            """UPDATE letters SET num_attempts = num_attempts + 1, due_at = ? WHERE batch_id IN
-               (SELECT batch_id FROM
-                (SELECT batch_id, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
-                 FROM letters JOIN batches ON batches.id = batch_id WHERE due_at <= ?)
-                ORDER BY turn, due_at LIMIT ?)
-               RETURNING *""",
-            (until, now, limit),
+        due = self._connection.execute(
+            """SELECT batch_id, owner, due_at, turn FROM
+               (SELECT batch_id, owner, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
+                FROM letters JOIN batches ON batches.id = batch_id WHERE due_at <= ?) WHERE turn <= ?""",
+            (now, limit),
         ).fetchall()
-        return [_letter(row) for row in rows]
+        due.sort(key=lambda row: (being_sent.get(row["owner"], 0) + row["turn"], row["due_at"]))
+        owners = {row["batch_id"]: row["owner"] for row in due[:limit]}
+        rows = self._connection.execute(
+            f"""UPDATE letters SET num_attempts = num_attempts + 1, due_at = ?
+                WHERE batch_id IN ({_marks(owners)}) RETURNING *""",
+            (until, *owners),
+        ).fetchall()
+        return [_letter(row, owners[row["batch_id"]]) for row in rows]
 
     def next_due_at(self) -> float | None:
         """When there is something to do again."""
@@ -106,15 +111,19 @@ class Letters:
 
     def shown(self, batch_ids: Sequence[str]) -> dict[str, Json]:
         """What clients see of their batches' letters, by batch."""
-        marks = ", ".join("?" * len(batch_ids))
-        query = f"SELECT batch_id, id, state, num_attempts, reason FROM letters WHERE batch_id IN ({marks})"
+        query = f"SELECT batch_id, id, state, num_attempts, reason FROM letters WHERE batch_id IN ({_marks(batch_ids)})"
         return {row["batch_id"]: _shown(row) for row in self._connection.execute(query, batch_ids)}
 
 
-def _letter(row: Any) -> Letter:
+def _marks(values: Collection[str]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _letter(row: Any, owner: str) -> Letter:
     return Letter(
         id=row["id"],
         batch_id=row["batch_id"],
+        owner=owner,
         receiver=None if row["url"] is None else NewWebhook(url=row["url"], secret=row["secret"]),
         event=row["event"],
         ended_at=row["ended_at"],

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import sqlite3
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -44,7 +45,7 @@ class Postman:
         self._clock = clock
         self._rng = rng
         self._woken = asyncio.Event()
-        self._num_sending = 0
+        self._being_sent: Counter[str] = Counter()  # letters by owner
 
     def wake(self) -> None:
         """There may be something to send."""
@@ -66,7 +67,7 @@ class Postman:
 
     async def _send_due(self, group: asyncio.TaskGroup) -> float:
         """Begin to send what is due; seconds until more can be."""
-        room = MAX_AT_ONCE - self._num_sending
+        room = MAX_AT_ONCE - self._being_sent.total()
         if not room:
             return MAX_SLEEP_S  # whoever ends wakes us
         due_at = await self._thread.run(self._letters.next_due_at)
@@ -74,8 +75,8 @@ class Postman:
         if due_at is None or due_at > now:
             return MAX_SLEEP_S if due_at is None else min(due_at - now, MAX_SLEEP_S)
         until = now + self._config.timeout_s + _LEASE_S
-        for letter in await self._thread.run(self._letters.take, now, until, room):
-            self._num_sending += 1
+        for letter in await self._thread.run(self._letters.take, now, until, room, dict(self._being_sent)):
+            self._being_sent[letter.owner] += 1
             group.create_task(self._send(letter))
         return 0.0
 
@@ -85,7 +86,7 @@ class Postman:
         except (OSError, sqlite3.Error):  # it comes again when its time as taken is over
             logger.exception("webhook %s of %s: the storage failed", letter.id, letter.batch_id)
         finally:
-            self._num_sending -= 1
+            self._being_sent -= Counter([letter.owner])
             self.wake()
 
     async def _attempt(self, letter: Letter) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.api.openapi import BATCH_BODIES, openapi_document
 from app.config import ApiConfig
@@ -18,6 +20,7 @@ from app.text import Tokenizer
 from tests.api.batch_services import Stalls, client_of, job_ended, served, with_http
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
 from tests.api.test_openapi import every_reference
 from tests.webhooks.receivers import SECRET, Receiver, config
 
@@ -413,5 +416,30 @@ def test_results_that_are_large_hold_nobody_up(tokenizer: Tokenizer, tmp_path: P
         await client.get(f"/v1/batch/{batch_id}")
         watching.cancel()
         assert stalls.longest_s < 0.1
+
+    with_http(service, tmp_path, use)
+
+
+_PROMPTS = st.lists(st.sampled_from(["Hi", "", chat("Hi"), chat(""), [], [1], [{}], 5, None, {}]) | JSON, max_size=4)
+_WEBHOOK = st.fixed_dictionaries({"url": st.text(max_size=9) | JSON, "secret": st.text(max_size=9) | JSON}) | JSON
+
+
+def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
+    others = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), LIKELY | JSON, max_size=4)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        loop = asyncio.get_running_loop()
+
+        @settings(max_examples=60, deadline=None)
+        @given(others, _PROMPTS | JSON, st.booleans() | JSON, _WEBHOOK, st.dictionaries(st.text(), JSON, max_size=2))
+        def check(body: dict[str, Any], prompts: Any, is_async: Any, webhook: Any, metadata: Any) -> None:
+            body = body | {"prompts": prompts, "async": is_async, "webhook": webhook, "metadata": metadata}
+            for sent in (body, {name: body[name] for name in ("prompts", "async")}):
+                response = asyncio.run_coroutine_threadsafe(
+                    client.post("/v1/batch", content=json.dumps(sent)), loop
+                ).result(10)
+                assert response.status_code in (200, 400, 404, 429), response.text
+
+        await asyncio.to_thread(check)
 
     with_http(service, tmp_path, use)
