@@ -18,7 +18,9 @@ ALLOWED = {
     "app.errors": {"pydantic"},
     "app.dispatch": {"app.errors"},
     "app.engine": {"app.config", "app.errors"},
-    "app.fleet": {"app.dispatch", "app.errors", "app.engine.pace", "app.engine.request"},
+    "app.fleet": {
+        "app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
+    },
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
         "torch", "transformers", "triton",
@@ -28,8 +30,8 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
-    "app.batches": {"app.config", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
+    "app.batches": {"app.config", "app.disk", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
@@ -37,7 +39,7 @@ ALLOWED = {
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
+        "app.api", "app.config", "app.disk", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
         "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},

@@ -11,7 +11,7 @@ from typing import Any
 from app.api.body import parse
 from app.api.callers import in_the_name_of, model_for
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion
 from app.api.errors import error_body, error_status, log_error
 from app.api.hints import with_hints
 from app.api.keys import Doorkeeper, OpenDoor
@@ -65,7 +65,7 @@ class Answering:
         doorkeeper: Doorkeeper | None = None,
     ) -> None:
         """`metrics` measures lines as it does requests; it knows the models. `doorkeeper` knows their owners' keys."""
-        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._models = by_any_name(models)
         self._limits = limits
         self._metrics = metrics
         self._doorkeeper = doorkeeper or OpenDoor()
@@ -140,9 +140,7 @@ class Answering:
     async def _response(self, endpoint: str, body: Mapping[str, Any], request_id: str, asker: _Asker) -> Json:
         arrived_at = self._metrics.arrived()
         call = await self._call(_ENDPOINTS[endpoint], body, asker)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request_id, metrics)
+        progress = Progress.measured(call, request_id, self._metrics, arrived_at=arrived_at)
         asker.begun.append(progress)
         return await whole_response(progress, generate_pieces(call), _ENDPOINTS[endpoint].form)
 

@@ -19,8 +19,7 @@ def model_for(account: Account, name: str | None, models: Mapping[str, ServedMod
     """
     if name is not None and name in models:
         account.check_model(models[name].name)
-        return models[name]
-    return model_named(name, {model.name: model for model in models.values() if account.may_use(model.name)})
+    return model_named(name, {each: model for each, model in models.items() if account.may_use(model.name)})
 
 
 def in_the_name_of(visit: Visit, call: Call, body: GenerationRequest, *, share_prefixes: bool) -> Call:

@@ -13,7 +13,7 @@ from app.api.completions import Call, ServedModel
 from app.api.errors import error_body, log_error
 from app.api.sse import DONE, encoded, event
 from app.engine.request import Queued
-from app.metrics import CallMetrics
+from app.metrics import CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,12 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in self.call.requests]
+
+    @classmethod
+    def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
+        """Of a call that `metrics` measures from `arrived_at` on, by their clock."""
+        prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
+        return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
 
     def add(self, piece: Piece, *, keep_text: bool) -> None:
         """Book a piece; its text is kept only for whole responses."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of, model_for
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
@@ -112,7 +112,7 @@ class _Api:
         expose: Callable[[], Awaitable[bytes]],
         openapi: dict[str, Any],
     ) -> None:
-        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._models = by_any_name(models)
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
@@ -183,9 +183,7 @@ class _Api:
     ) -> Response:
         arrived_at = self._metrics.arrived()
         call, is_streamed = await self._call(request, schema, prepare)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        progress = Progress(call, request.state.request_id, metrics)
+        progress = Progress.measured(call, request.state.request_id, self._metrics, arrived_at=arrived_at)
         visit_of(request).num_used = progress.num_tokens
         pieces = generate_pieces(call)
         response: Response

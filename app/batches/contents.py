@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from app.disk import sync_folder
 
 
 class Contents(Protocol):
@@ -38,11 +39,7 @@ class LocalContents:
     def keep(self, draft: Path, file_id: str) -> None:
         """See `Contents`."""
         draft.replace(self._folder / file_id)
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self._folder)
 
     def open(self, file_id: str) -> BinaryIO:
         """See `Contents`."""

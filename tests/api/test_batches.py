@@ -382,7 +382,9 @@ def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: T
         file = await client.files.create(file=("a.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         batch_ids.append(batch.id)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            while len(service.generate.requests) <= 5:  # noqa: ASYNC110 (every line has been refused, one of them twice)
+                await asyncio.sleep(0.01)
         counts = (await client.batches.retrieve(batch.id)).request_counts
         assert counts is not None
         assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
@@ -414,3 +416,18 @@ def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_p
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
 
     with_http(service, tmp_path, use, api=api)
+
+
+def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        content = chat_line("alias", model="gpt-4o") + chat_line("stranger", model="gpt-5")
+        file = await client.files.create(file=("mine.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await ended(client, batch.id)
+        [line] = (await lines_of(client, batch.output_file_id)).values()
+        assert line["custom_id"] == "alias"
+        assert line["response"]["body"]["model"] == "demo"
+        [line] = (await lines_of(client, batch.error_file_id)).values()
+        assert "there is no model 'gpt-5'; this server has demo" in line["response"]["body"]["error"]["message"]
+
+    with_openai(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path, use)

@@ -154,14 +154,3 @@ def test_lines_of_a_key_that_is_gone_are_not_answered(tokenizer: Tokenizer, tmp_
     with_http(service, tmp_path, see, api=ApiConfig.model_validate({"keys": [entry(OTHER_KEY, "bob")]}))
     assert num_seen(service) == 1, "nothing runs for a key that is not there"
     with_http(service, tmp_path, come_back, api=limited())
-
-
-def test_a_line_may_name_a_model_by_another_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    service = Service(tokenizer, say(tokenizer, "3"), aliases=("other",))
-
-    async def use(client: httpx.AsyncClient) -> None:
-        job = (await client.post("/v1/batch", json={"prompts": ["Hi"], "model": "other", "async": True})).json()
-        [result] = (await job_ended(client, job["id"]))["results"]
-        assert result["response"]["model"] == "demo"
-
-    with_http(service, tmp_path, use)
