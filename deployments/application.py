@@ -48,7 +48,15 @@ def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
         api = config.api.model_copy(update={"keys_file": _absolute(config.api.keys_file)})
         config = config.model_copy(update={"api": api})
     if config.batches is not None:
-        batches = config.batches.model_copy(update={"path": _absolute(config.batches.path)})
+        webhooks = config.batches.webhooks
+        if webhooks.secret_file is not None:
+            webhooks = webhooks.model_copy(update={"secret_file": _absolute(webhooks.secret_file)})
+        files = config.batches.files
+        if files is not None and "://" not in files:
+            files = _absolute(files)
+        batches = config.batches.model_copy(
+            update={"path": _absolute(config.batches.path), "files": files, "webhooks": webhooks}
+        )
         config = config.model_copy(update={"batches": batches})
     return config
 

@@ -30,7 +30,8 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
-    "app.batches": {"app.config", "app.disk", "app.errors", "pydantic_core"},
+    "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
+    "app.batches": {"app.config", "app.disk", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",

@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
-from app.api.callers import in_the_name_of
+from app.api.callers import in_the_name_of, model_for
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, by_any_name, model_named, prepare_chat, prepare_completion
+from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
@@ -77,7 +77,8 @@ def build_app(
     where they are served. The `doorkeeper` knows the API keys; by default, those of the config.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
-    api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics))
+    openapi = openapi_document(config, has_batches=bool(batch_routes))
+    api = _Api(models, config, is_ready, metrics, expose or _of_this_process(metrics), openapi)
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
@@ -109,6 +110,7 @@ class _Api:
         is_ready: Callable[[], Awaitable[bool]],
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
+        openapi: dict[str, Any],
     ) -> None:
         self._models = by_any_name(models)
         self._config = config
@@ -116,7 +118,7 @@ class _Api:
         self._metrics = metrics
         self._expose = expose
         self._unknown_fields = UnknownFields()
-        self._openapi = openapi_document(config)
+        self._openapi = openapi
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, prepare_chat, ChatFormat())
@@ -222,10 +224,7 @@ class _Api:
         return parse(body, schema, self._unknown_fields, is_strict=is_strict(request.headers))
 
     def _model(self, name: str | None, account: Account) -> ServedModel:
-        """The model of that name; without a name the only one that this account may use."""
-        if name is not None and name in self._models:
-            account.check_model(self._models[name].name)
-        return model_named(name, {each: model for each, model in self._models.items() if account.may_use(model.name)})
+        return model_for(account, name, self._models)
 
 
 def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
