@@ -63,7 +63,8 @@ def _build_torch(config: EngineConfig) -> Engine:
     model = load_model(config.model, resolve_model_path(config.model.path), block_size=config.cache.block_size)
     if model.device.type == "cuda" and config.cache.num_blocks is None:
         limits = config.scheduler
-        run_full_step(model, num_tokens=limits.max_step_tokens, num_sampled=limits.max_running)
+        num_rows = limits.max_running + limits.max_scored_tokens
+        run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens",

@@ -268,6 +268,12 @@ class SchedulerConfig(Settings):
     )
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
+    max_scored_tokens: int = Field(
+        512,
+        ge=1,
+        le=1_000_000,
+        description="prompt tokens of one step that get log-probabilities, at most: each takes a row of logits",
+    )
 
     @property
     def max_requests(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.request import Request
 from app.engine.step_record import Failed, StepRecord
@@ -33,7 +33,7 @@ class ReenactingRunner:
         """What comes next is this step."""
         self._record, self._recorded = record, None
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         """Compute a step, or a part of one that failed."""
         is_whole, tokens = self._recorded is None, self._tokens_of(batch)
         for how, numbers in self._record.failures:
@@ -41,7 +41,7 @@ class ReenactingRunner:
             # A step that failed as a whole and in no part of it is nobody's fault.
             if how is Failed.DEVICE or (how is Failed.REQUESTS and (is_to_blame or (is_whole and not numbers))):
                 raise RecordedFailure
-        return tokens if self._model is None else self._model.run(batch)
+        return StepResult(tokens) if self._model is None else self._model.run(batch)
 
     def _tokens_of(self, batch: Batch) -> list[int]:
         sampled = [
@@ -76,12 +76,13 @@ class ReenactingLauncher(ReenactingRunner):
             raise RecordedFailure
         return LaunchedStep(self, batch)
 
-    def compute(self, batch: Batch) -> list[int]:
+    def compute(self, batch: Batch) -> StepResult:
         """The result of a launched step."""
         if self._has_failed(Failed.RESULT):
             raise RecordedFailure
-        self._drawn = self.run(replace(batch, scheduled=tuple(map(self._known, batch.scheduled))))
-        return self._drawn
+        result = self.run(replace(batch, scheduled=tuple(map(self._known, batch.scheduled))))
+        self._drawn = result.token_ids
+        return result
 
     def _has_failed(self, how: Failed) -> bool:
         return any(failure.how is how for failure in self._record.failures)
@@ -99,5 +100,5 @@ class LaunchedStep:
     runner: ReenactingLauncher
     batch: Batch
 
-    def result(self) -> list[int]:
+    def result(self) -> StepResult:
         return self.runner.compute(self.batch)

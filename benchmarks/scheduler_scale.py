@@ -22,7 +22,7 @@ from itertools import count
 
 from app.assembly import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, SamplingParams
@@ -49,14 +49,14 @@ class RandomRunner:
         self.ended = 0.0
         self.num_scheduled = 0
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.started = time.perf_counter()
         self.num_scheduled, num_sampled = len(batch.scheduled), len(batch.sampled)
         first = self._next if self._next + num_sampled <= len(self._tokens) else 0
         self._next = first + num_sampled
         token_ids = self._tokens[first : self._next]
         self.ended = time.perf_counter()
-        return token_ids
+        return StepResult(token_ids)
 
 
 class Workload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import LaunchingRunner, ModelRunner, PendingStep
 from app.engine.stats import EngineStats
 
@@ -89,11 +89,11 @@ class LoggedRunner:
         self._runner = runner
         self._log = log
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         end = self._log.begin(batch)
-        token_ids = self._runner.run(batch)
+        result = self._runner.run(batch)
         end()
-        return token_ids
+        return result
 
 
 class LoggedLaunchingRunner(LoggedRunner):
@@ -113,10 +113,10 @@ class _LoggedStep:
     step: PendingStep
     end: Callable[[], None]
 
-    def result(self) -> list[int]:
-        token_ids = self.step.result()
+    def result(self) -> StepResult:
+        result = self.step.result()
         self.end()
-        return token_ids
+        return result
 
 
 def logged(runner: ModelRunner, log: StepTrace) -> ModelRunner:

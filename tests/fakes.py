@@ -11,11 +11,11 @@ from typing import Any
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.recorder import Recorder
-from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from app.errors import CarouselError
 
 VOCAB_SIZE = 50
@@ -34,7 +34,7 @@ class CountingRunner:
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.batches.append(batch)
         written: set[int] = set()
         for item in batch.scheduled:
@@ -43,7 +43,32 @@ class CountingRunner:
                 assert slot not in written, f"slot {slot} written twice in one step"
                 written.add(slot)
                 self._slots[slot] = token
-        return [self._draw(item.block_ids, item.end) for item in batch.sampled]
+        token_ids = [self._draw(item.block_ids, item.end) for item in batch.sampled]
+        return self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
+
+    def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
+        drawn = zip(batch.sampled, token_ids, strict=True)
+        return StepResult(
+            token_ids,
+            {
+                item.request_id: self._logprobs(item, item.end, token_id, item.sampling.logprobs)
+                for item, token_id in drawn
+                if item.sampling.logprobs is not None
+            },
+            {
+                item.request_id: tuple(
+                    self._logprobs(item, position, token_id, item.sampling.prompt_logprobs or 0)
+                    for position, token_id in enumerate(item.targets, start=item.first_target)
+                )
+                for item in batch.scheduled
+                if item.targets
+            },
+        )
+
+    def _logprobs(self, item: ScheduledSequence, position: int, token_id: int, num_top: int) -> TokenLogprobs:
+        assert item.start < position <= item.end, "only tokens that are computed in this step predict"
+        seen = [self._slots[self._slot(item.block_ids, before)] for before in range(position)]
+        return logprobs_after(seen, token_id, num_top)
 
     def _draw(self, block_ids: list[int], end: int) -> int:
         """A function of every token in the KV cache, as a real model's is."""
@@ -58,6 +83,14 @@ def next_token(token_ids: list[int]) -> int:
     """What the fake model generates after these tokens; never the end token."""
     total = sum((position + 1) * token for position, token in enumerate(token_ids))
     return 2 + total % (VOCAB_SIZE - 2)
+
+
+def logprobs_after(token_ids: list[int], token_id: int, num_top: int) -> TokenLogprobs:
+    """How likely the fake model finds a token after these."""
+    first = next_token(token_ids)
+    rank = 1 + (token_id - first) % VOCAB_SIZE
+    top = tuple((first + place) % VOCAB_SIZE for place in range(num_top))
+    return TokenLogprobs(-float(rank), rank, top, tuple(-1.0 - place for place in range(num_top)))
 
 
 def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> list[int]:
@@ -106,7 +139,7 @@ class GatedRunner(CountingRunner):
         while self.gate.acquire(blocking=False):
             pass
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.is_waiting = True
         self.gate.acquire()
         self.is_waiting = False
@@ -134,7 +167,7 @@ class TimedRunner(CountingRunner):
         self._clock = clock
         self._step_s = step_s
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self._clock.advance(self._step_s)
         return super().run(batch)
 
@@ -166,6 +199,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.token_ids: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.reasons: dict[str, FinishReason] = {}  # in the order in which they ended
         self.errors: dict[str, CarouselError] = {}
 
@@ -173,6 +208,8 @@ class Outcome:
         for delta in deltas:
             assert delta.request_id not in self.reasons, f"{delta.request_id} was heard of after its end"
             self.token_ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
+            self.prompt_logprobs.setdefault(delta.request_id, []).extend(delta.prompt_logprobs)
             if delta.finish_reason is not None:
                 self.reasons[delta.request_id] = delta.finish_reason
             assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)

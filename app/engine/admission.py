@@ -56,6 +56,8 @@ class Admission:
                 return HoldUp.STRATEGY
             if sequence.has_unknown_token:
                 return HoldUp.RESULT
+            if sequence.is_scoring and not step.has_room_for_scores:
+                return HoldUp.BUDGET
             if not self._try_join(sequence, plan.bucket):
                 return HoldUp.BLOCKS
             num_tokens = step.chunk(sequence)

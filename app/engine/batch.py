@@ -1,13 +1,15 @@
-"""What one step computes. A model runner reads it and changes nothing."""
+"""What one step computes, and what comes of it. A model runner reads a batch and changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
-from app.engine.request import SamplingParams
+from app.engine.request import SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
 
@@ -37,6 +39,15 @@ class ScheduledSequence:
     sampling: Final[SamplingParams]
     banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn (end tokens before min_tokens)
     history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
+    # Prompt tokens whose log-probabilities are wanted, one after the other, and the position of the first. Each is
+    # predicted by the token before it, which is computed in this step.
+    targets: Final[tuple[int, ...]] = ()
+    first_target: Final[int] = 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of the token that it draws, or of prompt tokens."""
+        return bool(self.targets) or (self.samples and self.sampling.logprobs is not None)
 
     @property
     def end(self) -> int:
@@ -67,6 +78,7 @@ class Batch:
     hold_up: HoldUp | None = None  # why the first of those who wait still does; None when nobody waits
     num_waiting: int = 0  # once this step was made
     num_free_blocks: int = 0
+    has_logprobs: bool = False  # somebody wants log-probabilities, of the tokens that are drawn or of its prompt
 
     @cached_property
     def num_tokens(self) -> int:
@@ -74,7 +86,7 @@ class Batch:
 
     @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """Those for which a token is drawn; a model runner returns one token id for each, in this order."""
+        """Those for which a token is drawn: one token id of the step's result for each, in this order."""
         return tuple([item for item in self.scheduled if item.samples])
 
     @cached_property
@@ -82,5 +94,22 @@ class Batch:
         """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
         return any(item.history is not None for item in self.sampled)
 
+    def part(self, which: slice) -> Batch:
+        """Some of its sequences, to be computed by themselves."""
+        scheduled = self.scheduled[which]
+        has_logprobs = any(item.wants_logprobs for item in scheduled)
+        return Batch(scheduled, self.sequences[which], began_at=self.began_at, has_logprobs=has_logprobs)
+
     def __bool__(self) -> bool:
         return bool(self.scheduled)
+
+
+_NOBODY: Mapping[str, Any] = MappingProxyType({})
+
+
+class StepResult(NamedTuple):
+    """What a step gave. Only those who want log-probabilities are in the mappings, by request id."""
+
+    token_ids: list[int]  # one for each of the batch's `sampled`, in that order
+    logprobs: Mapping[str, TokenLogprobs] = _NOBODY  # of the tokens that were drawn
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _NOBODY  # one for each of a sequence's `targets`

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.facts import ModelFacts
 from app.engine.isolation import DeviceFailed, run_in_parts
 from app.engine.measurements import EngineMeasurements
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 class ModelRunner(Protocol):
     """Turns a batch into tokens: the border between deciding and computing."""
 
-    def run(self, batch: Batch) -> list[int]:
-        """Compute the batch and draw one token id for each of `batch.sampled`, in that order."""
+    def run(self, batch: Batch) -> StepResult:
+        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities for those who ask."""
         ...
 
 
 class PendingStep(Protocol):
     """A step that the device may still be computing."""
 
-    def result(self) -> list[int]:
-        """Wait for the step; one token id for each of the batch's `sampled`, in that order. Called once."""
+    def result(self) -> StepResult:
+        """Wait for the step. Called once."""
         ...
 
 
@@ -92,9 +92,9 @@ class Engine:
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1", param="max_tokens")
-        if len(request.generated_token_ids) >= max_tokens:
+        if max_tokens < 0:
+            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 0", param="max_tokens")
+        if 0 < max_tokens <= len(request.generated_token_ids):
             raise InvalidRequest(
                 f"{len(request.generated_token_ids):,} tokens are generated and max_tokens is {max_tokens:,}; "
                 f"nothing is left to generate",
@@ -106,6 +106,7 @@ class Engine:
                 f"this model accepts {self.facts.max_model_len:,} together",
                 param="max_tokens",
             )
+        self._check_logprobs(request)
         _check_place(request)
         if self._quarantine.holds(request):
             raise Quarantined(
@@ -164,20 +165,20 @@ class Engine:
         self._recorder.began()
         batch = self._scheduler.schedule(self._clock())
         self._recorder.scheduled(batch)
-        token_ids = self._run(batch) if batch else []
-        self._recorder.drew(batch, token_ids)
+        result = self._run(batch) if batch else StepResult([])
+        self._recorder.drew(batch, result.token_ids)
         ended_at = self._clock()
-        deltas = self._scheduler.update(batch, token_ids, now=ended_at)
+        deltas = self._scheduler.update(batch, result, now=ended_at)
         self._recorder.told(deltas, at=ended_at)
         return deltas
 
-    def _run(self, batch: Batch) -> list[int]:
+    def _run(self, batch: Batch) -> StepResult:
         try:
             return self.runner.run(batch)
         except Exception as error:
             return self._run_in_parts(batch, error)
 
-    def _run_in_parts(self, batch: Batch, error: Exception) -> list[int]:
+    def _run_in_parts(self, batch: Batch, error: Exception) -> StepResult:
         try:
             found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
@@ -192,8 +193,7 @@ class Engine:
             logger.error("request %s made its step fail", sequence.request.request_id, exc_info=failure)
             self._quarantine.note_failure(sequence.request)
             self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
-        # A token is asked of every sampled one; nobody sees that of a request which has ended.
-        return [found.token_ids.get(item.request_id, 0) for item in batch.sampled]
+        return found.result(batch)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Schedule by other settings from the next step on. No request is lost.
@@ -202,7 +202,7 @@ class Engine:
             InvalidSetup: memory was sized for smaller steps; nothing has changed.
         """
         largest = self._largest_step
-        for name in ("max_step_tokens", "max_running"):
+        for name in ("max_step_tokens", "max_running", "max_scored_tokens"):
             if largest is not None and getattr(config, name) > getattr(largest, name):
                 raise InvalidSetup(
                     f"scheduler.{name}: got {getattr(config, name):,}; this replica's memory was sized for "
@@ -226,6 +226,12 @@ class Engine:
     def measurements(self) -> EngineMeasurements:
         """What has been measured since the start. Any thread may ask."""
         return self._scheduler.measurements()
+
+    def _check_logprobs(self, request: Request) -> None:
+        sampling, vocab_size = request.sampling, self.facts.vocab_size
+        for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            if num_top is not None and not 0 <= num_top <= vocab_size:
+                raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {vocab_size:,}", param=name)
 
     @staticmethod
     def _token_ids(request: Request) -> tuple[tuple[str, tuple[int, ...]], ...]:

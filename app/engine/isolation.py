@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
+from app.engine.request import TokenLogprobs
 from app.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 # So many single requests that fail, and not one run that succeeds: then it is the device and not the requests.
 MAX_LONE_FAILURES = 4
 
-Run = Callable[[Batch], list[int]]
+Run = Callable[[Batch], StepResult]
 
 
 class DeviceFailed(Exception):
@@ -25,9 +26,24 @@ class DeviceFailed(Exception):
 class Isolated:
     """What a failed batch gave when it was run in parts."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)  # by request id
+    token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next two
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
     has_succeeded: bool = False  # at least one part was computed
+
+    def add(self, part: Batch, result: StepResult) -> None:
+        """A part of the batch could be computed."""
+        self.has_succeeded = True
+        for item, token_id in zip(part.sampled, result.token_ids, strict=True):
+            self.token_ids[item.request_id] = token_id
+        self.logprobs |= result.logprobs
+        self.prompt_logprobs |= result.prompt_logprobs
+
+    def result(self, batch: Batch) -> StepResult:
+        """As of the whole batch. A token is asked of every sampled one; nobody sees that of a request at fault."""
+        token_ids = [self.token_ids.get(item.request_id, 0) for item in batch.sampled]
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
 
 
 def run_in_parts(run: Run, batch: Batch, error: Exception) -> Isolated:
@@ -53,15 +69,11 @@ def _split(run: Run, batch: Batch, error: Exception, found: Isolated) -> None:
             raise DeviceFailed
         return
     middle = len(batch.scheduled) // 2
-    for part in (slice(None, middle), slice(middle, None)):
-        half = Batch(batch.scheduled[part], batch.sequences[part], began_at=batch.began_at)
+    for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
         try:
-            token_ids = run(half)
+            result = run(half)
         except Exception as failure:
             logger.debug("a part of %d requests fails too: %r", len(half.scheduled), failure)
             _split(run, half, failure, found)
         else:
-            found.has_succeeded = True
-            found.token_ids |= {
-                item.request_id: token_id for item, token_id in zip(half.sampled, token_ids, strict=True)
-            }
+            found.add(half, result)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.facts import ModelFacts
 from app.engine.recorder import Recorder
@@ -96,14 +96,14 @@ class OverlappedEngine(Engine):
 
     def _settle(self, launched: _Launched) -> list[TokenDelta]:
         try:
-            token_ids = launched.step.result()
+            result = launched.step.result()
         except Exception as error:
             self._note_failure(Failed.RESULT, launched.batch, error)
             self._take_back(launched)
             return self._tell_ended()
-        self._recorder.drew(launched.batch, token_ids)
+        self._recorder.drew(launched.batch, result.token_ids)
         ended_at = self._clock()
-        deltas = self._scheduler.settle(launched.batch, token_ids, now=ended_at)
+        deltas = self._scheduler.settle(launched.batch, result, now=ended_at)
         self._recorder.told(deltas, at=ended_at)
         return deltas
 
@@ -124,6 +124,6 @@ class OverlappedEngine(Engine):
     def _tell_ended(self) -> list[TokenDelta]:
         """Those who ended without a step."""
         ended_at = self._clock()
-        deltas = self._scheduler.update(_NOTHING, [], now=ended_at)
+        deltas = self._scheduler.update(_NOTHING, StepResult([]), now=ended_at)
         self._recorder.told(deltas, at=ended_at)
         return deltas

@@ -27,7 +27,7 @@ from app.engine.step_record import (
 
 _KEY_BYTES = 32
 _HASH_BYTES = 8
-_KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background")
+_KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background", "num_scored_tokens")
 
 
 class Redactor:

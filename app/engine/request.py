@@ -32,7 +32,7 @@ class SamplingParams:
     (repetition: over prompt and generated tokens).
     """
 
-    max_tokens: int
+    max_tokens: int  # 0: the prompt is computed and nothing is generated
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
@@ -45,6 +45,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    # The log-probabilities of generated tokens, and of the prompt's, are wanted with so many of the likeliest tokens
+    # at each place; None: none are wanted.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -67,6 +71,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
+    num_scored_tokens: int = 0  # prompt tokens, after the first, whose log-probabilities its caller has already
     cache_salt: str = ""
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
     tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
@@ -85,6 +90,19 @@ class Queued(NamedTuple):
     why_there: str = ""  # one line, with the numbers of all candidates
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely the model found the token at one place, and which tokens it found likeliest there.
+
+    Natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before temperature,
+    penalties, biases, bans and filters. A token that is the likeliest has exactly the value of `top_logprobs[0]`.
+    """
+
+    logprob: float
+    rank: int  # 1: no token is likelier
+    top_token_ids: tuple[int, ...] = ()  # the likeliest first
+    top_logprobs: tuple[float, ...] = ()
+
+
 class TokenDelta(NamedTuple):
     """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
 
@@ -99,6 +117,8 @@ class TokenDelta(NamedTuple):
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
     queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -114,6 +134,8 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         num_cached_tokens=last.num_cached_tokens,
         error=last.error,
         queued=deltas[0].queued,
+        logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
+        prompt_logprobs=tuple([each for delta in deltas for each in delta.prompt_logprobs]),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.blocks import BlockPool
-from app.engine.request import FinishReason, TokenDelta
+from app.engine.request import FinishReason, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
 
@@ -18,10 +18,11 @@ class Results:
         self._pool = pool
         self._end = end
 
-    def book(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
-        """A batch was computed and drew these tokens, one for each of `batch.sampled`."""
+    def book(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """A batch was computed, with this result."""
         block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
-        drawn = iter(token_ids)
+        scores = _newly_scored(batch, result) if batch.has_logprobs else {}
+        drawn = iter(result.token_ids)
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
@@ -32,7 +33,9 @@ class Results:
                 self._publish_full_blocks(sequence, end)
             if token_id is not None:
                 deltas.append(self._append(sequence, token_id))
-        return deltas
+            elif end == sequence.num_tokens:
+                deltas.append(self._computed(sequence))
+        return _with_logprobs(deltas, result, scores) if batch.has_logprobs else deltas
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known: -1 - n stands for the token of `batch.sampled[n]`."""
@@ -50,9 +53,10 @@ class Results:
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
 
-    def book_advanced(self, batch: Batch, token_ids: list[int]) -> list[TokenDelta]:
+    def book_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
         """As `book`, of a batch that has advanced: the tokens take the place of those that stand for them."""
-        drawn = iter(token_ids)
+        scores = _newly_scored(batch, result) if batch.has_logprobs else {}
+        drawn = iter(result.token_ids)
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
@@ -64,7 +68,9 @@ class Results:
                 at = item.end - sequence.num_prompt_tokens
                 sequence.generated_token_ids[at] = token_id
                 deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
-        return deltas
+            elif item.end == sequence.num_tokens:
+                deltas.append(self._computed(sequence))
+        return _with_logprobs(deltas, result, scores) if batch.has_logprobs else deltas
 
     def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         size = self._pool.block_size
@@ -95,3 +101,41 @@ class Results:
             stop_token_id=token_id if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _computed(self, sequence: Sequence) -> TokenDelta:
+        """The end of a sequence that generates nothing: its prompt is computed."""
+        self._end(sequence, 0)
+        return TokenDelta(
+            sequence.request.request_id, (), FinishReason.LENGTH, num_cached_tokens=sequence.num_cached_tokens
+        )
+
+
+Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
+
+
+def _newly_scored(batch: Batch, result: StepResult) -> Scores:
+    """What the step says of prompt tokens that nothing was known of; counts them as scored."""
+    scores: Scores = {}
+    for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+        if not item.targets or sequence.is_finished:
+            continue
+        # A step that was launched ahead of a preemption may have scored the first of them already.
+        num_known = sequence.num_scored_tokens - (item.first_target - 1)
+        new = result.prompt_logprobs.get(item.request_id, ())[num_known:]
+        sequence.num_scored_tokens += max(0, len(item.targets) - num_known)
+        if new:
+            scores[item.request_id] = new
+    return scores
+
+
+def _with_logprobs(deltas: list[TokenDelta], result: StepResult, scores: Scores) -> list[TokenDelta]:
+    """The deltas with what their callers want to know; one more for each whose prompt is not computed to its end."""
+    told: list[TokenDelta] = []
+    for delta in deltas:
+        drawn, scored = result.logprobs.get(delta.request_id), scores.pop(delta.request_id, ())
+        told.append(
+            delta._replace(logprobs=() if drawn is None else (drawn,), prompt_logprobs=scored)
+            if drawn is not None or scored
+            else delta
+        )
+    return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]

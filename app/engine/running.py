@@ -36,6 +36,8 @@ class Running:
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
         cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
+        if sequence.is_scoring:  # what is not computed predicts nothing: only what is known already may be skipped
+            cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         return cached, num_blocks + self._pool.num_free_among(cached)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from app.config import SchedulerConfig
 from app.engine.admission import Admission
 from app.engine.arrivals import Arrivals
-from app.engine.batch import Batch, HoldUp
+from app.engine.batch import Batch, HoldUp, StepResult
 from app.engine.blocks import BlockPool
 from app.engine.deadlines import Deadlines, missed
 from app.engine.lengths import LengthPredictor
@@ -174,6 +174,7 @@ class Scheduler:
             budget=self._config.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
             chunk_tokens=self._config.prefill_chunk_tokens,
+            max_scored_tokens=self._config.max_scored_tokens,
             eos_token_ids=self._eos_token_ids,
         )
         self._schedule_running(step, plan.taking_part(self._running.by_rank, is_ahead=is_ahead))
@@ -238,12 +239,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: Batch, token_ids: list[int], *, now: float) -> list[TokenDelta]:
-        """Book a step's results; `token_ids` holds one drawn token for each of `batch.sampled`, in order.
+    def update(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
+        """Book a step's result.
 
         An empty batch is none: only those are told of that ended without a step.
         """
-        return self._told(batch, token_ids, now, self._results.book)
+        return self._told(batch, result, now, self._results.book)
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
@@ -256,26 +257,27 @@ class Scheduler:
         """Take back that a batch has advanced, because its step failed: all of it is computed again."""
         self._results.retreat(batch)
 
-    def settle(self, batch: Batch, token_ids: list[int], *, now: float) -> list[TokenDelta]:
-        """Book the tokens of a batch that has advanced; as `update` otherwise.
+    def settle(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
+        """Book the result of a batch that has advanced; as `update` otherwise.
 
         A sequence that ends here may have been scheduled once more: what that step draws for it is thrown away.
         """
-        return self._told(batch, token_ids, now, self._results.book_advanced)
+        return self._told(batch, result, now, self._results.book_advanced)
 
     def _told(
-        self, batch: Batch, token_ids: list[int], now: float, book: Callable[[Batch, list[int]], list[TokenDelta]]
+        self, batch: Batch, result: StepResult, now: float, book: Callable[[Batch, StepResult], list[TokenDelta]]
     ) -> list[TokenDelta]:
-        """What callers hear after a step: who ended otherwise, then what the step drew, as `book` books it."""
-        assert len(token_ids) == len(batch.sampled), f"{len(token_ids)} tokens for {len(batch.sampled)} sequences"
+        """What callers hear after a step: who ended otherwise, then what the step gave, as `book` books it."""
+        num_drawn, num_sampled = len(result.token_ids), len(batch.sampled)
+        assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._end_late(now)  # an answer that comes too late is none
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            drawn = book(batch, token_ids)
-            self._totals.generated_tokens += len(drawn)
+            booked = book(batch, result)
+            self._totals.generated_tokens += sum([len(delta.token_ids) for delta in booked])
             self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
-            deltas += drawn
+            deltas += booked
         return deltas
 
     def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:

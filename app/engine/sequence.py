@@ -36,7 +36,8 @@ class Sequence:
     rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens at any step
+    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens nor logprobs at any step
+    num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, whose log-probabilities are known
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
@@ -49,7 +50,8 @@ class Sequence:
         sampling = self.request.sampling
         self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
+        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0 and sampling.logprobs is None
+        self.num_scored_tokens = self.request.num_scored_tokens
 
     @property
     def deadline_at(self) -> float | None:
@@ -85,6 +87,12 @@ class Sequence:
         """Whether one token is uncomputed, the last that was generated."""
         generated = self.generated_token_ids
         return bool(generated) and self.num_computed_tokens == self.num_prompt_tokens + len(generated) - 1
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted that are not known yet."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and self.num_scored_tokens < self.num_prompt_tokens - 1
 
     @property
     def has_started(self) -> bool:

@@ -10,13 +10,24 @@ class Step:
     """Sequences are added in order of precedence, and charged to the budget."""
 
     def __init__(
-        self, *, budget: int, max_prefill_tokens: int | None, chunk_tokens: int, eos_token_ids: frozenset[int]
+        self,
+        *,
+        budget: int,
+        max_prefill_tokens: int | None,
+        chunk_tokens: int,
+        max_scored_tokens: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
-        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them."""
+        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them.
+
+        At most `max_scored_tokens` prompt tokens get log-probabilities: each takes a row of logits.
+        """
         self._budget = budget
         self.num_tokens_left = budget
         self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
         self._chunk_tokens = chunk_tokens
+        self._num_scored_tokens_left = max_scored_tokens
+        self._has_logprobs = False
         self._eos_token_ids = eos_token_ids
         self.has_preempted = False
         self.scheduled: list[ScheduledSequence] = []
@@ -27,14 +38,25 @@ class Step:
     def has_room_for_prefill(self) -> bool:
         return self.num_tokens_left > 0 and self._num_prefill_tokens_left > 0
 
+    @property
+    def has_room_for_scores(self) -> bool:
+        return self._num_scored_tokens_left > 0
+
     def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
         """How many tokens of a prompt the step takes, when so many of the budget are for others."""
-        return min(
+        num_tokens = min(
             sequence.num_uncomputed_tokens,
             self._chunk_tokens,
             self.num_tokens_left - num_reserved,
             self._num_prefill_tokens_left,
         )
+        return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
+
+    def _num_scorable(self, sequence: Sequence) -> int:
+        """How far the step may compute it: up to the prompt token that it may not score any more."""
+        start = sequence.num_computed_tokens
+        end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
+        return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
 
     def add_decoding(self, sequence: Sequence) -> None:
         """The last token of a sequence; its block is there."""
@@ -63,18 +85,20 @@ class Step:
             hold_up=hold_up,
             num_waiting=num_waiting,
             num_free_blocks=num_free_blocks,
+            has_logprobs=self._has_logprobs,
         )
 
     def _share(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         sampling = sequence.request.sampling
-        samples = num_tokens == sequence.num_uncomputed_tokens
+        samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
+        first_target, targets = self._targets(sequence, start + num_tokens) if sequence.is_scoring else (0, ())
         history = None
         if samples and sampling.has_penalties:
             history = TokenHistory(
                 prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.generated_token_ids)
             )
-        return ScheduledSequence(
+        share = ScheduledSequence(
             sequence.request.request_id,
             sequence.token_ids(start, start + num_tokens),
             start,
@@ -83,7 +107,18 @@ class Step:
             sampling,
             banned_token_ids=self._banned_token_ids(sequence) if samples else (),
             history=history,
+            targets=targets,
+            first_target=first_target,
         )
+        self._has_logprobs |= share.wants_logprobs
+        return share
+
+    def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
+        """What a share that ends at position `end` scores: the first one's position, and the prompt tokens."""
+        first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
+        targets = sequence.request.prompt_token_ids[first : end + 1]
+        self._num_scored_tokens_left -= len(targets)
+        return first, targets
 
     def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
         sampling = sequence.request.sampling

@@ -211,7 +211,10 @@ class Fleet:
         journal.num_resumes += 1
         journal.lost_at = now
         request_id = journal.request.request_id
-        has_progressed = journal.num_tokens > len(attempt.request.generated_token_ids)
+        has_progressed = (
+            journal.num_tokens > len(attempt.request.generated_token_ids)
+            or journal.num_scored_tokens > attempt.request.num_scored_tokens
+        )
         is_fruitless = attempt.is_trusted and not has_progressed
         journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
         max_resumes = self._limits.max_resumes

@@ -19,6 +19,7 @@ class Journal:
         self._request = request
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
+        self._num_scored_tokens = request.num_scored_tokens
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
         self.num_attempts = 0
         self.num_resumes = 0
@@ -33,6 +34,11 @@ class Journal:
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities have come."""
+        return self._num_scored_tokens
 
     def next_request(self, now: float) -> Request:
         """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
@@ -54,12 +60,14 @@ class Journal:
             self._request,
             request_id=f"{self._request.request_id}{number}",
             generated_token_ids=tuple(self._token_ids),
+            num_scored_tokens=self._num_scored_tokens,
             deadline_s=deadline_s,
         )
 
     def book(self, delta: TokenDelta) -> TokenDelta:
         """Note a delta's tokens; returns it as the caller should see it, whichever attempt it came from."""
         self._token_ids.extend(delta.token_ids)
+        self._num_scored_tokens += len(delta.prompt_logprobs)
         if delta.token_ids and self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
         if delta.request_id == self._request.request_id and delta.num_cached_tokens == (self._num_cached_tokens or 0):

@@ -18,6 +18,7 @@ from app.model.loader import LoadedModel
 from app.model.native.attention import NativeAttention
 from app.model.native.decoder import NativeDecoder
 from app.model.native.library import Team
+from app.model.native.logprobs import NativeLogprobs
 from app.model.native.memory import NativePages
 from app.model.native.sampling import NativeDraw
 from app.model.runner import TorchModelRunner
@@ -55,9 +56,14 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -
     team = Team(config.model.num_threads)
     if model.native is None:
         forward = TransformersForward(model.module, NativeAttention(pages, team))
-        return TorchModelRunner(forward, model.device, draw=NativeDraw(team))
+        return TorchModelRunner(forward, model.device, draw=NativeDraw(team), compute_logprobs=NativeLogprobs(team))
     torch.set_num_threads(1)  # nearly nothing is left to torch, whose threads would wait in the way of ours
-    return TorchModelRunner(NativeDecoder(model.native, pages, team), model.device, draw=NativeDraw(team))
+    return TorchModelRunner(
+        NativeDecoder(model.native, pages, team),
+        model.device,
+        draw=NativeDraw(team),
+        compute_logprobs=NativeLogprobs(team),
+    )
 
 
 def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> TorchModelRunner | GraphModelRunner:

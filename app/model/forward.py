@@ -13,10 +13,10 @@ from app.model.inputs import ModelInputs
 
 
 class Prediction(NamedTuple):
-    """What the sampled tokens of a step predict."""
+    """What tokens of a step predict: those of its inputs' `logits_indices`."""
 
-    logits: torch.Tensor  # [num_sampled, vocab_size]
-    likeliest: torch.Tensor | None = None  # [num_sampled] int64, their greatest, where it was found on the way
+    logits: torch.Tensor  # [num_rows, vocab_size]
+    likeliest: torch.Tensor | None = None  # [num_rows] int64, their greatest, where it was found on the way
 
 
 class ForwardPass(Protocol):
@@ -25,7 +25,7 @@ class ForwardPass(Protocol):
     block_size: int
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        """Write the new tokens' KV and compute the logits of the sampled ones."""
+        """Write the new tokens' KV and compute the logits of those that are wanted."""
         ...
 
 
@@ -42,7 +42,7 @@ class TransformersForward:
             input_ids=inputs.token_ids,
             position_ids=inputs.positions,
             use_cache=False,
-            logits_to_keep=inputs.sampled_indices,
+            logits_to_keep=inputs.logits_indices,
             paged=self.attention.begin_step(batch, inputs),
         )
         return Prediction(output.logits[0])

@@ -24,7 +24,7 @@ class ModelInputs:
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
     slots: torch.Tensor  # [num_tokens], where each token's KV goes
-    sampled_indices: torch.Tensor  # [num_sampled], tokens whose logits are wanted
+    logits_indices: torch.Tensor  # [num_rows], tokens whose logits are wanted, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,10 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
     slots = chain.from_iterable(_slots(item, block_size) for item in scheduled)
     positions = chain.from_iterable(range(item.start, item.end) for item in scheduled)
     ends = accumulate(len(item.token_ids) for item in scheduled)
-    sampled = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
+    if batch.has_logprobs:
+        wanted = list(chain.from_iterable(_wanted(item, end) for item, end in zip(scheduled, ends, strict=True)))
+    else:
+        wanted = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
 
     def tensor(values: Iterable[int]) -> torch.Tensor:
         return to_device(list(values), device)
@@ -76,8 +79,18 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
         token_ids=tensor(chain.from_iterable(item.token_ids for item in scheduled))[None],
         positions=tensor(positions)[None],
         slots=tensor(slots),
-        sampled_indices=tensor(sampled),
+        logits_indices=tensor(wanted),
     )
+
+
+def _wanted(item: ScheduledSequence, end: int) -> list[int]:
+    """The tokens of one sequence whose logits are wanted; in the packed row, where it ends at `end`.
+
+    Those that predict its targets, then the last one if it samples. `logprobs.py` relies on this order.
+    """
+    first = end - item.end + item.first_target - 1
+    wanted = list(range(first, first + len(item.targets)))
+    return [*wanted, end - 1] if item.samples else wanted
 
 
 def to_device(

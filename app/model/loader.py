@@ -78,15 +78,18 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
 
 
 @torch.inference_mode()
-def run_full_step(model: LoadedModel, *, num_tokens: int, num_sampled: int) -> None:
-    """Compute as much as a step ever may, so that the allocator's peak is known before KV memory is sized."""
+def run_full_step(model: LoadedModel, *, num_tokens: int, num_rows: int) -> None:
+    """Compute as much as a step ever may, so that the allocator's peak is known before KV memory is sized.
+
+    `num_rows`: of logits.
+    """
     num_tokens = min(num_tokens, model.facts.max_model_len)
     token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=model.device)
     model.module(
         input_ids=token_ids,
         position_ids=torch.arange(num_tokens, device=model.device)[None],
         use_cache=False,
-        logits_to_keep=min(num_sampled, num_tokens),
+        logits_to_keep=min(num_rows, num_tokens),
         paged=ProbeStep(),
     )
 
@@ -229,7 +232,7 @@ def _native_weights(
         token_ids=probe.token_ids,
         positions=probe.positions,
         slots=probe.positions[0],
-        sampled_indices=probe.positions[0],
+        logits_indices=probe.positions[0],
     )
     segments = Segments(
         torch.tensor([[0, _PROBE_TOKENS, 0, 0]], dtype=torch.int32),

@@ -2,7 +2,8 @@
 
 The time passes asleep, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
 the whole sequence through a simulated KV memory, as a real model's do: a wrong block, a wrong position or a sequence
-resumed wrongly shows in the tokens. Penalties, biases and filters are not simulated. No torch here.
+resumed wrongly shows in the tokens, and in their log-probabilities, which are made up. Penalties, biases and filters
+are not simulated. No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import signal
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from app.config import EngineConfig, SimulatedConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.facts import ModelFacts
+from app.engine.request import TokenLogprobs
 
 MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
 
@@ -51,17 +54,18 @@ class SimulatedModelRunner:
         self._clock = clock
         self._sleep = sleep
 
-    def run(self, batch: Batch) -> list[int]:
-        """One token id for each of `batch.sampled`, once the step's time has passed since the call."""
+    def run(self, batch: Batch) -> StepResult:
+        """The step's result, once its time has passed since the call."""
         ends_at = self._clock() + self.step_s(batch)
         self._crash_if_told(batch)
         for item in batch.scheduled:
             self._write(item)
         token_ids = [self._draw(item) for item in batch.sampled]
+        result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
         left_s = ends_at - self._clock()
         if left_s > 0:
             self._sleep(left_s)
-        return token_ids
+        return result
 
     def step_s(self, batch: Batch) -> float:
         """What a step takes, in seconds. A sequence's KV is read once, however many of its tokens are computed."""
@@ -87,13 +91,18 @@ class SimulatedModelRunner:
             slots[block_ids[position // size] * size + position % size] = prefix
             position += 1
 
-    def _draw(self, item: ScheduledSequence) -> int:
-        slots, size, block_ids, last = self._slots, self._block_size, item.block_ids, item.end - 1
+    def _key(self, item: ScheduledSequence, last: int) -> int:
+        """What the token after position `last` depends on."""
+        slots, size, block_ids = self._slots, self._block_size, item.block_ids
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
             # A model attends to all blocks. One of the earlier ones at each token, in turn, finds any that is wrong.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
+        return key
+
+    def _draw(self, item: ScheduledSequence) -> int:
+        key = self._key(item, item.end - 1)
         if item.sampling.temperature:
             key ^= (item.sampling.seed + 1) * _START & _MASK
         key = _mix(key)
@@ -103,6 +112,35 @@ class SimulatedModelRunner:
         if token in item.banned_token_ids:
             return self._another(key, item.banned_token_ids)
         return token
+
+    def _with_logprobs(self, batch: Batch, token_ids: list[int]) -> StepResult:
+        logprobs = {
+            item.request_id: self._logprobs(item, item.end - 1, token_id, item.sampling.logprobs)
+            for item, token_id in zip(batch.sampled, token_ids, strict=True)
+            if item.sampling.logprobs is not None
+        }
+        prompt_logprobs = {
+            item.request_id: tuple(
+                self._logprobs(item, position - 1, token_id, item.sampling.prompt_logprobs or 0)
+                for position, token_id in enumerate(item.targets, start=item.first_target)
+            )
+            for item in batch.scheduled
+            if item.targets
+        }
+        return StepResult(token_ids, logprobs, prompt_logprobs)
+
+    def _logprobs(self, item: ScheduledSequence, last: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """The likeliest token is what would be drawn; from there on in the list of them each is less likely."""
+        first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
+        place = self._places.get(token_id)
+        rank = 1 + (num_tokens if place is None else (place - first) % num_tokens)
+        num_top = min(num_top, num_tokens)
+        top_token_ids = tuple(self._text[(first + n) % num_tokens] for n in range(num_top))
+        return TokenLogprobs(-rank / 2, rank, top_token_ids, tuple(-(n + 1) / 2 for n in range(num_top)))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {token_id: place for place, token_id in enumerate(self._text)}
 
     def _another(self, key: int, banned: Sequence[int]) -> int:
         allowed = [token for token in self._text if token not in banned] or self._text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from benchmarks.logged_carousel import LoggedCarousel
 from benchmarks.run import Run
 from benchmarks.step_trace import Step, StepTrace, logged
@@ -86,12 +86,12 @@ def test_a_log_without_steps_has_no_shares() -> None:
 
 
 class _Launched:
-    def __init__(self, clock: FakeClock, token_ids: list[int]) -> None:
-        self._clock, self._token_ids = clock, token_ids
+    def __init__(self, clock: FakeClock, result: StepResult) -> None:
+        self._clock, self._result = clock, result
 
-    def result(self) -> list[int]:
+    def result(self) -> StepResult:
         self._clock.advance(STEP_S)
-        return self._token_ids
+        return self._result
 
 
 class LaunchingRunner(CountingRunner):
@@ -102,7 +102,7 @@ class LaunchingRunner(CountingRunner):
         self._clock = clock
 
     def launch(self, batch: Batch) -> _Launched:
-        return _Launched(self._clock, [2] * len(batch.sampled))
+        return _Launched(self._clock, StepResult([2] * len(batch.sampled)))
 
 
 def test_steps_that_are_launched_ahead_follow_each_other_without_overlap() -> None:

@@ -10,7 +10,7 @@ from app.api.completions import ServedModel
 from app.bulk.record import Record
 from app.bulk.row_generator import RowGenerator
 from app.bulk.rows import PreparedRow
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.errors import EngineStopped
 from app.text import Detokenizer, Tokenizer
@@ -129,7 +129,7 @@ class PoisonedRunner(CountingRunner):
         super().__init__()
         self._poison = None if number is None else f"row-{number}"
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         if self._poison is None or any(item.request_id == self._poison for item in batch.scheduled):
             raise RuntimeError("no")
         return super().run(batch)
@@ -138,7 +138,7 @@ class PoisonedRunner(CountingRunner):
 class SlowRunner(CountingRunner):
     """Steps of a millisecond."""
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         time.sleep(0.001)
         return super().run(batch)
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
@@ -49,7 +49,7 @@ class FailingRunner(CountingRunner):
         super().__init__()
         self.num_failures = num_failures
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("a broken device")
@@ -204,7 +204,7 @@ def test_an_engine_serves_several_event_loops() -> None:
 
 def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
     class Poisoned(CountingRunner):
-        def run(self, batch: Batch) -> list[int]:
+        def run(self, batch: Batch) -> StepResult:
             if any(item.request_id == "bad" for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)
@@ -225,7 +225,7 @@ def test_one_poisonous_request_fails_alone_and_the_others_go_on() -> None:
 
 def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() -> None:
     class Poisoned(CountingRunner):
-        def run(self, batch: Batch) -> list[int]:
+        def run(self, batch: Batch) -> StepResult:
             if any(item.token_ids[:1] == (9,) for item in batch.scheduled):
                 raise RuntimeError("poison")
             return super().run(batch)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import Batch, TokenHistory
+from app.engine.batch import Batch, StepResult, TokenHistory
 from app.engine.engine import StepError
 from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
@@ -13,7 +13,9 @@ from tests.fakes import VOCAB_SIZE, CountingRunner, build_fake_engine, expected_
     ("request_", "param"),
     [
         (make_request(()), "prompt"),
-        (make_request(max_tokens=0), "max_tokens"),
+        (make_request(max_tokens=-1), "max_tokens"),
+        (make_request(logprobs=-1), "logprobs"),
+        (make_request(prompt_logprobs=VOCAB_SIZE + 1), "prompt_logprobs"),
         (make_request((1, VOCAB_SIZE)), "prompt"),
         (make_request((1, -1)), "prompt"),
         (make_request(logit_bias=((VOCAB_SIZE, 1.0),)), "logit_bias"),
@@ -52,7 +54,7 @@ class BreakableRunner(CountingRunner):
 
     is_broken = False
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         if self.is_broken:
             raise RuntimeError("a broken device")
         return super().run(batch)

@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import StepError
 from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, Quarantined, StepFailed
-from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import (
+    FakeClock,
+    Outcome,
+    TimedRunner,
+    build_fake_engine,
+    expected_tokens,
+    logprobs_after,
+    make_request,
+)
 
 STRATEGIES: list[Any] = [
     "continuous",
@@ -35,7 +43,7 @@ class FailingOnDemand(TimedRunner):
     is_broken = False
     poison: str | None = None
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         if self.is_broken or any(item.request_id == self.poison for item in batch.scheduled):
             raise RuntimeError("asked to fail")
         return super().run(batch)
@@ -54,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 12),
         chunk=st.integers(1, 9),
         prefix_caching=st.booleans(),
+        max_scored_tokens=st.sampled_from([1, 3, 100]),
         strategy=st.sampled_from(STRATEGIES),
         policy=st.sampled_from(POLICIES),
     )
@@ -65,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_tokens: int,
         chunk: int,
         prefix_caching: bool,
+        max_scored_tokens: int,
         strategy: Any,
         policy: Any,
     ) -> None:
@@ -72,6 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
             "max_running": max_running,
             "max_step_tokens": max_running + spare_tokens,
             "prefill_chunk_tokens": chunk,
+            "max_scored_tokens": max_scored_tokens,
             "strategy": strategy,
             "policy": policy,
         }
@@ -101,19 +112,33 @@ class EngineMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
         num_generated_elsewhere=st.sampled_from([0, 0, 0, 1, 5]),
+        num_scored_elsewhere=st.sampled_from([0, 0, 3]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         is_background=st.sampled_from([False, False, True]),
     )
     def add(
-        self, data: st.DataObject, salt: str, num_generated_elsewhere: int, is_background: bool, **fields: Any
+        self,
+        data: st.DataObject,
+        salt: str,
+        num_generated_elsewhere: int,
+        num_scored_elsewhere: int,
+        is_background: bool,
+        **fields: Any,
     ) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
-        max_tokens = data.draw(st.integers(1, min(12, self.num_slots - length)))
+        max_tokens = data.draw(st.integers(0, min(12, self.num_slots - length)))
         request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
-        *before, _ = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)
+        before = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)[:-1]
+        generated = tuple(before[:num_generated_elsewhere])
         request = replace(
-            request, generated_token_ids=tuple(before[:num_generated_elsewhere]), is_background=is_background
+            request,
+            generated_token_ids=generated,
+            # The prompt is scored before anything is generated.
+            num_scored_tokens=length - 1 if generated else min(num_scored_elsewhere, length - 1),
+            is_background=is_background,
         )
         try:
             self.engine.add(request)
@@ -200,6 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
             batch = self.runner.batches[-1]
             assert 0 < batch.num_tokens <= self.allowed[1]
             assert len(batch.scheduled) <= self.allowed[0]
+            assert sum(len(item.targets) for item in batch.scheduled) <= self.settings["max_scored_tokens"]
 
     @invariant()
     def whoever_has_not_ended_is_waiting_or_running(self) -> None:
@@ -231,6 +257,18 @@ class EngineMachine(RuleBasedStateMachine):
                 request.prompt_token_ids, request.sampling.max_tokens, stop_token_ids=request.sampling.stop_token_ids
             )
             assert self.outcome.token_ids[request_id] == expected[len(request.generated_token_ids) :]
+            self.check_logprobs(request, expected)
+
+    def check_logprobs(self, request: Request, expected: list[int]) -> None:
+        """One for every token that is new, none twice, whatever happened in between."""
+        sampling, tokens = request.sampling, [*request.prompt_token_ids, *expected]
+        num_prompt, num_known = len(request.prompt_token_ids), len(request.generated_token_ids)
+        for given, num_top, places in (
+            (self.outcome.logprobs, sampling.logprobs, range(num_prompt + num_known, len(tokens))),
+            (self.outcome.prompt_logprobs, sampling.prompt_logprobs, range(request.num_scored_tokens + 1, num_prompt)),
+        ):
+            wanted = [] if num_top is None else [logprobs_after(tokens[:at], tokens[at], num_top) for at in places]
+            assert given[request.request_id] == wanted
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from app.engine import quarantine
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, StepError
 from app.engine.quarantine import Quarantine
 from app.errors import Quarantined, StepFailed
@@ -20,7 +20,7 @@ class PoisonedRunner(CountingRunner):
 
     num_runs = 0
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.num_runs += 1
         for end, item in enumerate(batch.scheduled):
             if item.request_id.startswith("bad"):
@@ -32,7 +32,7 @@ class PoisonedRunner(CountingRunner):
 class OutOfMemoryRunner(CountingRunner):
     """Can compute three sequences at a time."""
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         if len(batch.scheduled) > 3:
             raise MemoryError("too many")
         return super().run(batch)
@@ -83,7 +83,7 @@ def test_a_step_that_only_fails_as_a_whole_costs_nobody_anything() -> None:
 class BrokenRunner(CountingRunner):
     num_runs = 0
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         self.num_runs += 1
         raise RuntimeError("a broken device")
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import StepError
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason
@@ -46,17 +46,18 @@ class LateRunner(FailingOnDemand):
         assert len(self._launched) <= 2, "more than one step ahead"
         return step
 
-    def compute(self, step: LateStep) -> list[int]:
+    def compute(self, step: LateStep) -> StepResult:
         assert self._launched.popleft() is step, "steps are waited for in their order"
-        known = Batch(tuple(map(self._known, step.batch.scheduled)), step.batch.sequences)
+        known = replace(step.batch, scheduled=tuple(map(self._known, step.batch.scheduled)))
         try:
             if step.fails:
                 raise RuntimeError("asked to fail later")
-            self._drawn = self.run(known)
+            result = self.run(known)
         except RuntimeError:
             self._drawn, self._has_failed = [2] * len(known.sampled), True
             raise
-        return self._drawn
+        self._drawn = result.token_ids
+        return result
 
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:
         """With the tokens that the step before drew."""
@@ -80,7 +81,7 @@ class LateStep:
         self.batch, self.fails = batch, fails
         self._runner = runner
 
-    def result(self) -> list[int]:
+    def result(self) -> StepResult:
         return self._runner.compute(self)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
@@ -72,8 +72,8 @@ class CountingPolicy(SchedulingPolicy):
 
 
 class SevensRunner:
-    def run(self, batch: Batch) -> list[int]:
-        return [7] * len(batch.sampled)
+    def run(self, batch: Batch) -> StepResult:
+        return StepResult([7] * len(batch.sampled))
 
 
 def build_engine(policy: SchedulingPolicy, *, max_running: int, runner: ModelRunner | None = None) -> Engine:

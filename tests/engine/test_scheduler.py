@@ -4,6 +4,7 @@ import pytest
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
+from app.engine.batch import StepResult
 from app.engine.facts import ModelFacts
 from app.engine.request import FinishReason, Request
 from app.errors import InvalidSetup
@@ -149,8 +150,8 @@ def test_a_request_that_fills_the_pool_alone_is_served() -> None:
 class EndingRunner:
     """Draws the end token, unless it is banned."""
 
-    def run(self, batch) -> list[int]:  # type: ignore[no-untyped-def]
-        return [EOS if EOS not in item.banned_token_ids else 7 for item in batch.sampled]
+    def run(self, batch) -> StepResult:  # type: ignore[no-untyped-def]
+        return StepResult([EOS if EOS not in item.banned_token_ids else 7 for item in batch.sampled])
 
 
 def finished(request: Request) -> tuple[list[int], FinishReason]:
@@ -178,8 +179,8 @@ def test_a_stop_token_stops_a_request_even_if_the_end_token_is_ignored() -> None
 
 
 class _Sevens:
-    def run(self, batch) -> list[int]:  # type: ignore[no-untyped-def]
-        return [8 if 7 in item.banned_token_ids else 7 for item in batch.sampled]
+    def run(self, batch) -> StepResult:  # type: ignore[no-untyped-def]
+        return StepResult([8 if 7 in item.banned_token_ids else 7 for item in batch.sampled])
 
 
 def test_an_aborted_request_frees_its_blocks_and_the_others_go_on() -> None:
@@ -216,7 +217,7 @@ def test_a_chunk_in_flight_of_an_aborted_request_is_dropped() -> None:
     scheduler = engine._scheduler
     batch = scheduler.schedule(now=1.0)
     scheduler.abort(request.request_id)
-    assert scheduler.update(batch, [3], now=2.0) == []
+    assert scheduler.update(batch, StepResult([3]), now=2.0) == []
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch
+from app.engine.batch import Batch, StepResult
 from app.engine.request import Request
 from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
 from tests.fakes import CountingRunner, build_fake_engine, until
@@ -41,7 +41,7 @@ class SteppedRunner(CountingRunner):
             (_, gone), self._hold = self._hold, None
             gone.set()
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         hold = self._hold
         if hold is not None and len(self.batches) >= hold[0]:
             self.is_held = True

@@ -25,7 +25,7 @@ def test_tokens_of_all_sequences_stand_in_one_row() -> None:
     assert inputs.token_ids.tolist() == [[11, 12, 13, 21, 31, 32]]
     assert inputs.positions.tolist() == [[2, 3, 4, 8, 0, 1]]
     assert inputs.slots.tolist() == [18, 19, 28, 20, 8, 9]
-    assert inputs.sampled_indices.tolist() == [3, 5]
+    assert inputs.logits_indices.tolist() == [3, 5]
     rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
     assert rows.decode is not None
     assert rows.decode.token_indices.tolist() == [3]

@@ -38,7 +38,8 @@ class StepPlan:
         """Those in the step, as a new list; `is_ahead`: without those who get their last token in the step before."""
         taking_part = running if self.includes is None else filter(self.includes, running)
         if is_ahead:
-            return [s for s in taking_part if len(s.generated_token_ids) < s.request.sampling.max_tokens]
+            # Who generates nothing takes part until its prompt is computed, as everybody does.
+            return [s for s in taking_part if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
         return list(taking_part)
 
 

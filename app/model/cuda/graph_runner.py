@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
+from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
 from app.model.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -55,23 +56,27 @@ class GraphModelRunner:
         if capture is not None:
             self._capture_all(capture)
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepResult:
         return self.launch(batch).result()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> DrawnTokens:
+    def launch(self, batch: Batch) -> LaunchedStep:
         """Queue a step. A token id -1 - n in it is what the step launched before draws as its n-th token."""
         graph = self._graph_for(batch)
         logits = self._eager_logits(batch) if graph is None else self._replayed_logits(graph, batch)
-        self._drawn = sample(logits, batch.sampled)
-        return DrawnTokens(self._drawn)
+        if not batch.has_logprobs:
+            self._drawn = sample(logits, batch.sampled)
+            return LaunchedStep(self._drawn)
+        wanted = WantedLogprobs(batch)
+        self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
+        return LaunchedStep(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
 
     def _eager_logits(self, batch: Batch) -> torch.Tensor:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
         return self._forward(
             self._known(inputs.token_ids, batch.scheduled),
             inputs.positions,
-            logits_to_keep=inputs.sampled_indices,
+            logits_to_keep=inputs.logits_indices,
             paged=self._attention.begin_step(batch, inputs),
         )
 
@@ -149,24 +154,37 @@ class GraphModelRunner:
         return self._logits[: logits.shape[0]].copy_(logits)
 
 
-class DrawnTokens:
-    """The tokens of a step that may still run, on their way to the host."""
+class LaunchedStep:
+    """What a step that may still run gives, on its way to the host."""
 
-    def __init__(self, token_ids: torch.Tensor) -> None:
-        """token_ids: [num_sampled]."""
-        self._host, self._copied = token_ids, None
+    def __init__(
+        self, token_ids: torch.Tensor, wanted: WantedLogprobs | None = None, logprobs: Logprobs | None = None
+    ) -> None:
+        """token_ids: [num_sampled]; `logprobs` are what is `wanted`."""
+        self._token_ids = _on_the_way(token_ids)
+        self._wanted = wanted
+        self._logprobs = None if logprobs is None else Logprobs(*map(_on_the_way, logprobs))
+        self._copied = None
         if token_ids.is_cuda:
-            self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._host.copy_(token_ids, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def result(self) -> list[int]:
+    def result(self) -> StepResult:
         """Wait for this step, not for those launched after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids: list[int] = self._host.tolist()
-        return token_ids
+        token_ids: list[int] = self._token_ids.tolist()
+        if self._wanted is None or self._logprobs is None:
+            return StepResult(token_ids)
+        return self._wanted.result(token_ids, self._logprobs)
+
+
+def _on_the_way(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor of the device will be on the host, once the work queued so far is done."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class _Graph:

@@ -54,13 +54,13 @@ class NativeDecoder:
     def compute(self, inputs: ModelInputs, segments: Segments) -> Prediction:
         cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
         cosine, sine = cosine.contiguous(), sine.contiguous()
-        num_sampled = inputs.sampled_indices.shape[0]
-        logits = torch.empty(num_sampled, self._weights.vocab_size)
-        likeliest = torch.empty(num_sampled, dtype=torch.long)
+        num_rows = inputs.logits_indices.shape[0]
+        logits = torch.empty(num_rows, self._weights.vocab_size)
+        likeliest = torch.empty(num_rows, dtype=torch.long)
         step = DecoderStep(
-            inputs.token_ids.shape[1], segments.segments.shape[0], num_sampled,
+            inputs.token_ids.shape[1], segments.segments.shape[0], num_rows,
             inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),
-            segments.tables.data_ptr(), inputs.sampled_indices.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
+            segments.tables.data_ptr(), inputs.logits_indices.data_ptr(), cosine.data_ptr(), sine.data_ptr(),
             logits.data_ptr(), likeliest.data_ptr(),
         )  # fmt: skip
         self._run(self._decoder, ctypes.byref(step))

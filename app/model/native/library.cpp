@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "logprobs.h"
 #include "sampling.h"
 #include "team.h"
 
@@ -67,6 +68,19 @@ void carousel_draw(void* team, const float* logits, int64_t vocab_size, const in
     members.run([&] {
         members.share(num_draws, [&](int64_t at) {
             tokens[at] = draw_token(logits + rows[at] * vocab_size, vocab_size, draws[at]);
+        });
+    });
+}
+
+// Log-probabilities of one token, and of the likeliest ones, in each of some rows of logits [..][vocab_size].
+void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
+                       int64_t num_rows, int64_t num_top, float* logprobs, int64_t* ranks, int64_t* top_tokens,
+                       float* top_logprobs) {
+    Team& members = *static_cast<Team*>(team);
+    members.run([&] {
+        members.share(num_rows, [&](int64_t at) {
+            row_logprobs(logits + rows[at] * vocab_size, vocab_size, tokens[at], num_top,
+                         {logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
         });
     });
 }

@@ -104,6 +104,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "team_new": ((_INT32,), _POINTER),
     "team_delete": ((_POINTER,), None),
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
+    "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),
     "has_wide_vectors": ((), _INT32),
     "has_fast_bf16": ((), _INT32),
     "attention_step_{}": (

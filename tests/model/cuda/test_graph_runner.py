@@ -122,7 +122,7 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
     for beside in (share(1, [2], 9), share(1, [2], 9, 10)):
         runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunAgain())
         first = runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
-        known = runner.run(batch(share(2, [1], first[1]), beside, share(2, [0], first[0])))
+        known = runner.run(batch(share(2, [1], first.token_ids[1]), beside, share(2, [0], first.token_ids[0])))
         runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
         assert runner.launch(batch(share(2, [1], -2), beside, share(2, [0], -1))).result() == known
 

@@ -1,0 +1,153 @@
+"""Log-probabilities are those of the model's own forward pass, alone, among others, in chunks and after preemption."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from app.engine.engine import Engine
+from app.engine.request import Request, TokenLogprobs
+from app.model.logprobs import compute_logprobs
+from app.model.native.library import Team, library
+from app.model.native.logprobs import NativeLogprobs
+from tests.fakes import Outcome, make_request, run_to_end
+from tests.model.test_equivalence import build, random_requests
+from tests.tiny_models import VOCAB_SIZE
+
+TOLERANCE = 1e-4  # of a natural logarithm, in float32
+WAYS = [("llama", "torch"), ("llama", "attention"), ("llama", "decoder"), ("qwen3", "decoder"), ("gemma2", "torch")]
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4, "logit_bias": ((7, 5.0),), "seed": 3}
+
+
+def asking(request: Request, number: int) -> Request:
+    """Each in its own way; some want nothing, some sample, some only score their prompt."""
+    sampling = replace(
+        request.sampling,
+        logprobs=(None, 0, 1, 5, 20)[number % 5],
+        prompt_logprobs=(None, 1, 0, 5)[number % 4],
+        **(SAMPLED if number % 6 == 5 else {}),
+    )
+    if number % 7 == 6:
+        sampling = replace(sampling, max_tokens=0)
+    return replace(request, sampling=sampling)
+
+
+def some_requests(vocab_size: int) -> list[Request]:
+    return [asking(request, number) for number, request in enumerate(random_requests(33, vocab_size, seed=5))]
+
+
+def load(path: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def check(model: PreTrainedModel, request: Request, outcome: Outcome) -> None:
+    """Against the log-softmax of the model's logits over the whole sequence, computed at once."""
+    request_id, sampling = request.request_id, request.sampling
+    tokens = [*request.prompt_token_ids, *outcome.token_ids[request_id]]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    num_prompt = len(request.prompt_token_ids)
+    for given, num_top, places in (
+        (outcome.prompt_logprobs, sampling.prompt_logprobs, range(1, num_prompt)),
+        (outcome.logprobs, sampling.logprobs, range(num_prompt, len(tokens))),
+    ):
+        assert len(given[request_id]) == (0 if num_top is None else len(places))
+        for at, found in zip(places, given[request_id], strict=False):
+            check_place(found, tokens[at], expected[at - 1], num_top or 0)
+
+
+def check_place(found: TokenLogprobs, token: int, expected: torch.Tensor, num_top: int) -> None:
+    assert found.logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)
+    # Tokens that are nearly equally likely may change places.
+    assert (
+        (expected > expected[token] + TOLERANCE).sum() < found.rank <= (expected >= expected[token] - TOLERANCE).sum()
+    )
+    assert len(found.top_token_ids) == len(set(found.top_token_ids)) == len(found.top_logprobs) == num_top
+    assert list(found.top_logprobs) == pytest.approx(expected.topk(num_top).values.tolist(), abs=TOLERANCE)
+    assert [float(expected[each]) for each in found.top_token_ids] == pytest.approx(found.top_logprobs, abs=TOLERANCE)
+    if num_top:
+        assert (found.rank == 1) == (found.logprob == found.top_logprobs[0]), "equal to the last bit, or not at all"
+    if token in found.top_token_ids:
+        assert found.logprob == found.top_logprobs[found.top_token_ids.index(token)]
+
+
+@pytest.mark.parametrize(("architecture", "way"), WAYS)
+def test_values_are_the_models_own(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
+    path, requests = tiny_model_path(architecture), some_requests(VOCAB_SIZE)
+    model = load(path)
+    roomy = build(path, way=way, num_slots=3200)
+    cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7, max_scored_tokens=11)
+    for engine in (roomy, cramped):
+        outcome = run_to_end(engine, *requests)
+        for request in requests:
+            check(model, request, outcome)
+    assert cramped.stats().total_preemptions > 0
+
+
+@pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
+def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str) -> None:
+    """As an evaluation asks for them: many ragged prompts at once, scored and not continued; sums within 1e-4."""
+    requests = [
+        make_request(request.prompt_token_ids, max_tokens=0, prompt_logprobs=1)
+        for request in random_requests(60, 763, seed=9)
+    ]
+    model = load(demo_path)
+    outcome = run_to_end(build(demo_path, way=way, num_slots=1600, max_scored_tokens=100), *requests)
+    for request in requests:
+        tokens = torch.tensor([request.prompt_token_ids])
+        with torch.inference_mode():
+            expected = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).double().sum()
+        found = sum(each.logprob for each in outcome.prompt_logprobs[request.request_id])
+        assert found == pytest.approx(float(expected), abs=TOLERANCE)
+
+
+def values_of(engine: Engine, *requests: Request) -> dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]:
+    outcome = run_to_end(engine, *requests)
+    return {each: (outcome.logprobs[each], outcome.prompt_logprobs[each]) for each in outcome.reasons}
+
+
+def test_in_the_decoder_no_bit_depends_on_the_others(tiny_model_path: Callable[[str], Path]) -> None:
+    path, requests = tiny_model_path("llama"), some_requests(VOCAB_SIZE)
+    alone = build(path, way="decoder", num_slots=3200)
+    expected: dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]] = {}
+    for request in requests:
+        expected |= values_of(alone, request)
+    assert values_of(build(path, way="decoder", num_slots=3200), *requests) == expected
+    cramped = build(path, way="decoder", num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
+    assert values_of(cramped, *requests) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1003, 49152])
+@pytest.mark.parametrize("num_top", [0, 1, 16])
+@pytest.mark.parametrize("spread", [0.1, 30.0])
+def test_native_values_are_those_of_torch(vocab_size: int, num_top: int, spread: float) -> None:
+    if library() is None:
+        pytest.skip("no C++ compiler here")
+    torch.manual_seed(0)
+    logits = torch.randn(70, vocab_size) * spread
+    rows, tokens = list(range(69, -1, -1)), torch.randint(vocab_size, (70,))
+    native = NativeLogprobs(Team(2))(logits, rows, tokens, num_top=num_top)
+    plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
+    torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(native.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
+    assert torch.equal(native.ranks, plain.ranks)
+    assert torch.equal(native.top_token_ids, plain.top_token_ids)
+
+
+def test_masked_and_equal_logits() -> None:
+    if library() is None:
+        pytest.skip("no C++ compiler here")
+    logits = torch.full((1, 37), -math.inf)
+    logits[0, [3, 9, 36]] = 2.0
+    found = NativeLogprobs(Team(1))(logits, [0], torch.tensor([9]), num_top=4)
+    assert found.logprobs.tolist() == pytest.approx([-math.log(3)])
+    assert found.ranks.tolist() == [1]
+    assert found.top_token_ids[0, :3].tolist() == [3, 9, 36]
+    assert found.top_logprobs[0].tolist() == [*[found.logprobs.item()] * 3, -math.inf]
