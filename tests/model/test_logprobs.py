@@ -93,19 +93,28 @@ def test_values_are_the_models_own(architecture: str, way: str, tiny_model_path:
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
 def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str) -> None:
-    """As an evaluation asks for them: many ragged prompts at once, scored and not continued; sums within 1e-4."""
-    requests = [
-        make_request(request.prompt_token_ids, max_tokens=0, prompt_logprobs=1)
-        for request in random_requests(60, 763, seed=9)
+    """As an evaluation asks for them: many ragged contexts, each with a continuation, whose sum is within 1e-4."""
+    contexts = [
+        replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=40))
+        for n, request in enumerate(random_requests(60, 763, seed=9))
     ]
+    engine = build(demo_path, way=way, num_slots=3200, max_scored_tokens=100)
+    continuations = run_to_end(engine, *contexts).token_ids
     model = load(demo_path)
-    outcome = run_to_end(build(demo_path, way=way, num_slots=1600, max_scored_tokens=100), *requests)
-    for request in requests:
+    requests = {
+        context.request_id: make_request(
+            (*context.prompt_token_ids, *continuations[context.request_id]), max_tokens=0, prompt_logprobs=1
+        )
+        for context in contexts
+    }
+    outcome = run_to_end(engine, *requests.values())
+    for context in contexts:
+        request, num_context = requests[context.request_id], len(context.prompt_token_ids)
         tokens = torch.tensor([request.prompt_token_ids])
         with torch.inference_mode():
-            expected = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).double().sum()
-        found = sum(each.logprob for each in outcome.prompt_logprobs[request.request_id])
-        assert found == pytest.approx(float(expected), abs=TOLERANCE)
+            expected = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[num_context - 1 :]
+        found = outcome.prompt_logprobs[request.request_id][num_context - 1 :]
+        assert sum(each.logprob for each in found) == pytest.approx(float(expected.double().sum()), abs=TOLERANCE)
 
 
 def values_of(engine: Engine, *requests: Request) -> dict[str, tuple[list[TokenLogprobs], list[TokenLogprobs]]]:
