@@ -36,7 +36,8 @@ class Sequence:
     rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens nor logprobs at any step
+    draws_freely: bool = field(init=False)  # neither penalties nor banned tokens at any step
+    wants_logprobs: bool = field(init=False)  # of what it draws
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, whose log-probabilities are known
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -50,7 +51,8 @@ class Sequence:
         sampling = self.request.sampling
         self.generated_token_ids.extend(self.request.generated_token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0 and sampling.logprobs is None
+        self.draws_freely = not sampling.has_penalties and sampling.min_tokens == 0
+        self.wants_logprobs = sampling.logprobs is not None
         self.num_scored_tokens = self.request.num_scored_tokens
 
     @property

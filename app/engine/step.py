@@ -61,6 +61,8 @@ class Step:
     def add_decoding(self, sequence: Sequence) -> None:
         """The last token of a sequence; its block is there."""
         self.scheduled.append(_decoding(sequence) if sequence.draws_freely else self._share(sequence, 1))
+        if sequence.wants_logprobs:
+            self._has_logprobs = True
         self.sequences.append(sequence)
         self.num_tokens_left -= 1
 
@@ -110,7 +112,8 @@ class Step:
             targets=targets,
             first_target=first_target,
         )
-        self._has_logprobs |= share.wants_logprobs
+        if share.wants_logprobs:
+            self._has_logprobs = True
         return share
 
     def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:

@@ -58,52 +58,63 @@ class WantedLogprobs:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self.sampled_rows: list[int] = []  # one for each of `batch.sampled`
-        self._target_rows: list[int] = []
-        self._targets: list[int] = []
-        row = 0
-        for item in batch.scheduled:
-            self._target_rows += range(row, row + len(item.targets))
-            self._targets += item.targets
-            row += len(item.targets)
-            if item.samples:
-                self.sampled_rows.append(row)
-                row += 1
+        self._scored = [item for item in batch.scheduled if item.targets]
+        self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), [])
+        self._targets = [target for item in self._scored for target in item.targets]
+        # Places in `batch.sampled` of those who ask, and how many of the likeliest tokens each wants.
         self._askers = [at for at, item in enumerate(batch.sampled) if item.sampling.logprobs is not None]
+        self._num_drawn_top = [batch.sampled[at].sampling.logprobs or 0 for at in self._askers]
+        self._num_scored_top = [item.sampling.prompt_logprobs or 0 for item in self._scored]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
         """What is given for all rows of the logits, for those of `batch.sampled` alone."""
-        return of_rows[to_device(self.sampled_rows, of_rows.device)] if self._targets else of_rows
+        return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: ComputeLogprobs) -> Logprobs:
         """logits: all rows; token_ids: [num_sampled] int64, what was drawn."""
         device = logits.device
-        rows = [self.sampled_rows[at] for at in self._askers] + self._target_rows
-        drawn = token_ids[to_device(self._askers, device)]
-        return compute(logits, rows, torch.cat((drawn, to_device(self._targets, device))), num_top=self._num_top)
-
-    @property
-    def _num_top(self) -> int:
-        """The most that anybody wants."""
-        drawn = [self._batch.sampled[at].sampling.logprobs or 0 for at in self._askers]
-        scored = [item.sampling.prompt_logprobs or 0 for item in self._batch.scheduled if item.targets]
-        return max((*drawn, *scored))
+        rows = [*(self._sampled_rows[at] for at in self._askers), *self._target_rows]
+        if len(self._askers) < len(token_ids):
+            token_ids = token_ids[to_device(self._askers, device)]
+        if self._targets:
+            token_ids = torch.cat((token_ids, to_device(self._targets, device)))
+        return compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
         """The step's result, from tensors on the host that `compute` gave."""
-        columns = zip(*(column.tolist() for column in found), strict=True)
-        logprobs: dict[str, TokenLogprobs] = {}
-        for at in self._askers:
-            item = self._batch.sampled[at]
-            logprobs[item.request_id] = _cut(next(columns), item.sampling.logprobs or 0)
+        num_each = [1] * len(self._askers) + [len(item.targets) for item in self._scored]
+        num_top = [*self._num_drawn_top, *self._num_scored_top]
+        by_row = _by_row(found, [top for top, num in zip(num_top, num_each, strict=True) for _ in range(num)])
+        logprobs = {self._batch.sampled[at].request_id: each for at, each in zip(self._askers, by_row, strict=False)}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for item in self._batch.scheduled:
-            if item.targets:
-                num_top = item.sampling.prompt_logprobs or 0
-                prompt_logprobs[item.request_id] = tuple([_cut(next(columns), num_top) for _ in item.targets])
+        row = len(self._askers)
+        for item in self._scored:
+            prompt_logprobs[item.request_id] = tuple(by_row[row : row + len(item.targets)])
+            row += len(item.targets)
         return StepResult(token_ids, logprobs, prompt_logprobs)
 
 
-def _cut(row: tuple[float, int, list[int], list[float]], num_top: int) -> TokenLogprobs:
-    logprob, rank, top_token_ids, top_logprobs = row
-    return TokenLogprobs(logprob, rank, tuple(top_token_ids[:num_top]), tuple(top_logprobs[:num_top]))
+def _rows(batch: Batch) -> tuple[list[int], list[int]]:
+    """The rows of the logits for `batch.sampled`, and those for all targets."""
+    sampled_rows: list[int] = []
+    target_rows: list[int] = []
+    row = 0
+    for item in batch.scheduled:
+        target_rows += range(row, row + len(item.targets))
+        row += len(item.targets)
+        if item.samples:
+            sampled_rows.append(row)
+            row += 1
+    return sampled_rows, target_rows
+
+
+def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
+    """Plain numbers, with so many of the likeliest tokens in each row."""
+    columns = (column.tolist() for column in found)
+    if min(num_top) == max(num_top):
+        return list(map(_entry, *columns))
+    return [_entry(a, b, c[:num], d[:num]) for a, b, c, d, num in zip(*columns, num_top, strict=True)]
+
+
+def _entry(logprob: float, rank: int, top_token_ids: list[int], top_logprobs: list[float]) -> TokenLogprobs:
+    return TokenLogprobs(logprob, rank, tuple(top_token_ids), tuple(top_logprobs))

@@ -11,6 +11,8 @@ using namespace carousel;
 
 namespace {
 
+constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers: fewer are read before the others have been woken
+
 struct Strides {  // in elements; the innermost stride is 1
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
 };
@@ -76,13 +78,16 @@ void carousel_draw(void* team, const float* logits, int64_t vocab_size, const in
 void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, const int64_t* rows, const int64_t* tokens,
                        int64_t num_rows, int64_t num_top, float* logprobs, int64_t* ranks, int64_t* top_tokens,
                        float* top_logprobs) {
+    const auto compute = [&](int64_t at) {
+        row_logprobs(logits + rows[at] * vocab_size, vocab_size, tokens[at], num_top,
+                     {logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
+    };
+    if (num_rows * vocab_size < WORTH_SHARING) {
+        for (int64_t at = 0; at < num_rows; ++at) compute(at);
+        return;
+    }
     Team& members = *static_cast<Team*>(team);
-    members.run([&] {
-        members.share(num_rows, [&](int64_t at) {
-            row_logprobs(logits + rows[at] * vocab_size, vocab_size, tokens[at], num_top,
-                         {logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
-        });
-    });
+    members.run([&] { members.share(num_rows, compute); });
 }
 
 #define EXPORT(NAME, T)                                                                                               \
