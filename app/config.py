@@ -511,6 +511,12 @@ class ApiConfig(Settings):
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
     max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
     max_prompts: int = Field(128, ge=1, le=10_000, description="prompts × n in one call that waits for its answer")
+    max_logprobs: int = Field(
+        20,
+        ge=0,
+        le=1000,
+        description="highest `top_logprobs`, `logprobs` and `prompt_logprobs`: likeliest tokens a place",
+    )
     max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
     max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
     heartbeat_s: float = Field(

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from app.api.completions import Call
+from app.api.token_details import Details, Telling
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.text import GeneratedText, TextDelta
@@ -24,6 +25,7 @@ class Piece:
     finish_reason: str | None = None  # "stop" or "length", never anything else
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
     queued: Queued | None = None  # on the first piece, where whoever generates tells it
+    details: Details | None = None  # where the call wants any
 
 
 def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
@@ -42,19 +44,44 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
         stop=call.stop,
         min_tokens=request.sampling.min_tokens,
         skip_special_tokens=call.skip_special_tokens,
+        include_stop=call.include_stop,
     )
+    telling = _telling(call, index)
     async with _token_deltas(call.model.generate, request) as deltas:
         async for delta in deltas:
             added = text.push(delta)
             if delta.finish_reason is None and added.finish_reason is None:
                 # By position: names take twice as long, and all tokens but the last of a choice come by here.
-                yield Piece(index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued)
+                piece = Piece(index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued)
+                yield piece if telling is None else _with_details(piece, telling, delta)
                 continue
             if delta.finish_reason is FinishReason.ABORT:
                 raise Unavailable("the server stopped this generation before its end; try again")
-            yield _last_piece(index, delta, added, request)
+            piece = _last_piece(index, delta, added, request)
+            yield piece if telling is None else _with_details(piece, telling, delta)
             return
     raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+
+
+def _telling(call: Call, index: int) -> Telling | None:
+    """Who tells of a choice's tokens, where the call wants to know."""
+    if not call.wishes:
+        return None
+    return Telling(
+        call.wishes,
+        call.requests[index],
+        call.model.tokenizer,
+        prompt_text=call.prompt_text(index),
+        skip_special_tokens=call.skip_special_tokens,
+    )
+
+
+def _with_details(piece: Piece, telling: Telling, delta: TokenDelta) -> Piece:
+    found = telling.tell(delta, num_tokens=piece.num_tokens, has_ended=piece.finish_reason is not None)
+    if found is not None:
+        echoed, piece.details = found
+        piece.text = echoed + piece.text
+    return piece
 
 
 def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> Piece:

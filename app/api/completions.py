@@ -11,10 +11,11 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from app.api.token_details import TokenWishes
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.engine.request import Generate, Request, SamplingParams
@@ -44,17 +45,28 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt."""
+    """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt.
+
+    The `num_choices` likeliest of them are the answer.
+    """
 
     call_id: str
     created: int  # seconds since 1970
     model: ServedModel
     requests: tuple[Request, ...]
     num_samples: int
+    num_choices: int
+    prompt_texts: tuple[str, ...]  # one for each prompt that is to be echoed; none otherwise
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    include_stop: bool
+    wishes: TokenWishes
     include_usage: bool
     continuous_usage: bool
+
+    def prompt_text(self, index: int) -> str:
+        """What one of the requests echoes; "" where nothing is."""
+        return self.prompt_texts[index // self.num_samples] if self.prompt_texts else ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,7 +101,8 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig)
         return [
             model.tokenizer.encode_chat(
                 messages,
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.begins_message,
+                continue_final_message=body.continue_final_message,
                 add_special_tokens=body.add_special_tokens,
                 template_variables=body.chat_template_kwargs,
             )
@@ -107,11 +120,12 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
             f"prompt holds {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
             param="prompt",
         )
-    if len(body.prompt) * body.n > limits.max_prompts:
+    num_requests, param = len(body.prompt) * body.num_samples, "n" if body.best_of is None else "best_of"
+    if num_requests > limits.max_prompts:
         raise InvalidRequest(
-            f"{len(body.prompt):,} prompts with n of {body.n:,} make {len(body.prompt) * body.n:,} choices; "
+            f"{len(body.prompt):,} prompts with {param} of {body.num_samples:,} make {num_requests:,} choices; "
             f"this server accepts {limits.max_prompts:,} in one call",
-            param="n",
+            param=param,
         )
 
     def encode() -> list[tuple[int, ...]]:
@@ -127,7 +141,24 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
             check_token_ids(prompt, model, "prompt")
     num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
     prompts = await off_the_loop(encode, num_characters)
-    return _call("cmpl", body, model, prompts, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+    call = _call("cmpl", body, model, prompts, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+    return replace(call, prompt_texts=await _prompt_texts(body, call)) if body.echo else call
+
+
+async def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
+    """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
+    cut = body.truncate_prompt_tokens is not None
+    prompts = [request.prompt_token_ids for request in call.requests[:: call.num_samples]]
+
+    def text(given: str | list[int], token_ids: tuple[int, ...]) -> str:
+        if isinstance(given, str) and not cut:
+            return given
+        return call.model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+
+    def texts() -> tuple[str, ...]:
+        return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
+
+    return await off_the_loop(texts, sum(map(len, prompts)))
 
 
 async def off_the_loop(work: Callable[[], T], num_characters: int) -> T:
@@ -139,6 +170,15 @@ def _check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig
     """What needs only the body, the limits and the size of the vocabulary."""
     if body.n > limits.max_choices:
         raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
+    if body.num_samples > limits.max_choices:
+        raise InvalidRequest(
+            f"best_of is {body.num_samples:,}; this server accepts at most {limits.max_choices:,}", param="best_of"
+        )
+    for param, num_top in (body.asked_logprobs, ("prompt_logprobs", body.prompt_logprobs)):
+        if num_top is not None and num_top > limits.max_logprobs:
+            raise InvalidRequest(
+                f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
+            )
     if len(body.stop) > limits.max_stop_strings:
         raise InvalidRequest(
             f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
@@ -173,15 +213,17 @@ def _call(
     default_max_tokens: int | None,
 ) -> Call:
     call_id = f"{prefix}-{uuid.uuid4().hex}"
+    wishes = _wishes(body)
     requests: list[Request] = []
     for prompt in prompts:
+        prompt = _truncated(prompt, body, model.facts.max_model_len)
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
-        for sample in range(body.n):
+        for sample in range(body.num_samples):
             request = Request(
                 request_id=f"{call_id}-{len(requests)}",
                 prompt_token_ids=prompt,
-                sampling=_sampling(body, max_tokens, _sample_seed(seed, sample)),
+                sampling=_sampling(body, wishes, max_tokens, seed, sample),
                 cache_salt=body.cache_salt,
                 priority=body.priority,
                 tenant=body.user,
@@ -194,12 +236,35 @@ def _call(
         created=int(time.time()),
         model=model,
         requests=tuple(requests),
-        num_samples=body.n,
+        num_samples=body.num_samples,
+        num_choices=body.n,
+        prompt_texts=(),
         stop=tuple(body.stop),
         skip_special_tokens=body.skip_special_tokens,
+        include_stop=body.include_stop_str_in_output,
+        wishes=wishes,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
     )
+
+
+def _wishes(body: GenerationRequest) -> TokenWishes:
+    return TokenWishes(
+        logprobs=body.asked_logprobs[1],
+        names_are_ids=body.return_tokens_as_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=body.return_token_ids,
+        echo=body.asks_for_echo,
+        choose_best=body.num_samples > body.n,
+    )
+
+
+def _truncated(prompt: tuple[int, ...], body: GenerationRequest, max_model_len: int) -> tuple[int, ...]:
+    """The prompt's end, where so much of it is wanted."""
+    num_kept = body.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
+    return prompt if num_kept is None else prompt[-num_kept:]
 
 
 def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None) -> int:
@@ -215,13 +280,13 @@ def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: 
             f"{max_model_len:,} together; shorten the prompt or lower {body.length_param}",
             param=param if room < 1 else body.length_param,
         )
-    if room < 1:
+    if room < 1 and asked != 0:
         raise ContextTooLong(
             f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} with at least one "
             f"of output; shorten the prompt",
             param=param,
         )
-    max_tokens = asked or min(room, default or room)
+    max_tokens = min(room, default or room) if asked is None else asked
     if body.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; it cannot be more",
@@ -238,7 +303,7 @@ def _sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling(body: GenerationRequest, wishes: TokenWishes, max_tokens: int, seed: int, sample: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
@@ -246,11 +311,13 @@ def _sampling(body: GenerationRequest, max_tokens: int, seed: int) -> SamplingPa
         top_k=max(0, body.top_k),
         top_p=body.top_p,
         min_p=body.min_p,
-        seed=seed,
+        seed=_sample_seed(seed, sample),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         logit_bias=tuple(body.logit_bias.items()),
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
+        logprobs=wishes.drawn_logprobs,
+        prompt_logprobs=wishes.scored_logprobs(is_first=sample == 0),
     )

@@ -13,17 +13,11 @@ logger = logging.getLogger(__name__)
 
 # Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
 _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "prompt_logprobs": (),
     "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": ("",),
     "guided_choice": ([],),
     "guided_grammar": ("",),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
@@ -34,12 +28,10 @@ _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
 _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "chat": _UNAVAILABLE_EVERYWHERE
     | {
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "continue_final_message": (False,),
         "modalities": (["text"], []),
         "audio": ({},),
         "prediction": (),
@@ -50,8 +42,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "echo": (False,),
     },
-    "completion": _UNAVAILABLE_EVERYWHERE
-    | {"echo": (False,), "suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
     "tokenizer": {},
 }
 

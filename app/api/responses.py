@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from app.api.choices import Piece
 from app.api.completions import Call, ServedModel
+from app.api.details import DetailWriter
 from app.api.errors import error_body, log_error
 from app.api.sse import DONE, encoded, event
+from app.api.token_details import TokenNames, ToldToken, chat_logprobs, completion_logprobs
 from app.engine.request import Queued
 from app.metrics import CallMetrics, RequestMetrics
 
@@ -126,8 +128,17 @@ class Format(Protocol):
     def choice(self, index: int, answer: Answer) -> Json:
         """A finished choice."""
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
-        """The choices of the chunks that a piece makes, one chunk each; none when there is nothing to say."""
+    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
+        """The choices of the chunks that a piece makes, one chunk each; none when there is nothing to say.
+
+        `details` are fields of the choice that has the text.
+        """
+
+    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+        """The log-probabilities of tokens, each with so many of the likeliest."""
+
+    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+        """Say in the body or in the choice what `prompt` says of its prompt."""
 
 
 class ChatFormat:
@@ -140,15 +151,21 @@ class ChatFormat:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {"index": index, "message": message} | _ending(answer.finish_reason, answer.stop_reason)
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
+    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
         deltas: list[tuple[Json, Json]] = []
         if is_first:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
-        if piece.text:
-            deltas.append(({"content": piece.text}, _ending(None, None)))
+        if piece.text or details:
+            deltas.append(({"content": piece.text}, _ending(None, None) | (details or {})))
         if piece.finish_reason is not None:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
+
+    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+        return chat_logprobs(told, names, num_top)
+
+    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+        body |= prompt
 
 
 class CompletionFormat:
@@ -160,10 +177,17 @@ class CompletionFormat:
     def choice(self, index: int, answer: Answer) -> Json:
         return {"index": index, "text": answer.text} | _ending(answer.finish_reason, answer.stop_reason)
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool) -> list[Json]:
-        if not piece.text and piece.finish_reason is None:
+    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
+        if not piece.text and piece.finish_reason is None and not details:
             return []
-        return [{"index": piece.index, "text": piece.text} | _ending(piece.finish_reason, piece.stop_reason)]
+        ending = _ending(piece.finish_reason, piece.stop_reason) | (details or {})
+        return [{"index": piece.index, "text": piece.text} | ending]
+
+    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+        return completion_logprobs(told, names, num_top)
+
+    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+        choice |= prompt
 
 
 def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
@@ -172,13 +196,34 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
 
 async def whole_response(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> Json:
     """Wait for all choices and write them as one response."""
+    call = progress.call
+    details = DetailWriter(call, form.write_logprobs) if call.wishes else None
     with progress.metrics:
         async with aclosing(pieces):
             async for piece in pieces:
                 progress.add(piece, keep_text=True)
+                if details is not None and piece.details is not None:
+                    details.keep(piece.index, piece.details)
     progress.log_end()
-    choices = [form.choice(index, answer) for index, answer in enumerate(progress.answers)]
-    return _envelope(progress.call, form.object) | {"choices": choices, "usage": progress.usage()}
+    body = _envelope(call, form.object) | {"choices": [], "usage": progress.usage()}
+    for request in range(len(progress.answers)) if details is None else _best(call, details):
+        choice = form.choice(len(body["choices"]), progress.answers[request])
+        if details is not None:
+            choice |= details.of_choice(request)
+            form.with_prompt(body, choice, details.of_prompt(request))
+        body["choices"].append(choice)
+    return body
+
+
+def _best(call: Call, details: DetailWriter) -> list[int]:
+    """The requests whose answers go back, by index: of each prompt's samples the likeliest, in this order."""
+    chosen: list[int] = []
+    for first in range(0, len(call.requests), call.num_samples):
+        samples: list[int] = list(range(first, first + call.num_samples))
+        if call.wishes.choose_best:
+            samples.sort(key=details.mean_logprob, reverse=True)
+        chosen += samples[: call.num_choices]
+    return chosen
 
 
 async def events(progress: Progress, pieces: AsyncGenerator[Piece, None], form: Format) -> AsyncGenerator[bytes, None]:
@@ -215,6 +260,7 @@ class _ChunkWriter:
         self._envelope = _envelope(progress.call, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has begun
+        self._details = DetailWriter(self._call, form.write_logprobs) if self._call.wishes else None
 
     @property
     def has_begun(self) -> bool:
@@ -226,6 +272,8 @@ class _ChunkWriter:
         text_events = self._text_events.get(piece.index)
         if text_events is not None and piece.finish_reason is None:
             return [text_events.write(piece.text)] if piece.text else []
+        if self._details is not None:
+            return self._detailed_events(piece, self._details)
         if not piece.num_tokens and piece.finish_reason is None:
             return []  # it is queued; no word goes out before there is a token
         choices = self._form.chunk_choices(piece, is_first=piece.index not in self._begun)
@@ -234,6 +282,18 @@ class _ChunkWriter:
             if not self._call.continuous_usage:  # else they differ in their usage too
                 self._text_events[piece.index] = _TextEvents(self._text_event(piece.index, _MARK))
         return [event(self._chunk(choice)) for choice in choices]
+
+    def _detailed_events(self, piece: Piece, details: DetailWriter) -> list[bytes]:
+        """Of a call whose events differ in more than their text."""
+        if piece.details is None:
+            return []  # it is queued
+        is_first = piece.index not in self._begun
+        choices = self._form.chunk_choices(piece, is_first=is_first, details=details.of_chunk(piece.details))
+        chunks = [self._chunk(choice) for choice in choices]
+        if chunks and is_first:
+            self._begun.add(piece.index)
+            self._form.with_prompt(chunks[0], choices[0], details.of_prompt(piece.index))
+        return [event(chunk) for chunk in chunks]
 
     def _text_event(self, index: int, text: str) -> bytes:
         """An event in the middle of a choice."""

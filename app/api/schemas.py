@@ -41,6 +41,11 @@ def _whole(value: Any) -> Any:
     return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
+def _unless_false(value: Any) -> Any:
+    """`logprobs` of a completion: false, as in a chat, is not given."""
+    return None if value is False else _whole(value)
+
+
 def _texts(value: Any) -> Any:
     """`stop`: one string stands for a list of one."""
     texts = [value] if isinstance(value, str) else value
@@ -199,7 +204,7 @@ class GenerationRequest(ModelRequest):
     ] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1)  # so many are generated, and the `n` likeliest come back
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
@@ -210,6 +215,11 @@ class GenerationRequest(ModelRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)  # the last so many; -1: as many as fit
+    prompt_logprobs: int | None = Field(None, ge=0)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
     user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
@@ -218,7 +228,17 @@ class GenerationRequest(ModelRequest):
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
     @field_validator(
-        "top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "stop_token_ids", "priority", mode="before"
+        "top_k",
+        "seed",
+        "n",
+        "best_of",
+        "max_tokens",
+        "min_tokens",
+        "stop_token_ids",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+        "priority",
+        mode="before",
     )
     @classmethod
     def _whole_numbers(cls, value: Any) -> Any:
@@ -228,11 +248,39 @@ class GenerationRequest(ModelRequest):
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true; send both or neither", param="stream_options")
-        if self.best_of is not None and self.best_of != self.n:
+        if self.num_samples < self.n:
+            raise InvalidRequest(f"best_of is {self.best_of} and n is {self.n}; it cannot be less", param="best_of")
+        if self.num_samples > self.n and self.stream:
             raise InvalidRequest(
-                f"best_of is {self.best_of} and n is {self.n}; only best_of equal to n is supported", param="best_of"
+                f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, so they cannot "
+                f"be streamed; leave out stream or best_of",
+                param="best_of",
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs of /v1/completions",
+                param="prompt_logprobs",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0, which leaves no prompt; it must be at least 1, or -1 for as many as fit",
+                param="truncate_prompt_tokens",
             )
         return self
+
+    @property
+    def num_samples(self) -> int:
+        """How many are generated for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """How many of the likeliest tokens are wanted with each generated one, and the field that says so."""
+        return "logprobs", None
+
+    @property
+    def asks_for_echo(self) -> bool:
+        return False
 
     @property
     def length_param(self) -> str:
@@ -262,14 +310,42 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
 
-    @field_validator("max_completion_tokens", mode="before")
+    @field_validator("max_completion_tokens", "top_logprobs", mode="before")
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
         return _whole(value)
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true; send both or neither", param="top_logprobs")
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt are both true; the last message goes on, or a new "
+                "one begins: leave one out",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the template opens a new message for the answer."""
+        return self.add_generation_prompt and not self.continue_final_message
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def length_param(self) -> str:
@@ -295,7 +371,27 @@ class CompletionRequest(GenerationRequest):
             | Annotated[list[TokenIds], Field(min_length=1)],
         ),
     ]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, echoed or scored
+    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = Field(None, ge=0)
+    echo: bool = False
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _completion_fields_agree(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest(
+                "max_tokens is 0, which generates nothing; it must be at least 1, or come with echo or prompt_logprobs",
+                param="max_tokens",
+            )
+        return self
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        return "logprobs", self.logprobs
+
+    @property
+    def asks_for_echo(self) -> bool:
+        return self.echo
 
 
 class TokenizeTextRequest(ModelRequest):

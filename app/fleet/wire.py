@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from app.engine.request import FinishReason, Queued, TokenDelta
+from app.engine.request import FinishReason, Queued, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, from_plain
 from app.fleet.frame import Frame, Report
 
@@ -44,6 +44,8 @@ def _delta(
     num_cached_tokens: int,
     error: CarouselError | None,
     queued: tuple[Any, ...] | None,
+    logprobs: tuple[tuple[Any, ...], ...],
+    prompt_logprobs: tuple[tuple[Any, ...], ...],
 ) -> TokenDelta:
     return TokenDelta(
         request_id,
@@ -53,6 +55,8 @@ def _delta(
         num_cached_tokens,
         error,
         None if queued is None else Queued._make(queued),
+        tuple(map(TokenLogprobs._make, logprobs)),
+        tuple(map(TokenLogprobs._make, prompt_logprobs)),
     )
 
 

@@ -59,7 +59,7 @@ class WantedLogprobs:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._scored = [item for item in batch.scheduled if item.targets]
-        self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), [])
+        self._sampled_rows, self._target_rows = _rows(batch)
         self._targets = [target for item in self._scored for target in item.targets]
         # Places in `batch.sampled` of those who ask, and how many of the likeliest tokens each wants.
         self._askers = [at for at, item in enumerate(batch.sampled) if item.sampling.logprobs is not None]

@@ -3,6 +3,7 @@
 from app.text.detokenizer import Detokenizer
 from app.text.generated_text import GeneratedText, TextDelta
 from app.text.stop_strings import StopStrings
+from app.text.token_offsets import TokenOffsets
 from app.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "GeneratedText", "StopStrings", "TextDelta", "Tokenizer"]
+__all__ = ["Detokenizer", "GeneratedText", "StopStrings", "TextDelta", "TokenOffsets", "Tokenizer"]

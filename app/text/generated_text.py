@@ -24,10 +24,18 @@ class GeneratedText:
     """Detokenizer and stop strings of one request. Stop strings count only after the first `min_tokens` tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
+        """`include_stop`: the stop string or token that ends the text is shown too."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop_strings = StopStrings(stop) if stop else None
+        self._stop_strings = StopStrings(stop, is_shown=include_stop) if stop else None
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
@@ -38,14 +46,14 @@ class GeneratedText:
         not shown, but it was generated and counts.
         """
         if self._stop_strings is None:
-            text = self._detokenizer.push(_visible(delta))
+            text = self._detokenizer.push(self._visible(delta))
             text += self._detokenizer.flush() if delta.finish_reason else ""
             return TextDelta(text, len(delta.token_ids), delta.finish_reason)
         return self._push_until_stop(delta, self._stop_strings)
 
     def _push_until_stop(self, delta: TokenDelta, stop_strings: StopStrings) -> TextDelta:
         pieces = []
-        for num_tokens, token_id in enumerate(_visible(delta), start=1):
+        for num_tokens, token_id in enumerate(self._visible(delta), start=1):
             self._num_tokens += 1
             piece = self._detokenizer.push((token_id,))
             pieces.append(stop_strings.push(piece) if self._num_tokens > self._min_tokens else piece)
@@ -58,9 +66,8 @@ class GeneratedText:
             pieces.append(stop_strings.flush())
         return TextDelta(text="".join(pieces), num_tokens=len(delta.token_ids), finish_reason=delta.finish_reason)
 
-
-def _visible(delta: TokenDelta) -> tuple[int, ...]:
-    return delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
+    def _visible(self, delta: TokenDelta) -> tuple[int, ...]:
+        return delta.token_ids if delta.stop_token_id is None or self._include_stop else delta.token_ids[:-1]
 
 
 def _stopped(pieces: list[str], num_tokens: int, stop_string: str) -> TextDelta:

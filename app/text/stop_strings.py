@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Hands text through until one of the stop strings is complete; that string and what follows never come out.
+    """Hands text through until one of the stop strings is complete; what follows never comes out, nor does that string.
 
     The stop string that is complete first wins; of two that end at the same character, the longer. So the result does
     not depend on how the text was cut into pieces. Text that may yet become a stop string is held back.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
+        """`is_shown`: the stop string itself comes out, what follows does not."""
         self._patterns = [_Pattern(text) for text in stop]
+        self._is_shown = is_shown
         self._held = ""
         self.found: str | None = None
 
@@ -27,7 +29,7 @@ class StopStrings:
             if complete:
                 self.found = max(complete, key=len)
                 self._held = ""
-                return text[: end - len(self.found)]
+                return text[:end] if self._is_shown else text[: end - len(self.found)]
         num_held = max((pattern.num_matched for pattern in self._patterns), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from app.errors import InvalidRequest, InvalidSetup
+from app.text.token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -26,6 +27,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_texts: dict[int, str] = {}
+        self.token_bytes = TokenBytes(self._backend)
 
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
@@ -57,6 +59,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
@@ -66,7 +69,10 @@ class Tokenizer:
         when the model has no chat template or the template refuses the messages.
         """
         text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_variables=template_variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_variables=template_variables,
         )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
@@ -75,9 +81,10 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `encode_chat` encodes."""
+        """The text that `encode_chat` encodes; `continue_final_message`: it ends within the last message."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
         variables = dict(template_variables or {})
@@ -91,6 +98,7 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **variables,
             )
         except Exception as error:  # a template may raise anything, and what makes it raise is the messages

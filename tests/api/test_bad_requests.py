@@ -59,7 +59,18 @@ USER = {"role": "user", "content": "Hi"}
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
         ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream: true"),
-        ({"best_of": 3}, "best_of", "best_of is 3 and n is 1"),
+        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2 and n is 3; it cannot be less"),
+        ({"best_of": 17}, "best_of", "best_of is 17; this server accepts at most 16"),
+        ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "this server accepts at most 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
+        ({"logprobs": 3}, "logprobs", "valid boolean"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "this server accepts at most 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no prompt"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both true"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
         ({"user": "x" * 257}, "user", "at most 256 characters"),
         ({"user": 5}, "user", "valid string"),
@@ -113,6 +124,12 @@ def test_a_bad_chat_is_a_400_naming_the_parameter(
         ({"prompt": [[5], [-1]]}, "prompt", "token id -1"),
         ({"prompt": ["a"] * 129}, "prompt", "prompt holds 129 prompts; this server accepts 128"),
         ({"prompt": ["Hi"] * 20, "n": 16}, "n", "20 prompts with n of 16 make 320 choices; this server accepts 128"),
+        ({"prompt": ["Hi"] * 20, "best_of": 16}, "best_of", "20 prompts with best_of of 16 make 320 choices"),
+        ({"logprobs": 21}, "logprobs", "logprobs is 21; this server accepts at most 20"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, which generates nothing"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "greater than or equal to 0"),
+        ({"prompt": [7] * 201, "max_tokens": 0, "echo": True}, "prompt", "prompt has 201 tokens"),
     ],
 )
 def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: str, words: str) -> None:
@@ -125,18 +142,11 @@ def test_a_bad_prompt_is_a_400(service: Service, fields: dict[str, Any], param: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": True},
-        {"top_logprobs": 3},
-        {"prompt_logprobs": 0},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a"}},
-        {"continue_final_message": True},
-        {"return_token_ids": True},
-        {"truncate_prompt_tokens": 5},
-        {"include_stop_str_in_output": True},
         {"bad_words": ["x"]},
         {"modalities": ["audio"]},
         {"audio": {"voice": "x"}},
@@ -151,9 +161,7 @@ def test_what_is_not_there_yet_is_refused_by_name(service: Service, fields: dict
     assert not service.generate.requests
 
 
-@pytest.mark.parametrize(
-    "fields", [{"logprobs": 0}, {"logprobs": 1}, {"echo": True}, {"suffix": "x"}, {"prompt_embeds": ["x"]}]
-)
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"prompt_embeds": ["x"]}])
 def test_completions_refuse_what_is_not_there_yet(service: Service, fields: dict[str, Any]) -> None:
     [name] = fields
     assert service.complete(**fields).error["param"] == name

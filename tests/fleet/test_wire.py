@@ -9,13 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.request import FinishReason, Queued, TokenDelta
+from app.engine.request import FinishReason, Queued, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame, Report
 from app.fleet.wire import Decoder, encode
 from tests.fleet.reports import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
+LOGPROBS = st.lists(
+    st.builds(
+        TokenLogprobs,
+        st.floats(-1e4, 0),
+        st.integers(1, 2**31),
+        st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+        st.lists(st.floats(-1e4, 0), max_size=3).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
 DELTAS = st.builds(
     TokenDelta,
     request_id=st.text(max_size=40),
@@ -25,6 +35,8 @@ DELTAS = st.builds(
     num_cached_tokens=st.integers(0, 2**31),
     error=st.none(),
     queued=st.none() | st.builds(Queued, st.integers(0, 2**31), st.floats(0, 1e6), st.text(), st.text()),
+    logprobs=LOGPROBS,
+    prompt_logprobs=LOGPROBS,
 )
 FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTAS, max_size=5).map(tuple))
 
@@ -51,12 +63,14 @@ def test_what_arrives_has_the_types_of_what_was_sent() -> None:
     deltas = (
         TokenDelta("one", (), queued=Queued(2, 0.5, "replica", "the shortest queue")),
         TokenDelta("two", (6, 7), FinishReason.STOP, stop_token_id=7),
+        TokenDelta("three", (6,), logprobs=(TokenLogprobs(-1.5, 2, (5,), (-0.5,)),)),
     )
     found = arrived(Frame(4, REPORT, deltas))
     assert isinstance(found.report, Report)
     assert {type(delta) for delta in found.deltas} == {TokenDelta}
     assert isinstance(found.deltas[0].queued, Queued)
     assert found.deltas[1].finish_reason is FinishReason.STOP
+    assert found.deltas[2].logprobs[0].top_token_ids == (5,)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""What bytes each token stands for. A token may begin or end inside a character, so its text alone does not say it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Bytes of tokens; those of a generation's tokens, one after the other, are its text in UTF-8.
+
+    But for a space that sentencepiece's decoders strip from the very beginning.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        self._decode = _way_of(backend)
+        self._known: dict[int, bytes] = {}  # at most one entry for each token there is
+
+    def __call__(self, token_id: int) -> bytes:
+        """b"" for an id that names no token."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._of(token_id)
+        return found
+
+    def _of(self, token_id: int) -> bytes:
+        if token_id in self._added:  # these are written as they are
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._decode is None:
+            return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return self._decode(token)
+
+
+def _way_of(backend: Backend) -> Callable[[str], bytes] | None:
+    """How the vocabulary writes bytes; None where only the decoder itself knows."""
+    steps = list(_steps(backend))
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        return _of_byte_level
+    spaces = [_space_sign(step) for step in steps]
+    signs = [sign for sign in spaces if sign]
+    if not signs and "ByteFallback" not in kinds:
+        return None
+    has_byte_tokens = "ByteFallback" in kinds
+
+    def decode(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        for sign in signs:
+            token = token.replace(sign, " ")
+        return token.encode()
+
+    return decode
+
+
+def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
+    """The decoder's steps, as tokenizer.json describes them."""
+    if backend.decoder is None:
+        return
+    described = json.loads(backend.decoder.__getstate__())
+    yield from described["decoders"] if described["type"] == "Sequence" else [described]
+
+
+def _space_sign(step: dict[str, Any]) -> str:
+    """What stands for a space, if this step says so."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]:
+        return str(step["pattern"]["String"])
+    return ""
+
+
+def _of_byte_level(token: str) -> bytes:
+    return b"".join(_BYTES.get(symbol) or symbol.encode() for symbol in token)
+
+
+def _byte_symbols() -> dict[str, bytes]:
+    """GPT-2's printable stand-ins for the 256 bytes: those that print stand for themselves, the others follow 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): bytes([byte]) for byte in printable}
+    return symbols | {chr(256 + number): bytes([byte]) for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_symbols()
