@@ -74,3 +74,9 @@ def test_no_more_is_held_than_could_become_a_stop_string(stop: list[str], text: 
     if stop_strings.found is None:
         held = text[len(shown) :]
         assert held == "" or any(candidate.startswith(held) for candidate in stop)
+
+
+def test_the_stop_string_itself_comes_out_where_it_is_shown() -> None:
+    found = StopStrings(["END"], is_shown=True)
+    assert "".join([found.push("abE"), found.push("N"), found.push("Dxy"), found.push("z")]) == "abEND"
+    assert found.found == "END"
