@@ -182,7 +182,11 @@ def _schemas(config: ApiConfig, *, has_batches: bool) -> Json:
         _accept_null(schema)
     for generation in (ChatRequest, CompletionRequest):
         limited = schemas[generation.__name__]["properties"]
-        _restrict(limited["n"], "integer", maximum=config.max_choices)
+        for name in ("n", "best_of"):
+            _restrict(limited[name], "integer", maximum=config.max_choices)
+        for name in ("top_logprobs", "logprobs", "prompt_logprobs"):
+            if name in limited:
+                _restrict(limited[name], "integer", maximum=config.max_logprobs)
         _restrict(limited["stop"], "string", maxLength=config.max_stop_length)
         _restrict(limited["stop"], "array", maxItems=config.max_stop_strings)
     return schemas | _answers() | (_batch_answers() if has_batches else {})

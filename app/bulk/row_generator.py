@@ -180,7 +180,8 @@ class _Answer:
             return
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
-            self._token_ids += delta.token_ids if delta.stop_token_id is None else delta.token_ids[:-1]
+            is_shown = delta.stop_token_id is None or self.row.include_stop
+            self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
             self._finish_reason = delta.finish_reason
         else:
             added = self._stopping.push(delta)
@@ -220,4 +221,5 @@ def _stopping_text(row: PreparedRow, tokenizer: Tokenizer) -> GeneratedText:
         stop=row.stop,
         min_tokens=row.request.sampling.min_tokens,
         skip_special_tokens=row.skip_special_tokens,
+        include_stop=row.include_stop,
     )

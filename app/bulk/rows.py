@@ -69,6 +69,7 @@ class PreparedRow:
     request: Request
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    include_stop: bool = False
 
     def failed(self, reason: str) -> Record:
         """The record of this row when it has no answer."""
@@ -202,6 +203,18 @@ def _check_fits_bulk(body: GenerationRequest, model: ServedModel) -> None:
         )
     if body.n != 1:
         raise InvalidRequest(f"n is {body.n:,}; a row has one answer: write a row for each", param="n")
+    if body.num_samples != 1:
+        raise InvalidRequest(f"best_of is {body.best_of}; a row has one answer: leave it out", param="best_of")
+    for name, is_asked in (
+        ("logprobs", body.asked_logprobs[1] is not None),
+        ("prompt_logprobs", body.prompt_logprobs is not None),
+        ("return_token_ids", body.return_token_ids),
+        ("echo", body.asks_for_echo),
+    ):
+        if is_asked:
+            raise InvalidRequest(
+                f"{name} is not for bulk runs: a row's record holds its answer's text only", param=name
+            )
     if isinstance(body, CompletionRequest) and len(body.prompt) != 1:
         raise InvalidRequest(
             f"prompt holds {len(body.prompt):,} prompts; a row has one: write a row for each", param="prompt"
@@ -218,6 +231,7 @@ def _prepared(row: Row, call: Call) -> PreparedRow:
         request=replace(request, request_id=f"row-{row.number}"),
         stop=call.stop,
         skip_special_tokens=call.skip_special_tokens,
+        include_stop=call.include_stop,
     )
 
 

@@ -56,9 +56,12 @@ def test_what_may_be_left_out_may_be_null_and_the_rest_may_not(document: dict[st
 
 
 def test_limits_of_the_settings_are_published() -> None:
-    document = openapi_document(ApiConfig(max_choices=3, max_stop_strings=2))
+    document = openapi_document(ApiConfig(max_choices=3, max_stop_strings=2, max_logprobs=7))
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert any(option.get("maximum") == 3 for option in fields["n"]["anyOf"])
+    for name, limit in (("n", 3), ("best_of", 3), ("logprobs", 7), ("prompt_logprobs", 7)):
+        assert any(option.get("maximum") == limit for option in fields[name]["anyOf"]), name
+    chat_fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert any(option.get("maximum") == 7 for option in chat_fields["top_logprobs"]["anyOf"])
     assert any(option.get("maxItems") == 2 for option in fields["stop"]["anyOf"])
 
 
