@@ -11,7 +11,8 @@ import pytest
 from app.dispatch import Group
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
-from tests.fakes import FakeClock, expected_tokens, make_request, until
+from tests.engine.test_logprobs import check as check_logprobs
+from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, until
 from tests.fleet.replicas import LocalFleet, LocalReplica
 
 
@@ -105,6 +106,42 @@ def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
             assert local.counts.resumes == {"call_failed": 1}
 
     asyncio.run(main())
+
+
+def test_losing_replicas_loses_and_repeats_no_logprobs() -> None:
+    """While prompts are scored, in mid-stream, and of replicas that are lost more than once."""
+
+    async def collect_logprobs(local: LocalFleet, request: Request) -> Outcome:
+        outcome = Outcome()
+        async with aclosing(local.fleet.generate(request)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                outcome.book([delta])
+        return outcome
+
+    async def main(seed: int) -> int:
+        rng = random.Random(seed)
+        requests = [
+            make_request(
+                tuple(rng.randrange(2, 50) for _ in range(rng.randrange(1, 90))),
+                max_tokens=rng.randrange(0, 30),
+                logprobs=rng.choice((None, 0, 2)),
+                prompt_logprobs=rng.choice((None, 0, 2)),
+            )
+            for _ in range(24)
+        ]
+        async with LocalFleet(3, step_s=0.002) as local:
+
+            async def kill() -> None:
+                for replica in rng.sample(local.replicas, 2):
+                    await asyncio.sleep(rng.uniform(0.0, 0.04))
+                    replica.kill()
+
+            *answers, _ = await asyncio.gather(*(collect_logprobs(local, request) for request in requests), kill())
+            for request, outcome in zip(requests, answers, strict=True):
+                check_logprobs(outcome, request)
+            return local.fleet.totals.resumes + local.fleet.totals.restarts
+
+    assert sum(asyncio.run(main(seed)) for seed in range(4)) > 0
 
 
 def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> None:

@@ -257,3 +257,26 @@ def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "lives\n"), done.stderr
+
+
+def test_logprobs_follow_from_the_tokens_before_whatever_happens_in_between() -> None:
+    requests = [
+        make_request(prompt(n, 20), max_tokens=16, temperature=0.5, seed=n, logprobs=2, prompt_logprobs=n % 2)
+        for n in range(4)
+    ]
+    roomy = run_to_end(simulated_engine(), *requests)
+    engine = simulated_engine(num_blocks=16, max_scored_tokens=3)
+    cramped = run_to_end(engine, *requests)
+    assert engine.stats().total_preemptions > 0
+    assert (cramped.logprobs, cramped.prompt_logprobs) == (roomy.logprobs, roomy.prompt_logprobs)
+    for request in requests:
+        assert len(roomy.logprobs[request.request_id]) == 16
+        assert len(roomy.prompt_logprobs[request.request_id]) == 19
+        for found in roomy.logprobs[request.request_id]:
+            assert (found.rank == 1) == (found.logprob == found.top_logprobs[0])
+
+
+def test_a_greedy_simulation_draws_what_it_calls_the_likeliest() -> None:
+    outcome = run_to_end(simulated_engine(), make_request(prompt(3, 9), max_tokens=8, logprobs=1, ignore_eos=True))
+    [(tokens, found)] = zip(outcome.token_ids.values(), outcome.logprobs.values(), strict=True)
+    assert [(each.rank, each.top_token_ids) for each in found] == [(1, (token,)) for token in tokens]

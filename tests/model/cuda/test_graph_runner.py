@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,6 +95,30 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[
     assert engine.stats().total_preemptions > 0
     assert {1, 2, 4} <= set(capture.replayed)
     assert 3 not in capture.replayed
+
+
+def test_logprobs_of_replayed_and_eager_steps(tiny_model_path: Callable[[str], Path]) -> None:
+    """A step launched ahead overwrites the graph's logits: those of the step before must have been read by then."""
+    path, capture = tiny_model_path("llama"), RunAgain()
+    requests = [
+        replace(
+            request,
+            sampling=replace(request.sampling, logprobs=(None, 3, 0)[n % 3], prompt_logprobs=(None, 1)[n % 2]),
+        )
+        for n, request in enumerate(some_requests())
+    ]
+    engine = engine_with(load(path), capture)
+    outcome, expected = run_to_end(engine, *requests), run_to_end(plain_engine(path), *requests)
+    assert outcome.token_ids == expected.token_ids
+    assert engine.stats().total_preemptions > 0
+    assert capture.replayed
+    for found, wanted in ((outcome.logprobs, expected.logprobs), (outcome.prompt_logprobs, expected.prompt_logprobs)):
+        assert {each: len(values) for each, values in found.items()} == {each: len(v) for each, v in wanted.items()}
+        for request_id, values in found.items():
+            assert [each.logprob for each in values] == pytest.approx(
+                [each.logprob for each in wanted[request_id]], abs=1e-4
+            )
+            assert [each.top_token_ids for each in values] == [each.top_token_ids for each in wanted[request_id]]
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
