@@ -63,6 +63,27 @@ def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None
     assert [model["id"] for model in listed["data"]] == ["turns", "least", "narrow"]
 
 
+def test_log_probabilities_come_the_whole_way(service: Service) -> None:
+    """From the engine's process over the frames: of a prompt and of what is generated, whole and streamed."""
+    asked: dict[str, Any] = {"model": "least", "prompt": [5, 20, 21, 22, 23], "max_tokens": 4, "temperature": 0}
+    asked |= {"echo": True, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        [choice] = client.completions.create(**asked).choices
+        found = choice.logprobs
+        assert found is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert found.token_logprobs[0] is None
+        assert len(found.token_logprobs) == 9
+        drawn = list(zip(found.token_logprobs, found.top_logprobs, strict=True))[5:]
+        assert all(value == max(top.values()) for value, top in drawn), "greedy: the likeliest was drawn"
+        streamed: list[Any] = []
+        for chunk in client.completions.create(**asked, stream=True):
+            for each in chunk.choices:
+                streamed += (each.logprobs.token_logprobs or []) if each.logprobs else []
+        assert streamed == pytest.approx(found.token_logprobs, abs=1e-6)
+
+
 def test_the_openai_package_streams_a_chat(service: Service) -> None:
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
         with client.chat.completions.create(
