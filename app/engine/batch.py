@@ -85,6 +85,11 @@ class Batch:
         return sum(len(item.token_ids) for item in self.scheduled)
 
     @cached_property
+    def has_targets(self) -> bool:
+        """Whether prompt tokens are scored."""
+        return self.has_logprobs and any(item.targets for item in self.scheduled)
+
+    @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
         """Those for which a token is drawn: one token id of the step's result for each, in this order."""
         return tuple([item for item in self.scheduled if item.samples])

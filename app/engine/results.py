@@ -116,6 +116,8 @@ Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
 def _newly_scored(batch: Batch, result: StepResult) -> Scores:
     """What the step says of prompt tokens that nothing was known of; counts them as scored."""
     scores: Scores = {}
+    if not batch.has_targets:
+        return scores
     for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
         if not item.targets or sequence.is_finished:
             continue

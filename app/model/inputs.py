@@ -67,7 +67,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
     slots = chain.from_iterable(_slots(item, block_size) for item in scheduled)
     positions = chain.from_iterable(range(item.start, item.end) for item in scheduled)
     ends = accumulate(len(item.token_ids) for item in scheduled)
-    if batch.has_logprobs:
+    if batch.has_targets:
         wanted = list(chain.from_iterable(_wanted(item, end) for item, end in zip(scheduled, ends, strict=True)))
     else:
         wanted = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]

@@ -58,12 +58,13 @@ class WantedLogprobs:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._scored = [item for item in batch.scheduled if item.targets]
-        self._sampled_rows, self._target_rows = _rows(batch)
+        self._scored = [item for item in batch.scheduled if item.targets] if batch.has_targets else []
+        self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), _NO_ROWS)
         self._targets = [target for item in self._scored for target in item.targets]
         # Places in `batch.sampled` of those who ask, and how many of the likeliest tokens each wants.
-        self._askers = [at for at, item in enumerate(batch.sampled) if item.sampling.logprobs is not None]
-        self._num_drawn_top = [batch.sampled[at].sampling.logprobs or 0 for at in self._askers]
+        num_top = [item.sampling.logprobs for item in batch.sampled]
+        self._askers = [at for at, each in enumerate(num_top) if each is not None]
+        self._num_drawn_top = [each for each in num_top if each is not None]
         self._num_scored_top = [item.sampling.prompt_logprobs or 0 for item in self._scored]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
@@ -73,8 +74,8 @@ class WantedLogprobs:
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: ComputeLogprobs) -> Logprobs:
         """logits: all rows; token_ids: [num_sampled] int64, what was drawn."""
         device = logits.device
-        rows = [*(self._sampled_rows[at] for at in self._askers), *self._target_rows]
-        if len(self._askers) < len(token_ids):
+        rows = [*[self._sampled_rows[at] for at in self._askers], *self._target_rows]
+        if len(self._askers) < len(self._sampled_rows):
             token_ids = token_ids[to_device(self._askers, device)]
         if self._targets:
             token_ids = torch.cat((token_ids, to_device(self._targets, device)))
@@ -82,9 +83,10 @@ class WantedLogprobs:
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
         """The step's result, from tensors on the host that `compute` gave."""
-        num_each = [1] * len(self._askers) + [len(item.targets) for item in self._scored]
-        num_top = [*self._num_drawn_top, *self._num_scored_top]
-        by_row = _by_row(found, [top for top, num in zip(num_top, num_each, strict=True) for _ in range(num)])
+        num_top = list(self._num_drawn_top)
+        for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
+            num_top += [num_scored_top] * len(item.targets)
+        by_row = _by_row(found, num_top)
         logprobs = {self._batch.sampled[at].request_id: each for at, each in zip(self._askers, by_row, strict=False)}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         row = len(self._askers)
@@ -94,7 +96,10 @@ class WantedLogprobs:
         return StepResult(token_ids, logprobs, prompt_logprobs)
 
 
-def _rows(batch: Batch) -> tuple[list[int], list[int]]:
+_NO_ROWS: Sequence[int] = ()
+
+
+def _rows(batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
     """The rows of the logits for `batch.sampled`, and those for all targets."""
     sampled_rows: list[int] = []
     target_rows: list[int] = []
