@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks.carousel import Carousel
 from benchmarks.engine_setup import load_engine
 from benchmarks.errors import BenchmarkError, refused
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.options import Options, add_run_options, add_settings_option, positive
 from benchmarks.progress import tell
 from benchmarks.workload import TimedRequest, Workload
