@@ -6,6 +6,7 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
+
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Settings(BaseModel):
@@ -501,12 +504,6 @@ class KeyConfig(Settings):
     max_concurrency: int | None = Field(None, ge=1, le=10**6, description="requests at once; default: any number")
     max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
 
-    @property
-    def has_limits(self) -> bool:
-        """Whether its holder may do less than everybody could without keys."""
-        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency, self.max_tokens)
-        return bool(self.models) or any(limit is not None for limit in limits)
-
     @field_validator("sha256")
     @classmethod
     def _is_a_hash(cls, sha256: str) -> str:
@@ -540,7 +537,7 @@ class ApiConfig(Settings):
         128,
         ge=1,
         le=10_000,
-        description="prompts × n in one completions call; texts of one embeddings call computed at once",
+        description="prompts × n in one call that waits for its answer; texts of one embeddings call computed at once",
     )
     max_inputs: int = Field(2048, ge=1, le=100_000, description="texts in one embeddings call")
     max_logprobs: int = Field(
@@ -581,6 +578,49 @@ class MetricsConfig(Settings):
     vllm_names: bool = Field(True, description="also under the names that vLLM's dashboards and gateways look for")
 
 
+class WebhooksConfig(Settings):
+    """Who is told when a batch has ended, and where messages may go at all."""
+
+    url: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2048,
+        description="webhooks: told of every batch that names no webhook of its own",
+    )
+    secret_file: str | None = Field(
+        None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
+    )
+    allow_http: bool = Field(False, description="webhooks: http:// too, unencrypted; needs its port in `ports`")
+    ports: tuple[Port, ...] = Field((443, 8443), min_length=1, description="webhooks: ports that messages may go to")
+    allowed_networks: tuple[str, ...] = Field(
+        (), max_length=64, description="webhooks: networks that messages may go to beside public addresses: 10.1.0.0/16"
+    )
+    timeout_s: float = Field(10.0, gt=0, le=300, description="webhooks: seconds one attempt may take")
+    first_pause_s: float = Field(
+        5.0, gt=0, le=3600, description="webhooks: seconds before the second attempt; the pauses double"
+    )
+    max_pause_s: float = Field(3600.0, gt=0, le=86_400, description="webhooks: seconds between two attempts, at most")
+    give_up_after_s: float = Field(
+        86_400.0, gt=0, le=30 * 86_400, description="webhooks: seconds after which no more attempts are made"
+    )
+
+    @field_validator("allowed_networks")
+    @classmethod
+    def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"{error}; give networks like 10.1.0.0/16 or fd00:1::/32") from None
+        return networks
+
+    @model_validator(mode="after")
+    def _url_and_secret_go_together(self) -> WebhooksConfig:
+        if (self.url is None) != (self.secret_file is None):
+            raise ValueError("url and secret_file go together: set both or neither")
+        return self
+
+
 class BatchesConfig(Settings):
     """Files and batches over HTTP: where they are kept, what they may cost."""
 
@@ -588,6 +628,9 @@ class BatchesConfig(Settings):
         "~/.local/share/carousel/batches",
         min_length=1,
         description="batches: folder that keeps files and batches over restarts; one service each",
+    )
+    files: str | None = Field(
+        None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
     max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, le=10**11, description="batches: bytes of one file")
     max_total_bytes: int = Field(
@@ -602,6 +645,7 @@ class BatchesConfig(Settings):
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
     )
     num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
+    webhooks: WebhooksConfig = WebhooksConfig()
 
 
 class CascadeConfig(Settings):
@@ -623,7 +667,9 @@ class ApplicationConfig(Settings):
     ingress: IngressConfig = IngressConfig()
     metrics: MetricsConfig = MetricsConfig()
     cascades: tuple[CascadeConfig, ...] = Field((), max_length=64, description="small models before large ones")
-    batches: BatchesConfig | None = Field(None, description="/v1/files and /v1/batches; `{}` takes the defaults below")
+    batches: BatchesConfig | None = Field(
+        None, description="files, batches and /v1/batch; `{}` takes the defaults below"
+    )
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ApplicationConfig:

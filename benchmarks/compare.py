@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.entry import FIGURES, Entry, EntryFailed, Figures
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import add_run_options, positive
 from benchmarks.progress import tell
-from benchmarks.table import table
+from benchmarks.table import cell, table
 from benchmarks.workload import read_workload
 
 
@@ -97,11 +98,11 @@ def in_words(standings: Sequence[Standing]) -> str:
         rows.append(
             [
                 standing.entry.name if standing.failure is None else f"{standing.entry.name} (failed)",
-                _text(medians["output_tokens_per_s"], "{:,.1f}"),
+                cell(medians["output_tokens_per_s"], "{:,.1f}"),
                 f"{min(standing.speeds):,.0f} – {max(standing.speeds):,.0f}" if standing.speeds else "–",
-                _text(ratio, "{:.2f}"),
-                *(_text(medians[name], "{:.3f}") for name in names),
-                _text(medians["peak_rss_mb"], "{:,.0f}"),
+                cell(ratio, "{:.2f}"),
+                *(cell(medians[name], "{:.3f}") for name in names),
+                cell(medians["peak_rss_mb"], "{:,.0f}"),
             ]
         )
     return table(heads, rows)
@@ -135,7 +136,7 @@ def summary(standings: Sequence[Standing], given: argparse.Namespace) -> dict[st
         "device": given.device,
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 
@@ -152,10 +153,6 @@ def _common(given: argparse.Namespace) -> list[str]:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return round(statistics.median(known), 6) if known else None
-
-
-def _text(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str, common: Sequence[str]) -> Entry:
-        """`carousel …`, a peer's name with options, or `cmd:SHELL COMMAND`. `common`: what every one of ours is given.
+        """`carousel …`, `http …` (ours as a service), a peer's name with options, or `cmd:SHELL COMMAND`.
+
+        `common`: what every one of ours is given.
 
         Raises:
             BenchmarkError: it is none of these.
@@ -57,9 +59,11 @@ class Entry:
         name, *options = shlex.split(text) or [""]
         if name == "carousel":
             return cls(text, (sys.executable, "-m", "benchmarks.throughput", *common, *options))
+        if name == "http":
+            return cls(text, (sys.executable, "-m", "benchmarks.over_http", *common, *options))
         if name in PEERS:
             return cls(text, (sys.executable, "-m", "benchmarks.peers", name, *common, *options))
-        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', *PEERS, _SHELL))}")
+        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', 'http', *PEERS, _SHELL))}")
 
     def run(self) -> Figures:
         """Run the process to its end; its stderr is shown as it comes.

@@ -24,7 +24,6 @@ import asyncio
 import gc
 import json
 import random
-import resource
 import sys
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.answer import Answer, ask
 from benchmarks.errors import BenchmarkError, refused
@@ -42,7 +42,7 @@ from benchmarks.output import write_json
 from benchmarks.percentile import percentile
 from benchmarks.processes import cpu_between
 from benchmarks.progress import tell
-from benchmarks.service import Service, service
+from benchmarks.service import SERVE_DEFAULTS, Service, service
 
 MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
@@ -115,17 +115,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    with service(application(given)) as running, uncollected():
+    variables = SERVE_DEFAULTS if given.serve_defaults else {}
+    with service(application(given), variables=variables) as running, uncollected():
         figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
     return asdict(figures) | {
         **asdict(load),
         "replicas": given.replicas,
         "ingresses": given.ingresses,
         "transport": given.transport,
+        "serve_defaults": given.serve_defaults,
         "rounds": given.rounds,
         "cpu": machine.cpu_name(),
         "num_cores": num_usable_cores(),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 
@@ -174,13 +176,13 @@ def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int, i
     began = time.perf_counter()
     time.sleep(idle_s)
     idle_cpu_s = sum(cpu_between(before, running.processes()).values()) / (time.perf_counter() - began)
-    before, client_before = running.processes(), _own_cpu_s()
+    before, client_before = running.processes(), machine.own_cpu_s()
     rounds = []
     for number in range(1, num_rounds + 1):
         rounds.append(asyncio.run(play(running.target, requests, load, tokens=load.tokens)))
         done = rounds[-1]
         tell(f"round {number} of {num_rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
-    client_cpu_s, after = _own_cpu_s() - client_before, running.processes()
+    client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
     return figures_of(
         rounds,
         load,
@@ -271,11 +273,6 @@ def _at(samples: Sequence[float], percent: float) -> float:
     return round(found if found is not None else 0.0, 3)
 
 
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -288,6 +285,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--transport", metavar="NAME", help="ingress.transport; default: as the service has it")
+    parser.add_argument(
+        "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
+    )
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer; a vocabulary above 600")
     parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
     return parser

@@ -23,9 +23,10 @@ from app.config import EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.hostile_grammars import cases
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.options import positive
 from benchmarks.percentile import percentile
 from benchmarks.progress import tell

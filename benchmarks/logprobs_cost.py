@@ -3,7 +3,8 @@
     python -m benchmarks.logprobs_cost --model DIR --workload FILE.jsonl [--top 5] [--rounds 8] [--set ...]
 
 Every round has both, the one that goes first alternating, and the same tokens. With `--prompts` those of the prompts
-are asked for too. The last line of stdout is one JSON object.
+are asked for too. CPU time is told as well: with `--threads 1` it is what a run costs on a machine that others use too.
+The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks.carousel import Carousel
 from benchmarks.engine_setup import load_engine
 from benchmarks.errors import BenchmarkError, refused
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.options import Options, add_run_options, add_settings_option, positive
 from benchmarks.progress import tell
 from benchmarks.workload import TimedRequest, Workload
@@ -54,18 +57,19 @@ def measure(options: Options, *, num_top: int, prompts: bool) -> dict[str, objec
     for workload in workloads.values():
         contender.serve(workload.warm_up())
     seconds: dict[str, list[float]] = {name: [] for name in workloads}
+    cpu_s: dict[str, list[float]] = {name: [] for name in workloads}
     for number in range(options.repeat):
         for name in sorted(workloads, reverse=number % 2 == 0):
             contender.forget()
+            began_s = time.process_time()
             seconds[name].append(round(contender.serve(workloads[name]).seconds, 4))
+            cpu_s[name].append(round(time.process_time() - began_s, 4))
         tell(f"round {number + 1} of {options.repeat}: { ({name: each[-1] for name, each in seconds.items()}) }")
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    ratios = [asked / without for asked, without in zip(seconds["with"], seconds["without"], strict=True)]
     return {
         "seconds": seconds,
-        "median_s": medians,
-        "ratio_of_medians": round(medians["with"] / medians["without"], 4),
-        "median_of_ratios": round(statistics.median(ratios), 4),
+        "cpu_s": cpu_s,
+        "median_of_ratios": median_of_ratios(seconds),
+        "median_of_cpu_ratios": median_of_ratios(cpu_s),
         "top": num_top,
         "prompts": prompts,
         "model": options.model,
@@ -74,6 +78,12 @@ def measure(options: Options, *, num_top: int, prompts: bool) -> dict[str, objec
         "cpu": cpu_name(),
         "commit": commit(),
     }
+
+
+def median_of_ratios(seconds: dict[str, list[float]]) -> float:
+    """Of the rounds, how much longer those took who asked."""
+    ratios = [asked / without for asked, without in zip(seconds["with"], seconds["without"], strict=True)]
+    return round(statistics.median(ratios), 4)
 
 
 def asking_workload(workload: Workload, *, num_top: int, prompts: bool) -> Workload:

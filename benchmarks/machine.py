@@ -1,4 +1,4 @@
-"""Where a figure was measured: the hardware, the versions, the commit. What is unknown is None.
+"""Where a figure was measured: the hardware, the versions. What is unknown is None.
 
 torch is imported only where a GPU is asked about: a client that measures a service does without it.
 """
@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
+import resource
 import tomllib
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import app.versions
 
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
 def versions() -> dict[str, str | None]:
+    """As the service tells them; our own from the checkout, which need not be installed where figures are made."""
     project = tomllib.loads((_PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {
-        "carousel": str(project["version"]),
-        "torch": _installed("torch"),
-        "transformers": _installed("transformers"),
-        "python": platform.python_version(),
-    }
+    return app.versions.versions() | {"carousel": str(project["version"])}
 
 
 def cpu_name() -> str | None:
@@ -41,16 +38,6 @@ def gpu_name(device: str) -> str | None:
     return torch.cuda.get_device_name()
 
 
-def commit() -> str | None:
-    """The checkout's commit, with `-dirty` behind it when tracked files differ from it."""
-    command = ["git", "--no-optional-locks", "-C", str(_PROJECT), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run([*command, "--exclude", "*"], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
 def seconds_since_start() -> float | None:
     """How long ago this process was started, imports and all."""
     uptime, stat = _lines(Path("/proc/uptime")), _lines(Path("/proc/self/stat"))
@@ -58,6 +45,12 @@ def seconds_since_start() -> float | None:
         return None
     started_ticks = int(stat[0].rpartition(")")[2].split()[19])
     return float(uptime[0].split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """Seconds that this process has computed."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def peak_rss_mb() -> int | None:
@@ -80,13 +73,6 @@ def peak_device_mb(device: str) -> int | None:
     import torch
 
     return torch.cuda.max_memory_allocated() // 2**20
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _descends(process: int | None, ancestor: int, parents: dict[int, int]) -> bool:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.arrivals import Arrivals
 from benchmarks.errors import BenchmarkError, refused
@@ -33,7 +34,7 @@ from benchmarks.options import positive
 from benchmarks.output import write_json
 from benchmarks.progress import tell
 from benchmarks.retry_check import RetryCheck, RetryFigures
-from benchmarks.table import table
+from benchmarks.table import cell, table
 from benchmarks.workload import Workload, read_workload
 
 _PAUSE_S = 1.0  # between the runs of a sweep
@@ -95,7 +96,7 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
         "slo_ttft_ms": given.slo_ttft_ms,
         "slo_itl_ms": given.slo_itl_ms,
         "cpu": machine.cpu_name(),
-        "commit": machine.commit(),
+        "commit": commit(),
     }
     if given.sweep is None:
         return outcomes, setup | outcomes[0].to_dict()
@@ -111,20 +112,20 @@ def in_words(outcomes: Sequence[Outcome]) -> str:
         found, retry = outcome.figures, outcome.retry
         rows.append(
             [
-                _text(outcome.factor, "{:g}"),
-                _text(outcome.rate, "{:.2f}"),
+                cell(outcome.factor, "{:g}"),
+                cell(outcome.rate, "{:.2f}"),
                 f"{found.goodput_requests_per_s:.2f}",
                 f"{found.goodput_share:.0%}",
                 f"{found.refused_share:.0%}",
-                _text(found.refusal_p50_ms, "{:.1f}"),
-                _text(found.refusal_p99_ms, "{:.1f}"),
-                *(_text(found_s, "{:.3f}") for found_s in (found.ttft_p50_s, found.ttft_p99_s)),
-                *(_text(found_s, "{:.3f}") for found_s in (found.itl_p50_s, found.itl_p99_s)),
+                cell(found.refusal_p50_ms, "{:.1f}"),
+                cell(found.refusal_p99_ms, "{:.1f}"),
+                *(cell(found_s, "{:.3f}") for found_s in (found.ttft_p50_s, found.ttft_p99_s)),
+                *(cell(found_s, "{:.3f}") for found_s in (found.itl_p50_s, found.itl_p99_s)),
                 f"{found.output_tokens_per_s:,.0f}",
                 str(sum(number for name, number in found.errors.items() if name != "429")),
                 f"{found.lateness_p99_ms:.1f}",
-                _text(None if retry is None else retry.returned_admitted_share, "{:.0%}"),
-                _text(None if retry is None else retry.retry_error_median_s, "{:+.2f}"),
+                cell(None if retry is None else retry.returned_admitted_share, "{:.0%}"),
+                cell(None if retry is None else retry.retry_error_median_s, "{:+.2f}"),
             ]
         )
     return table(heads, rows)
@@ -153,9 +154,9 @@ def _run(
 
 async def _measured(given: argparse.Namespace, target: Target, played: Workload, slo: Slo) -> OnlineFigures:
     requests, arrivals_s = _prepared(given, target, played)
-    cpu_began = _own_cpu_s()
+    cpu_began = machine.own_cpu_s()
     sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=given.timeout_s)
-    return OnlineFigures.of(sent, slo, client_cpu_s=_own_cpu_s() - cpu_began)
+    return OnlineFigures.of(sent, slo, client_cpu_s=machine.own_cpu_s() - cpu_began)
 
 
 async def _retried(given: argparse.Namespace, target: Target, played: Workload) -> RetryFigures:
@@ -197,11 +198,6 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _check_rate(given: argparse.Namespace, arrivals: Arrivals, workload: Workload, rate: float | None) -> None:
     if arrivals.rate is not None:
         raise BenchmarkError(f"--arrival {given.arrival}: the rate is said by --rate or --capacity here")
@@ -229,10 +225,6 @@ def _factors(given: argparse.Namespace) -> list[float | None]:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _text(number: float | None, form: str) -> str:
-    return "–" if number is None else form.format(number)
 
 
 def _above_zero(text: str) -> float:

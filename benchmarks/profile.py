@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.carousel import Carousel
 from benchmarks.contender import measured_runs
@@ -134,7 +135,7 @@ def summary(profile: Profile, loaded: LoadedEngine) -> dict[str, Any]:
         "copy_gb_per_s": round(rates.copy_bytes_per_s / 1e9, 1),
         "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.errors import BenchmarkError
 from benchmarks.percentile import percentile
@@ -100,7 +101,7 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
         num_output_tokens=middle.num_output_tokens,
         cpu=machine.cpu_name(),
         gpu=machine.gpu_name(setup.device),
-        commit=machine.commit(),
+        commit=commit(),
         versions=machine.versions(),
     )
 

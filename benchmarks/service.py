@@ -32,6 +32,17 @@ _PROJECT = Path(__file__).resolve().parent.parent
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
 
 
+# What the launcher would set otherwise: Serve as whoever knows no better runs it, with its own proxy in Python.
+SERVE_DEFAULTS = MappingProxyType(
+    {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "100",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """A running service."""
@@ -59,10 +70,15 @@ class Service:
 
 
 @contextmanager
-def service(application: Mapping[str, Any], *, with_dashboard: bool = False) -> Iterator[Service]:
+def service(
+    application: Mapping[str, Any],
+    *,
+    with_dashboard: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Service]:
     """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
 
-    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265.
+    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265. `variables`: its environment's.
 
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
@@ -74,7 +90,7 @@ def service(application: Mapping[str, Any], *, with_dashboard: bool = False) -> 
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
-            env=_environment(token),
+            env=_environment(token) | dict(variables),
             stdout=sys.stderr,
         )
         try:

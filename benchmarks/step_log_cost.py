@@ -20,10 +20,11 @@ from app.assembly import assemble_recorded
 from app.config import StepLogConfig
 from app.engine.engine import Engine
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks.carousel import Carousel
 from benchmarks.engine_setup import LoadedEngine, load_engine
 from benchmarks.errors import BenchmarkError, refused
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.options import Options, add_run_options, add_settings_option, positive
 from benchmarks.progress import tell
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from app.assembly import assemble
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.arrivals import Arrivals
 from benchmarks.carousel import Carousel
@@ -33,7 +34,7 @@ from benchmarks.padded_batches import GROUPINGS, PaddedBatches
 from benchmarks.progress import tell
 from benchmarks.service_figures import Promise, Served, ServiceFigures
 from benchmarks.step_trace import StepTrace, logged
-from benchmarks.table import table
+from benchmarks.table import cell, table
 from benchmarks.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.workload import Workload
 
@@ -119,7 +120,7 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
         "trials": [outcome.to_dict() for outcome in outcomes],
         "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
-        "commit": machine.commit(),
+        "commit": commit(),
         "versions": machine.versions(),
     }
 
@@ -160,13 +161,13 @@ def in_words(outcomes: Sequence[Outcome]) -> str:
                 outcome.name,
                 f"{found.requests_per_s:.2f}",
                 f"{found.output_tokens_per_s:,.0f}",
-                *(_text(seconds, "{:.2f}" if seconds is None or seconds >= 0.1 else "{:.3f}") for seconds in times),
-                _text(found.bubble_share, "{:.0%}"),
+                *(cell(seconds, "{:.2f}" if seconds is None or seconds >= 0.1 else "{:.3f}") for seconds in times),
+                cell(found.bubble_share, "{:.0%}"),
                 f"{found.padding_share:.0%}",
-                _text(found.preemptions, "{}"),
-                _text(found.jain_index, "{:.2f}"),
-                _text(found.slo_share, "{:.0%}"),
-                _text(found.slo_requests_per_s, "{:.2f}"),
+                cell(found.preemptions, "{}"),
+                cell(found.jain_index, "{:.2f}"),
+                cell(found.slo_share, "{:.0%}"),
+                cell(found.slo_requests_per_s, "{:.2f}"),
                 str(found.num_failed),
             ]
         )
@@ -262,10 +263,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds <= 86_400:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 86400")
     return seconds
-
-
-def _text(number: float | None, form: str) -> str:
-    return "–" if number is None else form.format(number)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,8 +21,9 @@ from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from app.errors import CarouselError
+from app.versions import commit
 from benchmarks.errors import BenchmarkError, refused
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.options import positive
 from benchmarks.progress import tell
 

@@ -48,7 +48,15 @@ def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
         api = config.api.model_copy(update={"keys_file": _absolute(config.api.keys_file)})
         config = config.model_copy(update={"api": api})
     if config.batches is not None:
-        batches = config.batches.model_copy(update={"path": _absolute(config.batches.path)})
+        webhooks = config.batches.webhooks
+        if webhooks.secret_file is not None:
+            webhooks = webhooks.model_copy(update={"secret_file": _absolute(webhooks.secret_file)})
+        files = config.batches.files
+        if files is not None and "://" not in files:
+            files = _absolute(files)
+        batches = config.batches.model_copy(
+            update={"path": _absolute(config.batches.path), "files": files, "webhooks": webhooks}
+        )
         config = config.model_copy(update={"batches": batches})
     return config
 
@@ -63,8 +71,8 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=deployment_name(model),
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
-        # The engine refuses what is beyond its limits. Control calls of each ingress, and of the batches' process,
-        # count too; while one is replaced there are twice as many.
+        # The engine refuses what is beyond its limits. Calls for control of each ingress and of the batches count
+        # too; while one is replaced there are twice as many.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.max_replicas,

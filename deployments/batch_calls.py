@@ -53,6 +53,9 @@ class RemoteBatchService:
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         return await self._object("cancel_batch", owner, batch_id)
 
+    async def stats(self, owner: str) -> Json:
+        return await self._object("stats", owner)
+
     async def _object(self, method: str, *arguments: object) -> Json:
         answer: Json = await self._call(method, *arguments)
         return answer

@@ -14,6 +14,7 @@ from app.batches import LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
 from deployments.client import ModelClient, served_model
+from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
@@ -34,6 +35,7 @@ class Batches:
         self._paths = paths
         self._handles = handles
         self._metrics = MetricsCollector(handles, config.metrics)
+        self._keys = Keys(config.api)
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -62,7 +64,8 @@ class Batches:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
             models.append(await served_model(model, self._paths[model.name], client))
-        answering = Answering(models, config.api, self._metrics.requests)
+        answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper)
+        self._following = asyncio.create_task(self._keys.follow())
         service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer)
         service.start()
         await service.opened()

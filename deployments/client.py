@@ -54,8 +54,6 @@ class ModelClient:
         # The router and the board share this loop, whatever mode Serve runs in: neither has locks.
         handle._init(_run_router_in_separate_loop=False)
         self._handle = handle
-        self.board = board
-        self.fleet: Fleet | None = None
         self.generate: Generate
         if transport == "frames":
             limits = Limits(
@@ -63,8 +61,7 @@ class ModelClient:
                 place_timeout_s=replicas.place_timeout_s,
                 patience=Patience(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
             )
-            self.fleet = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits, metrics)
-            self.generate = self.fleet.generate
+            self.generate = Fleet(ServeCalls(handle, uuid.uuid4().hex), board, limits, metrics).generate
         else:
             self.generate = CallPerRequest(handle, board).generate
 
@@ -141,7 +138,7 @@ class CallPerRequest:
         except Exception as error:
             raise _logged(to_carousel_error(error), error, request.request_id) from error
         finally:
-            self._board.end(request.request_id, by_itself=False)
+            self._board.end(request.request_id)
             # Cancelling a call that has failed raises its error once more, as Serve's.
             with suppress(Exception):
                 response.cancel()

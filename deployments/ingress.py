@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from app.api import batch_routes, build_app
+from app.api import Answering, ServedModel, batch_routes, build_app
 from app.api.guard import owner_of
 from app.config import ApplicationConfig
 from deployments.batch_calls import RemoteBatchService
@@ -74,7 +74,7 @@ class Ingress:
             metrics=self._metrics.requests,
             expose=self._metrics.expose,
             cascades=cascades_of(self._config.cascades, models),
-            batch_routes=self._batch_routes(),
+            batch_routes=self._batch_routes(models),
             doorkeeper=self._keys.doorkeeper,
         )
 
@@ -82,12 +82,18 @@ class Ingress:
         """What this process has measured, for the ingress that was asked for all of it."""
         return self._metrics.report()
 
-    def _batch_routes(self) -> list[Route]:
+    def _batch_routes(self, models: Sequence[ServedModel]) -> list[Route]:
         if self._batches is None:
             return []
         assert self._config.batches is not None, "a batches deployment comes with its settings"
-        service = RemoteBatchService(self._batches)
-        return batch_routes(service, max_file_bytes=self._config.batches.max_file_bytes, owner_of=owner_of)
+        api = self._config.api
+        return batch_routes(
+            RemoteBatchService(self._batches),
+            Answering(models, api, self._metrics.requests),
+            api,
+            max_file_bytes=self._config.batches.max_file_bytes,
+            owner_of=owner_of,
+        )
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.

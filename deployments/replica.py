@@ -38,7 +38,6 @@ class Replica:
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
-        self._max_requests = self._deployed.max_requests
         self._outboxes: dict[str, Outbox] = {}  # by ingress
         self._port = FramePort(ray.util.get_node_ip_address(), self._outbox)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
@@ -51,9 +50,7 @@ class Replica:
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
         request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
         """
-        config = retuned(self._deployed, user_config)
-        await self._engine.reconfigure(config)
-        self._max_requests = config.max_requests
+        await self._engine.reconfigure(retuned(self._deployed, user_config))
 
     async def serve(self, request: Request, ingress_id: str) -> None:
         """Serve a request whose tokens go out in frames to its ingress; returns when it has ended.
@@ -111,18 +108,9 @@ class Replica:
         return outbox
 
     def _report(self) -> Report:
-        stats = self._engine.stats()
-        return Report(
-            group=self._group,
-            num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self._max_requests,
-            max_running=stats.max_running,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_kv_tokens=stats.num_blocks * stats.block_size,
-            kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
-            speed=stats.speed,
-            ended_per_s=stats.ended_per_s,
-            step_age_s=self._engine.step_age_s,
+        engine = self._engine
+        return Report.of(
+            engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 
     def __del__(self) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from app.batches.remote_contents import filesystem_at
 from app.config import (
     ApiConfig,
     ApplicationConfig,
@@ -25,6 +26,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
+from app.webhooks import check_default
 
 BUILDER = "deployments.application:build"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -127,6 +129,10 @@ def check(config: ApplicationConfig) -> None:
                 f"{where}.name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
                 f"{deployment_name(model)!r}; change more than punctuation"
             )
+    if config.batches is not None:
+        check_default(config.batches.webhooks)
+        if config.batches.files is not None:
+            filesystem_at(config.batches.files)
 
 
 def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from array import array
@@ -220,9 +221,17 @@ class GatedRunner(CountingRunner):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Semaphore(0)
+        self.is_waiting = False  # in a step, at the gate
+
+    def shut(self) -> None:
+        """Let nothing through that was not let through by now."""
+        while self.gate.acquire(blocking=False):
+            pass
 
     def run(self, batch: Batch) -> StepResult:
+        self.is_waiting = True
         self.gate.acquire()
+        self.is_waiting = False
         return super().run(batch)
 
 
@@ -315,3 +324,10 @@ def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, cloc
             clock.advance(engine.idle_s)
         outcome.book(engine.step())
     raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that takes longer on a busy machine."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (the condition may be anything)
+            await asyncio.sleep(0.002)

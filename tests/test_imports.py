@@ -21,7 +21,9 @@ ALLOWED = {
     "app.grammar": {
         "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
     },
-    "app.fleet": {"app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "msgpack"},
+    "app.fleet": {
+        "app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
+    },
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
         "torch", "transformers", "triton",
@@ -31,7 +33,8 @@ ALLOWED = {
         "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
         "prometheus_client",
     },
-    "app.batches": {"app.config", "app.errors", "pydantic_core"},
+    "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
+    "app.batches": {"app.config", "app.disk", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
@@ -39,7 +42,7 @@ ALLOWED = {
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.config", "app.errors", "app.text", "app.engine.facts", "app.engine.matcher",
+        "app.api", "app.config", "app.disk", "app.errors", "app.text", "app.engine.facts", "app.engine.matcher",
         "app.engine.request", "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},

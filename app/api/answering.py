@@ -1,23 +1,28 @@
-"""A request that comes as a line of a batch: the same use case and answers as over HTTP, in the lowest class."""
+"""A request that comes in a batch, as a line of a file or one of a list: the same use case and answers as over HTTP."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.body import parse
+from app.api.callers import in_the_name_of, model_for
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
+from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion, prepare_reply
 from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import error_body, error_status, log_error
+from app.api.hints import with_hints
+from app.api.keys import Doorkeeper, OpenDoor
+from app.api.limits import Visit
 from app.api.parameters import UnknownFields
 from app.api.replies import ReplyWriter
 from app.api.reply_schemas import ResponsesRequest
 from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, WholeWriter
-from app.api.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
-from app.batches import Answered
+from app.api.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, GenerationRequest, QueuedRequest
+from app.batches import Answered, Json
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
@@ -38,54 +43,132 @@ _ENDPOINTS = {
     "/v1/responses": _Endpoint(ResponsesRequest, prepare_reply, ReplyWriter),
 }
 BATCH_ENDPOINTS = tuple(_ENDPOINTS)
+# The fields that a line does not choose.
+_LOWEST_CLASS: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
+
+
+@dataclass(slots=True)
+class _Asker:
+    """In whose name requests run, by which headers, and what they have come to."""
+
+    visit: Visit
+    headers: Mapping[str, str] = field(default_factory=dict)
+    begun: list[Progress] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.visit.num_used = lambda: sum(progress.num_tokens() for progress in self.begun)
 
 
 class Answering:
-    """Answers lines from the served models: `answer` is the seam that `app.batches` asks for."""
+    """Answers requests of batches from the served models: `answer` is the seam that `app.batches` asks for."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: ApiConfig, metrics: RequestMetrics) -> None:
-        """`metrics` measures lines as it does requests; it knows the models."""
-        self._models = {model.name: model for model in models}
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        limits: ApiConfig,
+        metrics: RequestMetrics,
+        doorkeeper: Doorkeeper | None = None,
+    ) -> None:
+        """`metrics` measures lines as it does requests; it knows the models. `doorkeeper` knows their owners' keys."""
+        self._models = by_any_name(models)
         self._limits = limits
         self._metrics = metrics
+        self._doorkeeper = doorkeeper or OpenDoor()
         self._unknown_fields = UnknownFields()
 
+    async def check_shared(
+        self, visit: Visit, endpoint: str, body: Mapping[str, Any], *, is_strict: bool
+    ) -> GenerationRequest:
+        """What many requests have in common, typed, found out with a prompt that stands for theirs.
+
+        Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
+        """
+        asked = _ENDPOINTS[endpoint]
+        try:
+            parsed = parse(body, asked.schema, self._unknown_fields, is_strict=is_strict)
+            assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
+            model = model_for(visit.account, parsed.model, self._models)
+            visit.account.max_tokens(parsed.asked_tokens, parsed.length_param)
+            await asked.prepare(parsed, model, self._limits)
+        except CarouselError as error:
+            self._metrics.model(NO_MODEL).refused(error)
+            raise
+        return parsed
+
     async def answer(self, owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
-        """What an HTTP client would have got for this body at this endpoint, one of BATCH_ENDPOINTS.
+        """What an HTTP client would have got for this line at this endpoint, one of BATCH_ENDPOINTS.
 
-        An owner with a name is the tenant, whatever the body says of its `user`.
+        An owner with a name is the tenant, whatever the body says of its `user`, and what it uses counts for its key.
 
-        Raises Overloaded, Unavailable or EngineStopped when nobody can serve it now.
+        Raises Overloaded (LimitReached when it is the key's), Unavailable or EngineStopped when nobody can serve it
+        now.
         """
         request_id = uuid.uuid4().hex
+        whose = {"user": owner} if owner else {}
         try:
-            return Answered(200, await self._response(_ENDPOINTS[endpoint], {**body, **_class_of(owner)}, request_id))
+            with self._doorkeeper.account_named(owner).line() as visit:
+                asked = {**body, **_LOWEST_CLASS, **whose}
+                return Answered(200, await self._response(endpoint, asked, request_id, _Asker(visit)))
         except Exception as error:
-            if isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed):
+            if _may_pass(error):
                 raise
-            log_error(error, request_id)
-            return Answered(error_status(error), error_body(error, request_id))
+            return _refusal(error, request_id)
 
-    async def _response(self, endpoint: _Endpoint, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+    async def answer_at_once(
+        self, visit: Visit, headers: Mapping[str, str], request_id: str, endpoint: str, bodies: Sequence[Json]
+    ) -> list[Answered]:
+        """What a client would have got for each of these bodies on this visit, in their order, computed side by side.
+
+        Raises Overloaded, Unavailable or EngineStopped when none of them could be served now.
+        """
+        asker = _Asker(visit, headers)
+        ids = [f"{request_id}-{index}" for index in range(len(bodies))]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._outcome(endpoint, body, each, asker))
+                for body, each in zip(bodies, ids, strict=True)
+            ]
+        outcomes = [task.result() for task in tasks]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if len(errors) == len(outcomes) and all(map(_may_pass, errors)):
+            raise errors[0]
+        return [
+            _refusal(outcome, each) if isinstance(outcome, Exception) else Answered(200, outcome)
+            for outcome, each in zip(outcomes, ids, strict=True)
+        ]
+
+    async def _outcome(self, endpoint: str, body: Json, request_id: str, asker: _Asker) -> Json | Exception:
+        try:
+            return await self._response(endpoint, body, request_id, asker)
+        except Exception as error:
+            return error
+
+    async def _response(self, endpoint: str, body: Mapping[str, Any], request_id: str, asker: _Asker) -> Json:
         arrived_at = self._metrics.arrived()
-        call, parsed = await self._call(endpoint, body)
-        prompt_tokens = [len(each.prompt_token_ids) for each in call.requests]
-        metrics = self._metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await endpoint.writer(parsed).whole(Progress(call, request_id, metrics), generate_pieces(call))
+        asked = _ENDPOINTS[endpoint]
+        call, parsed = await self._call(asked, body, asker)
+        progress = Progress.measured(call, request_id, self._metrics, arrived_at=arrived_at)
+        asker.begun.append(progress)
+        return await asked.writer(parsed).whole(progress, generate_pieces(call))
 
-    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any]) -> tuple[Call, QueuedRequest]:
+    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any], asker: _Asker) -> tuple[Call, QueuedRequest]:
         model_name = NO_MODEL
         try:
             parsed = parse(body, endpoint.schema, self._unknown_fields)
-            model = model_named(parsed.model, self._models)
+            model = model_for(asker.visit.account, parsed.model, self._models)
             model_name = model.name
-            return await endpoint.prepare(parsed, model, self._limits), parsed
+            call = with_hints(await endpoint.prepare(parsed, model, self._limits), asker.headers)
+            return in_the_name_of(asker.visit, call, parsed, share_prefixes=self._limits.share_prefixes), parsed
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise
 
 
-def _class_of(owner: str) -> dict[str, Any]:
-    """The fields that a line does not choose."""
-    lowest: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
-    return lowest | {"user": owner} if owner else lowest
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may be served at another time."""
+    return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
+
+
+def _refusal(error: Exception, request_id: str) -> Answered:
+    log_error(error, request_id)
+    return Answered(error_status(error), error_body(error, request_id))

@@ -7,17 +7,27 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.routing import Route
 
+from app.api.answering import Answering
 from app.api.batches import BatchRoutes
 from app.api.files import FileRoutes
+from app.api.short_batches import ShortBatchRoutes
 from app.batches import BatchService
+from app.config import ApiConfig
 
 
 def batch_routes(
-    service: BatchService, *, max_file_bytes: int, owner_of: Callable[[Request], str] = lambda request: ""
+    service: BatchService,
+    answering: Answering,
+    config: ApiConfig,
+    *,
+    max_file_bytes: int,
+    owner_of: Callable[[Request], str] = lambda request: "",
 ) -> list[Route]:
-    """/v1/files and /v1/batches over whoever keeps them.
+    """/v1/files, /v1/batches and /v1/batch over whoever keeps them.
 
-    `owner_of` says whose a request is: nobody sees what another owns. By default nobody is told from anybody.
+    `answering` has the short form's prompts answered that are to be answered at once. `owner_of` says whose a request
+    is: nobody sees what another owns. By default nobody is told from anybody.
     """
     files = FileRoutes(service, owner_of, max_file_bytes=max_file_bytes)
-    return [*files.routes(), *BatchRoutes(service, owner_of).routes()]
+    short = ShortBatchRoutes(service, answering, config, owner_of)
+    return [*files.routes(), *BatchRoutes(service, owner_of).routes(), *short.routes()]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -15,11 +15,41 @@ from app.api.body import read_json_object
 from app.api.files import ExpiresAfter
 from app.api.pages import page_of
 from app.api.schemas import MAX_ID_LENGTH, Schema, from_validation_error
-from app.batches import BatchService, NewBatch
+from app.batches import BatchService, NewBatch, NewWebhook
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
+MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
 _MAX_BODY_BYTES = 64 * 1024
 _BODY_TIMEOUT_S = 60.0
+
+
+def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
+            raise ValueError(
+                f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
+                f"{key[:40]!r} has {len(key):,} and {len(value):,}"
+            )
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short_metadata)]
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # whatever it is, it is not repeated
+        raise ValueError(f"should be a string of at most {MAX_SECRET_LENGTH} characters")
+    return value
+
+
+class WebhookRequest(Schema):
+    """Who is told when the batch has ended. The secret signs what they get (Standard Webhooks)."""
+
+    url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
+    secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
+
+    def as_new(self) -> NewWebhook:
+        return NewWebhook(url=self.url, secret=self.secret)
 
 
 class BatchRequest(Schema):
@@ -28,8 +58,9 @@ class BatchRequest(Schema):
     input_file_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
+    webhook: WebhookRequest | None = None  # ours: OpenAI's are set up for a whole project
 
     @field_validator("endpoint")
     @classmethod
@@ -37,17 +68,6 @@ class BatchRequest(Schema):
         if endpoint not in BATCH_ENDPOINTS:
             raise ValueError(f"should be one of {', '.join(BATCH_ENDPOINTS)}")
         return endpoint
-
-    @field_validator("metadata")
-    @classmethod
-    def _metadata_is_short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
-        for key, value in (metadata or {}).items():
-            if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
-                raise ValueError(
-                    f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
-                    f"{key[:40]!r} has {len(key):,} and {len(value):,}"
-                )
-        return metadata
 
 
 class BatchRoutes:
@@ -80,6 +100,7 @@ class BatchRoutes:
             input_file_id=asked.input_file_id,
             metadata=asked.metadata,
             output_expires_after_s=None if expires_after is None else expires_after.seconds,
+            webhook=None if asked.webhook is None else asked.webhook.as_new(),
         )
         return JSONResponse(await self._service.create_batch(new))
 

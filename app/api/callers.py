@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from app.api.completions import Call
-from app.api.limits import Visit
+from app.api.completions import Call, ServedModel, model_named
+from app.api.limits import Account, Visit
 from app.api.schemas import QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
+
+
+def model_for(account: Account, name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
+    """The model of that name or alias; without a name the only one that this account may use.
+
+    Raises InvalidRequest, NotPermitted for a model that its key is not for.
+    """
+    if name is not None and name in models:
+        account.check_model(models[name].name)
+    return model_named(name, {each: model for each, model in models.items() if account.may_use(model.name)})
 
 
 def in_the_name_of(visit: Visit, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:

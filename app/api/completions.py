@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -82,18 +82,22 @@ class Call:
         return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_samples])
 
 
+def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
+    """Each model under its name and under each of its aliases."""
+    return {name: model for model in models for name in (model.name, *model.aliases)}
+
+
 def model_named(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
-    """The model of that name; without a name the only one. Raises InvalidRequest."""
-    if name is None and len(models) == 1:
-        return next(iter(models.values()))
-    served = ", ".join(models)
+    """The one of `models`, by any name, that has this name; without a name the only one. Raises InvalidRequest."""
+    if name is not None and name in models:
+        return models[name]
+    own_names = {model.name: model for model in models.values()}
+    if name is None and len(own_names) == 1:
+        return next(iter(own_names.values()))
+    served = ", ".join(own_names)
     if name is None:
         raise InvalidRequest(f"model is required: this server has {served}", param="model")
-    if name not in models:
-        raise NotFound(
-            f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
-        )
-    return models[name]
+    raise NotFound(f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found")
 
 
 async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig) -> Call:

@@ -21,6 +21,9 @@ class Doorkeeper(Protocol):
     def account_of(self, headers: Headers) -> Account:
         """The account of whoever sends these headers. Raises Unauthenticated."""
 
+    def account_named(self, name: str) -> Account:
+        """The account of the key of this name, for work that it has left here. Raises Unauthenticated."""
+
 
 class KeyRing:
     """The keys that there are, each with its account."""
@@ -53,6 +56,18 @@ class KeyRing:
             raise Unauthenticated("this API key is not known here; check it, or ask for another")
         return found
 
+    def account_named(self, name: str) -> Account:
+        """The account of the key of this name; nobody's for "", who came when no keys were needed.
+
+        Raises Unauthenticated when there is no such key any more.
+        """
+        if not name:
+            return Account(None, self._clock)
+        for account in self._accounts.values():
+            if account.name == name:
+                return account
+        raise Unauthenticated("the API key of whoever sent this is not known here any more")
+
 
 class OpenDoor:
     """Where no keys are needed everybody is the same nobody."""
@@ -62,6 +77,10 @@ class OpenDoor:
 
     def account_of(self, headers: Headers) -> Account:
         """Nobody's account, which has no limits."""
+        return self._account
+
+    def account_named(self, name: str) -> Account:
+        """Nobody's account, whoever once was somebody here."""
         return self._account
 
 

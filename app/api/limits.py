@@ -84,6 +84,17 @@ class Account:
             self._num_running -= 1
             self.take_tokens(visit.num_used() - visit.num_reserved)
 
+    @contextmanager
+    def line(self) -> Iterator[Visit]:
+        """Around one line of a batch, which counts as a request. Raises LimitReached: it has used nothing then."""
+        with self.visit() as visit:
+            try:
+                yield visit
+            except LimitReached:
+                if self._requests:
+                    self._requests.take(-1)
+                raise
+
     def check_model(self, name: str) -> None:
         """Raises NotPermitted when the key is not for this model."""
         if not self.may_use(name):

@@ -6,22 +6,25 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from app.api.batches import BatchRequest
+from app.api.prompt_list import PromptListRequest
 from app.api.reply_schemas import ResponsesRequest
 from app.api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
-    ModelRequest,
+    Schema,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from app.batches import Status
 from app.config import ApiConfig
 from app.versions import versions
 
 Json = dict[str, Any]
 
-BODIES: tuple[type[ModelRequest], ...] = (
+BODIES: tuple[type[Schema], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -30,12 +33,13 @@ BODIES: tuple[type[ModelRequest], ...] = (
     TokenizeChatRequest,
     DetokenizeRequest,
 )
+BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",
     "401": "no API key, or none that is known",
     "403": "this API key is not for that model",
-    "404": "there is no such model",
+    "404": "there is no such model, file or batch",
     "408": "the body was too slow, or the deadline has passed or cannot be met",
     "413": "the body is too large",
     "429": "this API key's limit is reached, or the queues are full; try again after `Retry-After`",
@@ -46,21 +50,23 @@ _OF_A_KEY = ("401", "429")
 _OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
 _OF_A_BODY = (*_OF_A_MODEL, "408", "413")
 _OF_GENERATION = (*_OF_A_BODY, "500", "503")
+_OF_A_LIST = (*_OF_A_KEY, "400", "404", "503")
+_OF_AN_UPLOAD = (*_OF_A_LIST, "413")
 
 _TEXT, _WHOLE_NUMBER = {"type": "string"}, {"type": "integer"}
 _MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
 _MODEL_QUERY = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
 
 
-def openapi_document(config: ApiConfig) -> Json:
-    """The whole description, as OpenAPI 3.1."""
+def openapi_document(config: ApiConfig, *, has_batches: bool = False) -> Json:
+    """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
     needs_key = bool(config.keys or config.keys_file)
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Carousel", "version": versions()["carousel"] or "unknown"},
-        "paths": _paths(config),
-        "components": {"schemas": _schemas(config), "securitySchemes": schemes},
+        "paths": _paths(config) | (_batch_paths() if has_batches else {}),
+        "components": {"schemas": _schemas(config, has_batches=has_batches), "securitySchemes": schemes},
         "security": [{"key": []}] if needs_key else [],
     }
 
@@ -107,6 +113,52 @@ def _paths(config: ApiConfig) -> Json:
     }
 
 
+def _batch_paths() -> Json:
+    file_id, batch_id = (
+        {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in ("file_id", "batch_id")
+    )
+    of_file, of_batch = {"parameters": [file_id]}, {"parameters": [batch_id]}
+    page = [
+        {"name": "after", "in": "query", "schema": _TEXT, "description": "the id behind which the page begins"},
+        {"name": "limit", "in": "query", "schema": _WHOLE_NUMBER},
+    ]
+    order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
+    purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
+    form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
+    upload = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    content = {"application/jsonl": {"schema": _TEXT}}
+    return {
+        "/v1/files": {
+            "post": _operation("Upload a file", "File", _OF_AN_UPLOAD, upload),
+            "get": _operation("The files", "FileList", _OF_A_LIST) | {"parameters": [*page, order, purpose]},
+        },
+        "/v1/files/{file_id}": {
+            "get": _operation("One file", "File", _OF_A_LIST) | of_file,
+            "delete": _operation("Delete a file", "Anything", _OF_A_LIST) | of_file,
+        },
+        "/v1/files/{file_id}/content": {
+            "get": {
+                "summary": "What is in a file",
+                "responses": {"200": {"description": "its bytes", "content": content}} | _errors(_OF_A_LIST),
+            }
+            | of_file
+        },
+        "/v1/batches": {
+            "post": _operation("Begin a batch over a file", "Batch", _OF_GENERATION, _body(BatchRequest)),
+            "get": _operation("The batches", "BatchList", _OF_A_LIST) | {"parameters": [*page, order]},
+        },
+        "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST) | of_batch},
+        "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST) | of_batch},
+        "/v1/batch": {
+            "post": _operation(
+                "Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION, _body(PromptListRequest)
+            )
+        },
+        "/v1/batch/{batch_id}": {"get": _operation("A batch and its results", "BatchResults", _OF_A_LIST) | of_batch},
+        "/v1/batch/stats": {"get": _operation("What batches have to do and have done", "BatchStats", _OF_A_LIST)},
+    }
+
+
 def _operation(
     summary: str, answer: str, refusals: tuple[str, ...], body: Json | None = None, other_content: Json | None = None
 ) -> Json:
@@ -119,7 +171,7 @@ def _operation(
     return operation if body is None else operation | {"requestBody": body}
 
 
-def _body(*schemas: type[ModelRequest]) -> Json:
+def _body(*schemas: type[Schema]) -> Json:
     references = [_reference(schema.__name__) for schema in schemas]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -130,9 +182,10 @@ def _errors(statuses: tuple[str, ...]) -> Json:
     return {status: {"description": _REFUSALS[status], "content": content} for status in sorted(statuses)}
 
 
-def _schemas(config: ApiConfig) -> Json:
+def _schemas(config: ApiConfig, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
-        [(schema, "validation") for schema in BODIES], ref_template="#/components/schemas/{model}"
+        [(schema, "validation") for schema in BODIES + (BATCH_BODIES if has_batches else ())],
+        ref_template="#/components/schemas/{model}",
     )
     schemas: Json = document["$defs"]
     for schema in schemas.values():
@@ -146,7 +199,7 @@ def _schemas(config: ApiConfig) -> Json:
                 _restrict(limited[name], "integer", maximum=config.max_logprobs)
         _restrict(limited["stop"], "string", maxLength=config.max_stop_length)
         _restrict(limited["stop"], "array", maxItems=config.max_stop_strings)
-    return schemas | _answers()
+    return schemas | _answers() | (_batch_answers() if has_batches else {})
 
 
 def _accept_null(schema: Json) -> None:
@@ -211,6 +264,42 @@ def _answers() -> Json:
         "Text": _object(prompt=_TEXT),
         "TokenizerInfo": _object(tokenizer_class=_TEXT, eos_token=or_nothing, chat_template=or_nothing),
         "Version": _object(version=or_nothing),
+    }
+
+
+def _batch_answers() -> Json:
+    counts = _object(total=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER)
+    status = {"enum": [status.value for status in Status]}
+    or_nothing = {"type": ["string", "null"]}
+    either: Json = {"type": ["object", "null"]}
+    file = _object(id=_TEXT, object={"const": "file"}, bytes=_WHOLE_NUMBER, filename=_TEXT, purpose=_TEXT)
+    batch: Json = {
+        "object": {"const": "batch"}, "endpoint": _TEXT, "status": status, "request_counts": counts,
+        "usage": {"type": "object"},
+    }  # fmt: skip
+    outcome = _object(
+        index=_WHOLE_NUMBER,
+        custom_id=_TEXT,
+        status_code={"type": ["integer", "null"]},
+        response=either,
+        error=either,
+    )
+    results = {"anyOf": [_list(outcome), {"type": "null"}]}
+    return {
+        "File": file,
+        "FileList": _object(object={"const": "list"}, data=_list(_reference("File"))),
+        "Batch": _object(id=_TEXT, **batch, input_file_id=_TEXT, output_file_id=or_nothing, error_file_id=or_nothing),
+        "BatchList": _object(object={"const": "list"}, data=_list(_reference("Batch"))),
+        "BatchResults": _object(id=or_nothing, **batch, progress={"type": "number"}, results=results),
+        "BatchStats": _object(
+            object={"const": "batch.stats"},
+            batches=_object(**{status.value: _WHOLE_NUMBER for status in Status}),
+            requests=_object(
+                queued=_WHOLE_NUMBER, running=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER
+            ),
+            tokens=_object(input=_WHOLE_NUMBER, output=_WHOLE_NUMBER),
+            output_tokens_per_second={"type": "number"},
+        ),
     }
 
 

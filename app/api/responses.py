@@ -16,7 +16,7 @@ from app.api.sse import DONE, encoded, event
 from app.api.token_details import TokenNames, ToldToken, chat_logprobs, completion_logprobs
 from app.api.tool_calls import ToolCallPiece
 from app.engine.request import Queued
-from app.metrics import CallMetrics
+from app.metrics import CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,12 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.answers = [Answer() for _ in self.call.requests]
+
+    @classmethod
+    def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
+        """Of a call that `metrics` measures from `arrived_at` on, by their clock."""
+        prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
+        return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
 
     def add(self, piece: Piece, *, keep_text: bool) -> None:
         """Book a piece; its text is kept only for whole responses."""

@@ -20,10 +20,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
-from app.api.callers import in_the_name_of
+from app.api.callers import in_the_name_of, model_for
 from app.api.cascades import Cascade, Verdict, judge
 from app.api.choices import generate_pieces
-from app.api.completions import Call, ServedModel, model_named, prepare_chat, prepare_completion, prepare_reply
+from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion, prepare_reply
 from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.guard import guarded, visit_of
@@ -80,7 +80,8 @@ def build_app(
     config.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
-    api = _Api(models, cascades, config, is_ready, metrics, expose or _of_this_process(metrics))
+    openapi = openapi_document(config, has_batches=bool(batch_routes))
+    api = _Api(models, cascades, config, is_ready, metrics, expose or _of_this_process(metrics), openapi)
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
@@ -115,15 +116,16 @@ class _Api:
         is_ready: Callable[[], Awaitable[bool]],
         metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]],
+        openapi: dict[str, Any],
     ) -> None:
-        self._models = {name: model for model in models for name in (model.name, *model.aliases)}
+        self._models = by_any_name(models)
         self._cascades = {cascade.name: cascade for cascade in cascades}
         self._config = config
         self._is_ready = is_ready
         self._metrics = metrics
         self._expose = expose
         self._unknown_fields = UnknownFields()
-        self._openapi = openapi_document(config)
+        self._openapi = openapi
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat()))
@@ -258,7 +260,7 @@ class _Api:
 
     def _progress(self, request: Request, call: Call, arrived_at: float) -> Progress:
         """Of a call that is about to begin; measured, and known to the caller's account."""
-        progress = Progress(call, request.state.request_id, self._call_metrics(call, arrived_at))
+        progress = Progress.measured(call, request.state.request_id, self._metrics, arrived_at=arrived_at)
         visit_of(request).num_used = progress.num_tokens
         return progress
 
@@ -304,11 +306,7 @@ class _Api:
         return parse(body, schema, self._unknown_fields, is_strict=is_strict(request.headers))
 
     def _model(self, name: str | None, account: Account) -> ServedModel:
-        """The model of that name; without a name the only one that this account may use."""
-        if name is not None and name in self._models:
-            account.check_model(self._models[name].name)
-            return self._models[name]
-        return model_named(name, {model.name: model for model in self._models.values() if account.may_use(model.name)})
+        return model_for(account, name, self._models)
 
 
 def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:

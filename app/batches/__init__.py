@@ -2,8 +2,8 @@
 
 from app.batches.line import Answer, Answered, InputLine, Json, LineResult
 from app.batches.local_service import LocalBatchService
-from app.batches.objects import Batch, LineError, StoredFile
-from app.batches.service import BatchService, NewBatch, NewFile, PageOf
+from app.batches.objects import Batch, LineError, Status, StoredFile
+from app.batches.service import BatchService, NewBatch, NewFile, NewWebhook, PageOf
 
 __all__ = [
     "Answer",
@@ -17,6 +17,8 @@ __all__ = [
     "LocalBatchService",
     "NewBatch",
     "NewFile",
+    "NewWebhook",
     "PageOf",
+    "Status",
     "StoredFile",
 ]

@@ -1,57 +1,69 @@
-"""Files on disk: under names that we make, whole or not at all. Blocks: call it in a thread."""
+"""Files under names that we make, whole or not at all, and who may write. Blocks: call it in a thread."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from app.batches.contents import Contents, LocalContents
 from app.batches.objects import new_file_id
+from app.batches.remote_contents import RemoteContents
 
 
 class FileFolder:
-    """The folder of all files' contents. Only ids that `FileDraft` made are ever names in it."""
+    """The drafts and contents of all files. Only ids that `FileDraft` made are ever names in it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Create the folders where they are missing; only this user may look into them."""
-        self._files = folder / "files"
+    def __init__(self, folder: Path, files_url: str | None = None) -> None:
+        """Create the folders where they are missing; only this user may look into them.
+
+        Contents are kept in the folder, or below `files_url`, which fsspec opens. Raises InvalidSetup when it cannot.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._drafts = folder / "drafts"
-        for each in (folder, self._files, self._drafts):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._drafts.mkdir(mode=0o700, exist_ok=True)
+        self._contents: Contents = LocalContents(folder / "files")
+        if files_url is not None:
+            self._contents = RemoteContents(files_url, _own_name(folder))
 
     def draft(self) -> FileDraft:
         """Begin a file that nobody sees until it is kept."""
-        return FileDraft(self._drafts, self._files)
+        return FileDraft(self._drafts, self._contents)
 
-    def path(self, file_id: str) -> Path:
-        """Where a file's content is. The id must be one that the store knows: it becomes a path."""
-        return self._files / file_id
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content, from its beginning. The id must be one that the store knows: it becomes a path."""
+        return self._contents.open(file_id)
+
+    def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
+        """A piece of a file's content that begins before its end; the id as for `open`."""
+        return self._contents.read(file_id, offset, num_bytes)
 
     def delete(self, file_id: str) -> None:
         """Remove a file's content, if it is there."""
-        self.path(file_id).unlink(missing_ok=True)
+        self._contents.delete(file_id)
 
     def sweep(self, known: Iterable[str]) -> None:
         """Remove what a crash has left: drafts, and files that the store does not know. For use before any work."""
         for draft in self._drafts.iterdir():
             draft.unlink()
         kept = set(known)
-        for path in self._files.iterdir():
-            if path.name not in kept:
-                path.unlink()
+        for file_id in list(self._contents.ids()):
+            if file_id not in kept:
+                self._contents.delete(file_id)
 
 
 class FileDraft:
     """A file that is being written."""
 
-    def __init__(self, drafts: Path, files: Path) -> None:
+    def __init__(self, drafts: Path, contents: Contents) -> None:
         self.id = new_file_id()
         self.num_bytes = 0
         self._path = drafts / self.id
-        self._kept_path = files / self.id
+        self._contents = contents
         self._file: BinaryIO = self._path.open("xb")
 
     def __enter__(self) -> FileDraft:
@@ -72,8 +84,7 @@ class FileDraft:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._path.replace(self._kept_path)
-        _sync_folder(self._kept_path.parent)
+        self._contents.keep(self._path, self.id)
 
     def abandon(self) -> None:
         """Remove it, unless it was kept."""
@@ -101,9 +112,11 @@ class FolderLock:
         self._file.close()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _own_name(folder: Path) -> str:
+    """The name that this folder's contents have elsewhere, made once: two services on one URL never meet."""
+    path = folder / "files-name"
+    if not path.exists():
+        new = folder / "files-name.new"
+        new.write_text(f"carousel-{uuid.uuid4().hex}", encoding="ascii")
+        new.replace(path)
+    return path.read_text(encoding="ascii")

@@ -5,10 +5,9 @@ Streaming for files of hundreds of megabytes. Blocks: call it in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic_core import from_json
@@ -16,10 +15,12 @@ from pydantic_core import from_json
 from app.batches.line import InputLine
 from app.batches.objects import LineError
 
+OpenFile = Callable[[], BinaryIO]
+
 MAX_LISTED_ERRORS = 100
 MAX_CUSTOM_ID_LENGTH = 512
 _PIECE_BYTES = 1024 * 1024
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,13 @@ class Checked:
     errors: tuple[LineError, ...]
 
 
-def check(path: Path, rules: InputRules) -> Checked:
+def check(open_file: OpenFile, rules: InputRules) -> Checked:
     """Read the whole file and say what is wrong with it. Any error means that nothing of it may run."""
     custom_ids: dict[str, int] = {}
     models: set[object] = set()
     errors: list[LineError] = []
     num_lines = 0
-    with closing(read_lines(path, rules)) as lines:
+    with closing(read_lines(open_file, rules)) as lines:
         for line in lines:
             num_lines += 1
             if num_lines > rules.max_lines:
@@ -68,12 +69,12 @@ def check(path: Path, rules: InputRules) -> Checked:
     return Checked(num_lines=num_lines, model=model if isinstance(model, str) else None, errors=tuple(errors))
 
 
-def read_lines(path: Path, rules: InputRules) -> Generator[InputLine | LineError, None, None]:
+def read_lines(open_file: OpenFile, rules: InputRules) -> Generator[InputLine | LineError, None, None]:
     """The lines that are not blank, in their order, each valid or with the first thing wrong with it.
 
     Close it when you stop before its end: it has the file open.
     """
-    with path.open("rb") as file:
+    with open_file() as file:
         number = 0
         while raw := file.readline(rules.max_line_bytes + 1):
             number += 1
@@ -85,7 +86,7 @@ def read_lines(path: Path, rules: InputRules) -> Generator[InputLine | LineError
                     message=f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have",
                 )
                 continue
-            text = raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw
+            text = raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw
             if text.strip():
                 yield _parse(text, number, rules.endpoint)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from app.batches.folder import FileDraft, FileFolder, FolderLock
+from app.batches.letters import NewLetter
 from app.batches.line import Answer, Json
 from app.batches.objects import (
     INPUT_PURPOSE,
@@ -22,11 +24,14 @@ from app.batches.objects import (
     new_batch_id,
 )
 from app.batches.one_thread import OneThread
+from app.batches.postman import Postman
 from app.batches.runner import STORAGE_FAILURES, Runner
-from app.batches.service import NewBatch, NewFile, PageOf
+from app.batches.service import NewBatch, NewFile, NewWebhook, PageOf
+from app.batches.stats import stats_object
 from app.batches.store import Store
 from app.config import BatchesConfig
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.webhooks import Courier, new_message_id
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +64,27 @@ class LocalBatchService:
     """`BatchService` on a folder. Only one process at a time has it; another waits, and answers Unavailable."""
 
     def __init__(
-        self, path: Path, config: BatchesConfig, answer: Answer, *, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        config: BatchesConfig,
+        answer: Answer,
+        *,
+        clock: Callable[[], float] = time.time,
+        courier: Courier | None = None,
     ) -> None:
-        """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970."""
+        """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
+
+        `courier` brings webhooks to their receivers; by default as the settings say.
+        """
         self._path = path
         self._config = config
         self._answer = answer
         self._clock = clock
+        self._courier = courier or Courier(config.webhooks)
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
+        self._keeping: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
@@ -105,6 +121,7 @@ class LocalBatchService:
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
+        self._courier.close()
         self._thread.close()
 
     async def _live(self) -> None:
@@ -119,20 +136,25 @@ class LocalBatchService:
             lock.release()
 
     async def _hold(self) -> None:
-        store, folder = await self._thread.run(_open_folder, self._path)
-        runner = Runner(store, folder, self._thread, self._answer, self._config, self._clock)
+        store, folder = await self._thread.run(_open_folder, self._path, self._config.files)
+        webhooks = self._config.webhooks
+        postman = Postman(store.letters, self._thread, self._courier, webhooks, self._clock, random.Random())
+        runner = Runner(store, folder, self._thread, self._answer, self._config, self._clock, postman.wake)
         try:
             for batch in await self._thread.run(store.unfinished):
                 logger.info("batch %s goes on: %s", batch.id, batch.status.value)
                 runner.start(batch.id)
             self._open = _Open(store, folder, runner)
             self._opened.set()
-            while True:
-                await self._keep_house(self._open)
-                await asyncio.sleep(HOUSEKEEPING_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(postman.work())
+                while True:
+                    await self._keep_house(self._open)
+                    await asyncio.sleep(HOUSEKEEPING_S)
         finally:
             self._open = None
             await runner.close()
+            await asyncio.gather(*self._keeping, return_exceptions=True)
             for upload in self._uploads.values():
                 upload.draft.abandon()
             self._uploads.clear()
@@ -145,7 +167,8 @@ class LocalBatchService:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
             for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
-                await self._thread.run(_remove, opened, file_id)
+                await self._thread.run(opened.store.remove_file, file_id)
+                await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
             logger.exception("files and uploads whose time is over could not be removed")
 
@@ -188,9 +211,33 @@ class LocalBatchService:
             filename=new.filename,
             purpose=new.purpose,
         )
-        await self._run(_keep, opened, upload.draft, file)
         del self._uploads[upload_id]
+        # To its end, whoever waits for it: a file is kept and known, or neither.
+        keeping = asyncio.create_task(self._keep(opened, upload.draft, file))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        await self._translated(asyncio.shield(keeping))
         return file_object(file)
+
+    async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
+        """Not in the store's thread: a large file on its way to a storage elsewhere would hold up all others."""
+        try:
+            await asyncio.to_thread(draft.keep)
+        except STORAGE_FAILURES:
+            await asyncio.to_thread(draft.abandon)
+            raise
+        try:
+            await self._thread.run(opened.store.add_file, file)
+        except STORAGE_FAILURES:
+            await self._delete_content(opened, file.id)
+            raise
+
+    async def _delete_content(self, opened: _Open, file_id: str) -> None:
+        """Of a file that the store does not know; when it fails it is swept away at the next start."""
+        try:
+            await asyncio.to_thread(opened.folder.delete, file_id)
+        except OSError:
+            logger.exception("the content of %s could not be deleted", file_id)
 
     async def abandon_upload(self, upload_id: str) -> None:
         """See `BatchService`."""
@@ -209,13 +256,17 @@ class LocalBatchService:
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         """See `BatchService`."""
-        await self._file(owner, file_id)
+        if offset >= (await self._file(owner, file_id)).bytes:
+            return b""
         return await self._translated(asyncio.to_thread(_read, self._opened_now().folder, file_id, offset, max_bytes))
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         """See `BatchService`."""
         await self._file(owner, file_id)
-        await self._run(_remove_unread, self._opened_now(), file_id)
+        opened = self._opened_now()
+        # The store first: after a crash between the two the content is swept away.
+        await self._run(_forget_unread, opened.store, file_id)
+        await self._delete_content(opened, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     # Batches
@@ -228,6 +279,7 @@ class LocalBatchService:
                 f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
+        letter = self._letter(new.webhook)
         now = self._now()
         batch = Batch(
             id=new_batch_id(),
@@ -240,17 +292,19 @@ class LocalBatchService:
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(_add_batch, opened.store, batch, self._clock())
+        await self._run(_add_batch, opened.store, batch, letter, self._clock())
         opened.runner.start(batch.id)
-        return batch_object(batch)
+        return await self.batch(new.owner, batch.id)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
-        return batch_object(await self._run(self._opened_now().store.batch, batch_id, owner))
+        store = self._opened_now().store
+        [shown] = await self._shown([await self._run(store.batch, batch_id, owner)])
+        return shown
 
     async def batches(self, page: PageOf) -> Json:
         """See `BatchService`."""
-        return _list([batch_object(batch) for batch in await self._run(self._opened_now().store.batches, page)], page)
+        return _list(await self._shown(await self._run(self._opened_now().store.batches, page)), page)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
@@ -259,7 +313,27 @@ class LocalBatchService:
         if batch.status not in (Status.CANCELLING, Status.CANCELLED):
             raise InvalidRequest(f"the batch is {batch.status.value}; only one that has lines to do can be cancelled")
         opened.runner.stop(batch_id)
-        return batch_object(batch)
+        [shown] = await self._shown([batch])
+        return shown
+
+    async def stats(self, owner: str) -> Json:
+        """See `BatchService`."""
+        opened = self._opened_now()
+        counts = await self._run(opened.store.counts, owner)
+        runner = opened.runner
+        return stats_object(counts, runner.num_in_flight(owner), runner.tokens_per_second(owner))
+
+    async def _shown(self, batches: Sequence[Batch]) -> list[Json]:
+        """The batches as clients read them, with what became of their webhooks."""
+        letters = await self._run(self._opened_now().store.letters.shown, [batch.id for batch in batches])
+        return [batch_object(batch) | {"webhook": letters.get(batch.id)} for batch in batches]
+
+    def _letter(self, webhook: NewWebhook | None) -> NewLetter | None:
+        """The letter that a new batch leaves behind. Raises InvalidRequest."""
+        if webhook is not None:
+            self._courier.check(webhook.url, webhook.secret)
+            return NewLetter(id=new_message_id(), receiver=webhook)
+        return NewLetter(id=new_message_id(), receiver=None) if self._config.webhooks.url is not None else None
 
     def _opened_now(self) -> _Open:
         if self._open is None:
@@ -299,43 +373,28 @@ class LocalBatchService:
 # In the store's thread, each in one go:
 
 
-def _open_folder(path: Path) -> tuple[Store, FileFolder]:
-    folder = FileFolder(path)
+def _open_folder(path: Path, files_url: str | None) -> tuple[Store, FileFolder]:
+    folder = FileFolder(path, files_url)
     store = Store(path)
     folder.sweep(store.file_ids())
     return store, folder
 
 
-def _keep(opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-    draft.keep()
-    try:
-        opened.store.add_file(file)
-    except STORAGE_FAILURES:
-        opened.folder.delete(file.id)
-        raise
-
-
-def _remove(opened: _Open, file_id: str) -> None:
-    # The store first: after a crash between the two the content is swept away.
-    opened.store.remove_file(file_id)
-    opened.folder.delete(file_id)
-
-
-def _remove_unread(opened: _Open, file_id: str) -> None:
-    readers = opened.store.readers(file_id)
+def _forget_unread(store: Store, file_id: str) -> None:
+    readers = store.readers(file_id)
     if readers:
         raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
-    _remove(opened, file_id)
+    store.remove_file(file_id)
 
 
-def _add_batch(store: Store, batch: Batch, now: float) -> None:
+def _add_batch(store: Store, batch: Batch, letter: NewLetter | None, now: float) -> None:
     file = store.file(batch.owner, batch.input_file_id, now)
     if file.purpose != INPUT_PURPOSE:
         raise InvalidRequest(
             f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
             param="input_file_id",
         )
-    store.add_batch(batch)
+    store.add_batch(batch, letter)
 
 
 def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
@@ -347,9 +406,7 @@ def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
 
 def _read(folder: FileFolder, file_id: str, offset: int, max_bytes: int) -> bytes:
     try:
-        with folder.path(file_id).open("rb") as file:
-            file.seek(offset)
-            return file.read(max_bytes)
+        return folder.read(file_id, offset, max_bytes)
     except FileNotFoundError:
         raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 from app.batches.folder import FileDraft, FileFolder
 from app.batches.input_file import InputRules, read_lines
@@ -50,7 +51,7 @@ def write_files(batch: Batch, end: Status, store: Store, folder: FileFolder, rul
 
 
 def _unfinished(batch: Batch, folder: FileFolder, rules: InputRules, ended: set[int]) -> Iterator[InputLine]:
-    with closing(read_lines(folder.path(batch.input_file_id), rules)) as lines:
+    with closing(read_lines(partial(folder.open, batch.input_file_id), rules)) as lines:
         for line in lines:
             assert isinstance(line, InputLine), "a batch in progress has a valid input file"
             if line.number not in ended:

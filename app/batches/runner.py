@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from pathlib import Path
+from functools import partial
 
 from app.batches.folder import FileFolder
-from app.batches.input_file import InputRules, check, read_lines
+from app.batches.input_file import InputRules, OpenFile, check, read_lines
 from app.batches.line import Answer, Answered, InputLine, Json, result_of
 from app.batches.objects import OUTPUT_PURPOSE, Batch, LineError, Status, StoredFile
 from app.batches.one_thread import OneThread
 from app.batches.output_files import WrittenFile, write_files
+from app.batches.places import Place, Places
 from app.batches.recorder import Recorder
 from app.batches.store import Store
+from app.batches.token_rate import TokenRate
 from app.config import BatchesConfig
-from app.errors import EngineStopped, Overloaded, Unavailable
+from app.errors import EngineStopped, LimitReached, Overloaded, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +52,18 @@ class Runner:
         answer: Answer,
         config: BatchesConfig,
         clock: Callable[[], float],
+        on_end: Callable[[], None],
     ) -> None:
-        """`store` is used in `thread` only; `clock` gives seconds since 1970."""
+        """`store` is used in `thread` only; `clock` gives seconds since 1970; `on_end` hears of each batch's end."""
         self._store = store
         self._folder = folder
         self._thread = thread
         self._answer = answer
         self._config = config
         self._clock = clock
-        self._places = asyncio.Semaphore(config.max_in_flight)
+        self._places = Places(config.max_in_flight)
+        self._on_end = on_end
+        self._rate = TokenRate(clock)
         self._recorder = Recorder(lambda results: thread.run(store.record, results))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
@@ -67,13 +73,21 @@ class Runner:
         """Batches that have not ended."""
         return len(self._tasks)
 
+    def num_in_flight(self, owner: str) -> int:
+        """Lines of this owner that somebody computes or that wait for it."""
+        return self._places.num_taken(owner)
+
+    def tokens_per_second(self, owner: str) -> float:
+        """Output tokens of this owner's lines over the last minute."""
+        return self._rate.per_second(owner)
+
     def start(self, batch_id: str) -> None:
         """Work off a batch that the store knows."""
         self._stops[batch_id] = asyncio.Event()
         # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
         # the context; calls with the same id, waiting for a replica at the same time, displace one another.
         task = self._tasks[batch_id] = asyncio.create_task(self._run(batch_id), context=Context())
-        task.add_done_callback(lambda _: (self._tasks.pop(batch_id), self._stops.pop(batch_id)))
+        task.add_done_callback(lambda _: (self._tasks.pop(batch_id), self._stops.pop(batch_id), self._on_end()))
 
     def stop(self, batch_id: str) -> None:
         """The batch was set to `cancelling`: its lines in flight are aborted."""
@@ -113,7 +127,7 @@ class Runner:
             await self._finish(batch, _ENDS[batch.status])
 
     async def _validate(self, batch: Batch) -> Batch:
-        checked = await asyncio.to_thread(check, self._path(batch), self._rules(batch))
+        checked = await asyncio.to_thread(check, self._opener(batch), self._rules(batch))
         logger.info("batch %s: %d lines, %d errors", batch.id, checked.num_lines, len(checked.errors))
         if checked.errors:
             return await self._change(
@@ -153,32 +167,39 @@ class Runner:
         ended = await self._thread.run(self._store.ended_lines, batch.id)
         if ended:
             logger.info("batch %s goes on: %d of %d lines have ended", batch.id, len(ended), batch.num_lines)
-        lines, reader = read_lines(self._path(batch), self._rules(batch)), OneThread()
+        lines, reader = read_lines(self._opener(batch), self._rules(batch)), OneThread()
         try:
             async with asyncio.TaskGroup() as group:
                 while (line := await reader.run(next, lines, None)) is not None:
                     assert isinstance(line, InputLine), "a batch in progress has a valid input file"
                     if line.number in ended:
                         continue
-                    await self._places.acquire()
+                    place = await self._places.take(batch.owner)
                     # Not in the task itself: one that is cancelled before it starts would keep its place.
-                    group.create_task(self._do(batch, line)).add_done_callback(lambda _: self._places.release())
+                    group.create_task(self._do(batch, line, place)).add_done_callback(place.done)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             await reader.run(lines.close)  # behind a line that is being read still
             reader.close()
 
-    async def _do(self, batch: Batch, line: InputLine) -> None:
-        answered = await self._answered(batch, line.body)
-        await self._recorder.record(result_of(batch.id, line, answered))
+    async def _do(self, batch: Batch, line: InputLine, place: Place) -> None:
+        answered = await self._answered(batch, line.body, place)
+        result = result_of(batch.id, line, answered)
+        await self._recorder.record(result)
+        self._rate.add(batch.owner, result.num_output_tokens)
 
-    async def _answered(self, batch: Batch, body: Json) -> Answered:
+    async def _answered(self, batch: Batch, body: Json, place: Place) -> Answered:
         """The answer to a line, however long it takes until somebody has room for it."""
         num_failures = 0
         while True:
             try:
                 answered = await self._answer(batch.owner, batch.endpoint, body)
+            except LimitReached as error:
+                async with place.lent():
+                    # Not all at the same moment: what one of them may use the others may not.
+                    await asyncio.sleep(max(error.retry_after_s, MIN_PAUSE_S) * random.uniform(0.5, 1.5))
+                continue
             except Overloaded as error:
                 pause_s = error.retry_after_s
             except (Unavailable, EngineStopped):
@@ -225,8 +246,8 @@ class Runner:
         """Change the batch unless it was cancelled meanwhile; the batch as it is then."""
         return await self._thread.run(self._store.change_batch, batch.id, batch.status, **changes)
 
-    def _path(self, batch: Batch) -> Path:
-        return self._folder.path(batch.input_file_id)
+    def _opener(self, batch: Batch) -> OpenFile:
+        return partial(self._folder.open, batch.input_file_id)
 
     def _rules(self, batch: Batch) -> InputRules:
         return InputRules(

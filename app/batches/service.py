@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.batches.line import Json
@@ -20,6 +20,14 @@ class NewFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewWebhook:
+    """Who a client wants to be told of the end, and the secret that they share with it."""
+
+    url: str = field(repr=False)
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
     """What a client asks for."""
 
@@ -28,6 +36,7 @@ class NewBatch:
     input_file_id: str
     metadata: Mapping[str, str] | None = None
     output_expires_after_s: int | None = None
+    webhook: NewWebhook | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +82,7 @@ class BatchService(Protocol):
         """Delete a file. Raises InvalidRequest while a batch reads it."""
 
     async def create_batch(self, new: NewBatch) -> Json:
-        """Begin a batch. Raises Overloaded when too many have not ended."""
+        """Begin a batch. Raises Overloaded when too many have not ended, InvalidRequest for a webhook that is none."""
 
     async def batch(self, owner: str, batch_id: str) -> Json:
         """One batch's object."""
@@ -83,3 +92,6 @@ class BatchService(Protocol):
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """Stop a batch. Raises InvalidRequest when all its lines have ended."""
+
+    async def stats(self, owner: str) -> Json:
+        """How many batches and requests there are in which state, and how fast tokens come."""

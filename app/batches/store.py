@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from app.batches import letters
+from app.batches.letters import NewLetter
 from app.batches.line import LineResult
 from app.batches.objects import Batch, LineError, Status, StoredFile
 from app.batches.service import PageOf
@@ -23,7 +25,8 @@ _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _ENDED = tuple(status.value for status in Status if status.has_ended)
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 1  # of the tables below; a change of theirs needs another
+_VERSION = 2  # of the tables below; a change of theirs needs another
+_READABLE_VERSIONS = (0, 1, _VERSION)  # none yet; without letters, which are added
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
@@ -31,8 +34,31 @@ CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", 
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_BATCH_COLUMNS)}, UNIQUE (id));
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS results (batch_id, line INTEGER, is_error, text, PRIMARY KEY (batch_id, line));
+{letters.SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
+
+
+_COUNTS = {
+    "num_batches": "count(*) AS num_batches",
+    **{
+        name: f"sum({name}) AS {name}"
+        for name in ("num_lines", "num_completed", "num_failed", "num_input_tokens", "num_output_tokens")
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StatusCount:
+    """What all batches of one status have together."""
+
+    status: Status
+    num_batches: int
+    num_lines: int
+    num_completed: int
+    num_failed: int
+    num_input_tokens: int
+    num_output_tokens: int
 
 
 class Store:
@@ -43,7 +69,7 @@ class Store:
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
         [version] = self._connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
+        if version not in _READABLE_VERSIONS:
             self._connection.close()
             raise InvalidSetup(
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
@@ -51,7 +77,9 @@ class Store:
             )
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+        self._connection.execute("PRAGMA secure_delete = FAST")  # a secret that is forgotten is not in the file
         self._connection.executescript(_SCHEMA)
+        self.letters = letters.Letters(self._connection)
 
     def close(self) -> None:
         """Close it; what was committed stays."""
@@ -107,10 +135,12 @@ class Store:
 
     # Batches
 
-    def add_batch(self, batch: Batch) -> None:
-        """Make a batch known."""
+    def add_batch(self, batch: Batch, letter: NewLetter | None = None) -> None:
+        """Make a batch known, and the letter that tells of its end."""
         with self._transaction():
             self._insert("batches", _batch_row(batch))
+            if letter is not None:
+                self.letters.add(batch.id, letter)
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """Raises NotFound when there is none, or the owner has none where one is named."""
@@ -134,10 +164,12 @@ class Store:
         """Change a batch if it still has the status `was`; the batch as it is then."""
         columns = ", ".join(f"{name} = ?" for name in changes)
         with self._transaction():
-            self._connection.execute(
+            changed = self._connection.execute(
                 f"UPDATE batches SET {columns} WHERE id = ? AND status = ?",
                 (*map(_value, changes.values()), batch_id, was.value),
             )
+            if changed.rowcount:
+                self._tell_of_end(batch_id, changes)
         return self.batch(batch_id)
 
     def end_batch(self, batch_id: str, new_files: Sequence[StoredFile], **changes: Any) -> None:
@@ -150,6 +182,20 @@ class Store:
                 f"UPDATE batches SET {columns} WHERE id = ?", (*map(_value, changes.values()), batch_id)
             )
             self._connection.execute("DELETE FROM results WHERE batch_id = ?", (batch_id,))
+            self._tell_of_end(batch_id, changes)
+
+    def _tell_of_end(self, batch_id: str, changes: Mapping[str, Any]) -> None:
+        status = changes["status"]
+        if status.has_ended:
+            self.letters.batch_ended(batch_id, status, changes[f"{status.value}_at"])
+
+    def counts(self, owner: str) -> list[StatusCount]:
+        """The owner's batches by status."""
+        query = f"SELECT status, {', '.join(_COUNTS.values())} FROM batches WHERE owner = ? GROUP BY status"
+        return [
+            StatusCount(Status(row["status"]), **{name: row[name] for name in _COUNTS})
+            for row in self._connection.execute(query, (owner,))
+        ]
 
     # Lines
 

@@ -27,6 +27,7 @@ from pyarrow import parquet
 from app.bulk.record import COLUMNS, COUNTING_COLUMNS, Record
 from app.bulk.row_set import RowSet
 from app.bulk.summary import Counts, Summary
+from app.disk import sync_folder
 from app.errors import Failure, InvalidSetup
 
 MANIFEST, JOURNAL, BEGUN, RECOVERY, SUMMARY = (
@@ -109,7 +110,7 @@ class OutputFolder:
                 _to_parquet(self._path / JOURNAL, self._path / RESULTS[self._format])
             else:
                 os.rename(self._path / JOURNAL, self._path / RESULTS[self._format])
-            _sync_folder(self._path)
+            sync_folder(self._path)
             self._write_json(SUMMARY, summary)
             for name in (JOURNAL, BEGUN, RECOVERY):
                 (self._path / name).unlink(missing_ok=True)
@@ -202,7 +203,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _hidden_name(name: str) -> str:
@@ -271,11 +272,3 @@ def _to_parquet(journal: Path, results: Path) -> None:
 def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

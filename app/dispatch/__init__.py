@@ -1,10 +1,9 @@
 """Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
 
 from app.dispatch.decision import Candidate, Decision
-from app.dispatch.ends import Ends
-from app.dispatch.groups import Group, GroupChooser, GroupLoads, group_of_rank, of_group
+from app.dispatch.groups import Group, GroupChooser, group_of_rank, of_group
 from app.dispatch.least_loaded import LeastLoaded
-from app.dispatch.ledger import Ledger, Placed, ReplicaReport
+from app.dispatch.ledger import Ledger, ReplicaReport
 from app.dispatch.lengths import OutputLengths
 from app.dispatch.load import ReplicaLoad, RequestSize
 from app.dispatch.named import make_policy
@@ -18,14 +17,11 @@ __all__ = [
     "Candidate",
     "Decision",
     "DispatchPolicy",
-    "Ends",
     "Group",
     "GroupChooser",
-    "GroupLoads",
     "LeastLoaded",
     "Ledger",
     "OutputLengths",
-    "Placed",
     "PrefixAffinity",
     "PrefixIndex",
     "ReplicaLoad",

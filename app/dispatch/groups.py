@@ -64,17 +64,7 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     return groups[chosen].name
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLoads:
-    """The replicas a request may go to."""
-
-    loads: list[ReplicaLoad]
-    is_fallback: bool  # its group has no replica now: these are all others
-
-
-def of_group(loads: Sequence[ReplicaLoad], group: str) -> GroupLoads:
+def of_group(loads: Sequence[ReplicaLoad], group: str) -> list[ReplicaLoad]:
     """The replicas of a group; all replicas when it has none, and for the group ""."""
-    members = [load for load in loads if load.group == group]
-    if members or not group:
-        return GroupLoads(members if group else list(loads), is_fallback=False)
-    return GroupLoads(list(loads), is_fallback=True)
+    members = [load for load in loads if load.group == group] if group else []
+    return members or list(loads)

@@ -15,31 +15,14 @@ SPEED_LIFE_S = 30.0
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(slots=True, kw_only=True)
-class Placed:
-    """One request and what is left of it."""
-
-    replica_id: str
-    num_prefill_tokens: int
-    num_expected_tokens: int
-    num_generated: int = 0
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Expected still to come. Whoever runs generates at least one more, however long it has been."""
-        return max(1, self.num_expected_tokens - self.num_generated)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
     """What a replica says of itself at one moment: the work of all ingresses."""
 
     num_requests: int
     num_prefill_tokens: int  # of prompts, not computed yet
-    num_decode_tokens: int | None = None  # expected still to be generated; None: it does not know
     max_running: int | None = None  # requests that it computes at once; None: it does not know
     tokens_per_s: float = 0.0  # see ReplicaLoad; 0: not known
-    kv_use: float = 0.0  # 0 to 1
 
 
 class Ledger:
@@ -51,13 +34,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._placed: dict[str, Placed] = {}  # by request id
+        self._placed: dict[str, _Placed] = {}  # by request id
         self._accounts: dict[str, _Account] = {}  # by replica id
         self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
-
-    def __len__(self) -> int:
-        """Requests of ours that have not ended."""
-        return len(self._placed)
 
     def place(self, request_id: str, replica_id: str, *, num_prompt_tokens: int, num_expected_tokens: int) -> None:
         """A request goes to a replica; it leaves the one it was on.
@@ -66,7 +45,7 @@ class Ledger:
         another replica had generated already. `num_expected_tokens`: to be generated from here on.
         """
         self.end(request_id)
-        placed = Placed(
+        placed = _Placed(
             replica_id=replica_id, num_prefill_tokens=num_prompt_tokens, num_expected_tokens=num_expected_tokens
         )
         self._placed[request_id] = placed
@@ -88,20 +67,15 @@ class Ledger:
         placed.num_generated += num_new_tokens
         ours.num_decode_tokens += placed.num_decode_tokens - num_decode_tokens
 
-    def end(self, request_id: str) -> Placed | None:
-        """A request has ended, in whatever way, or was placed nowhere: what it was, None when it was not here."""
+    def end(self, request_id: str) -> None:
+        """A request has ended, in whatever way, or was placed nowhere."""
         placed = self._placed.pop(request_id, None)
         if placed is not None:
             self._account(placed.replica_id).add(placed, -1)
-        return placed
 
     def correct(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
         """Take in what a replica says of itself."""
         self._account(replica_id).correct(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
-
-    def load(self, replica_id: str, *, now: float) -> ReplicaLoad:
-        """What is outstanding on one replica."""
-        return self.loads([replica_id], now=now)[0]
 
     def loads(
         self,
@@ -131,7 +105,6 @@ class Ledger:
                     tokens_per_s=account.tokens_per_s(now),
                     num_cached_tokens=num_cached_tokens.get(replica_id, 0),
                     holds_session=replica_id == session_replica_id,
-                    kv_use=account.kv_use,
                     group=groups.get(replica_id, ""),
                     is_full=max_requests is not None and work.num_requests >= max_requests,
                 )
@@ -148,6 +121,21 @@ class Ledger:
         if account is None:
             account = self._accounts[replica_id] = _Account()
         return account
+
+
+@dataclass(slots=True, kw_only=True)
+class _Placed:
+    """One request and what is left of it."""
+
+    replica_id: str
+    num_prefill_tokens: int
+    num_expected_tokens: int
+    num_generated: int = 0
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Expected still to come. Whoever runs generates at least one more, however long it has been."""
+        return max(1, self.num_expected_tokens - self.num_generated)
 
 
 @dataclass(slots=True)
@@ -174,7 +162,6 @@ class _Account:
         self.worked_at = float("-inf")
         self.max_running: int | None = None
         self.reported_tokens_per_s = 0.0
-        self.kv_use = 0.0
 
     def work(self, now: float) -> _Work:
         return self.ours + self.others if now - self.reported_at <= REPORT_LIFE_S else self.ours
@@ -185,22 +172,18 @@ class _Account:
     def num_ahead(self, num_requests: int) -> int:
         return 0 if self.max_running is None else max(0, num_requests + 1 - self.max_running)
 
-    def add(self, placed: Placed, sign: int) -> None:
+    def add(self, placed: _Placed, sign: int) -> None:
         self.ours.num_requests += sign
         self.ours.num_prefill_tokens += sign * placed.num_prefill_tokens
         self.ours.num_decode_tokens += sign * placed.num_decode_tokens
 
     def correct(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
         num_requests = max(0, report.num_requests - self.ours.num_requests)
-        if report.num_decode_tokens is None:
-            num_decode_tokens = round(num_requests * usual_decode_tokens)
-        else:
-            num_decode_tokens = max(0, report.num_decode_tokens - self.ours.num_decode_tokens)
         num_prefill_tokens = max(0, report.num_prefill_tokens - self.ours.num_prefill_tokens)
-        self.others = _Work(num_requests, num_prefill_tokens, num_decode_tokens)
+        # How long its outputs will be a replica knows no better than we.
+        self.others = _Work(num_requests, num_prefill_tokens, round(num_requests * usual_decode_tokens))
         self.reported_at = now
         self.max_running = report.max_running
         self.reported_tokens_per_s = report.tokens_per_s
         if report.num_requests:
             self.worked_at = now
-        self.kv_use = report.kv_use

@@ -17,7 +17,6 @@ class ReplicaLoad:
     tokens_per_s: float = 0.0  # in a step of a given size, the same for all replicas; 0: not known
     num_cached_tokens: int = 0  # of this request's prompt that the replica should have in its KV memory
     holds_session: bool = False  # the request before of the same session went there
-    kv_use: float = 0.0  # share of its KV memory that is taken, 0 to 1; for whoever reads, no rule looks at it
     group: str = ""  # of an A/B trial; "": none
     is_full: bool = False  # it would refuse
 

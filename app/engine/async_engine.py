@@ -76,6 +76,11 @@ class AsyncEngine:
     def facts(self) -> ModelFacts:
         return self._engine.facts
 
+    @property
+    def max_requests(self) -> int:
+        """Running and waiting; more at once are refused. `reconfigure` may change it."""
+        return self._max_requests
+
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """Stream a request's tokens; a delta holds whatever has accumulated since the last one.
 
@@ -244,7 +249,6 @@ class AsyncEngine:
                     self._step_began_at = self._engine.now()
                     self._step()
                     self._step_began_at = None
-                    self._stats = self._engine.stats()
         except Exception:
             logger.exception("the engine died")
         finally:
@@ -283,8 +287,9 @@ class AsyncEngine:
         self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher)
 
     def _step(self) -> None:
+        num_steps = self._stats.total_steps
         try:
-            deltas = self._engine.step()
+            deltas = self._compute()
         except StepError as error:
             logger.error("a step failed; its requests: %s", ", ".join(error.request_ids), exc_info=error.__cause__)
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
@@ -292,9 +297,15 @@ class AsyncEngine:
             if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
                 raise  # such a device does not recover; be unhealthy and be replaced
             return
-        if self._engine.stats().total_steps > self._stats.total_steps:  # not one that only told who is late
+        if self._stats.total_steps > num_steps:  # not one that only told who is late
             self._num_failed_in_a_row = 0
         self._deliver(deltas)
+
+    def _compute(self) -> list[TokenDelta]:
+        try:
+            return self._engine.step()
+        finally:
+            self._stats = self._engine.stats()  # before anybody hears what has come of it
 
     def _abort(self, request_id: str) -> None:
         if self._engine.abort(request_id) is not None:

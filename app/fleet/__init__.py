@@ -2,7 +2,7 @@
 
 from app.fleet.attempt import Lost
 from app.fleet.board import Board
-from app.fleet.fleet import Calls, Fleet, FleetMetrics, Limits, Totals
+from app.fleet.fleet import Calls, Fleet, FleetMetrics, Limits
 from app.fleet.frame import Frame, Report
 from app.fleet.line import Patience
 from app.fleet.outbox import Outbox
@@ -22,6 +22,5 @@ __all__ = [
     "Outbox",
     "Patience",
     "Report",
-    "Totals",
     "frames_from",
 ]

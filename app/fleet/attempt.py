@@ -20,11 +20,9 @@ class Lost(Exception):
 class Attempt:
     """What has arrived of one try and is not read yet. Its id is its own: what is meant for another never gets here."""
 
-    def __init__(self, request: Request, *, began_at: float) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.began_at = began_at
         self.replica_id: str | None = None  # where it was sent
-        self.placed_at = began_at
         self.is_trusted = False  # nothing was wrong with that replica then
         self.is_accepted = False  # that replica has queued it
         self.has_ended = False
@@ -38,11 +36,10 @@ class Attempt:
     def attempt_id(self) -> str:
         return self.request.request_id
 
-    def placed(self, replica_id: str, now: float, *, is_trusted: bool) -> None:
+    def placed(self, replica_id: str, *, is_trusted: bool) -> None:
         """It was sent to a replica, which may still refuse it; `is_trusted`: nothing was known to be wrong with it."""
         self.replica_id = replica_id
         self.is_trusted = is_trusted
-        self.placed_at = now
 
     def put(self, delta: TokenDelta) -> None:
         """The replica has something to say; nothing counts after an end."""

@@ -32,7 +32,6 @@ class _Expected:
     avoid: frozenset[str]  # replicas that have just refused or lost it: only where there is no other
     size: RequestSize
     group: str
-    num_generated: int = 0  # since it was placed
     charged_to: str = ""  # the replica on which the ledger has it
     decision: Decision | None = None
 
@@ -92,7 +91,7 @@ class Board:
         )
         session_replica_id = self._sessions.replica_of(request.session) if request.session else None
         loads = self._loads(replica_ids, cached, session_replica_id)
-        of_its_group = of_group(loads, expected.group).loads
+        of_its_group = of_group(loads, expected.group)
         shunned = self._suspects | expected.avoid
         trusted = [load for load in of_its_group if load.replica_id not in shunned]
         decision = self._policy.decide(trusted or of_its_group, expected.size)
@@ -123,18 +122,14 @@ class Board:
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """New tokens of a request have come."""
-        expected = self._expected.get(request_id)
-        if expected is not None:
-            expected.num_generated += num_tokens
-            self._ledger.progress(request_id, num_tokens)
+        self._ledger.progress(request_id, num_tokens)
 
-    def end(self, request_id: str, *, by_itself: bool) -> None:
-        """A request has ended, in whatever way; `by_itself`: by a stop or its limit."""
+    def end(self, request_id: str, *, num_generated: int | None = None) -> None:
+        """A request has ended, in whatever way; `num_generated`: after so many tokens, by a stop or its limit."""
         expected = self._expected.pop(request_id, None)
         self._ledger.end(request_id)
-        if by_itself and expected is not None:
-            num_tokens = len(expected.request.generated_token_ids) + expected.num_generated
-            self._lengths.learn(expected.request.sampling.max_tokens, num_tokens)
+        if num_generated is not None and expected is not None:
+            self._lengths.learn(expected.request.sampling.max_tokens, num_generated)
 
     def _charge(self, expected: _Expected, replica_id: str, num_cached_tokens: int) -> None:
         # Booked before it is sent: requests placed in the same moment must see each other.
@@ -180,6 +175,7 @@ class Board:
         """These replicas take requests from now on, and no others."""
         self._reports = {replica_id: self._reports.get(replica_id) for replica_id in replica_ids}
         self._suspects.intersection_update(replica_ids)
+        self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)
@@ -200,7 +196,6 @@ class Board:
                 num_prefill_tokens=report.num_waiting_tokens,
                 max_running=report.max_running,
                 tokens_per_s=report.speed,
-                kv_use=report.kv_use,
             ),
             now=self._clock(),
         )

@@ -64,17 +64,6 @@ class Limits:
     patience: Patience
 
 
-@dataclass(slots=True)
-class Totals:
-    """What has happened since the process began."""
-
-    fenced_deltas: int = 0  # late words of attempts that were given up
-    losses: int = 0  # of streams from a replica
-    resumes: int = 0  # requests that went on elsewhere after their first token
-    restarts: int = 0  # and before it
-    given_up: int = 0
-
-
 class Fleet:
     """Sends requests to replicas and hears of them on one line for each replica. Belongs to one event loop.
 
@@ -99,7 +88,7 @@ class Fleet:
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
         self._lines: dict[str, Line] = {}
-        self.totals = Totals()
+        self._calls_under_way: set[asyncio.Task[None]] = set()
         board.on_replicas = self._replicas_changed
         board.on_placed = self._placed
         self._replicas_changed(board.replica_ids)
@@ -139,7 +128,7 @@ class Fleet:
                     await self._wait_for_room(journal, full)
                     avoid = frozenset()
             finally:
-                self._end(attempt)
+                self._end(attempt, journal)
             await asyncio.sleep(pause_s)
 
     @property
@@ -157,8 +146,7 @@ class Fleet:
 
     async def _begin(self, journal: Journal, avoid: frozenset[str]) -> Attempt:
         while True:
-            now = self._clock()
-            attempt = Attempt(journal.next_request(now), began_at=now)
+            attempt = Attempt(journal.next_request(self._clock()))
             try:
                 self._board.expect(attempt.request, avoid=avoid)
             except Overloaded as full:
@@ -166,6 +154,8 @@ class Fleet:
                 continue
             self._attempts[attempt.attempt_id] = attempt
             attempt.sending = asyncio.get_running_loop().create_task(self._send(attempt))
+            self._calls_under_way.add(attempt.sending)
+            attempt.sending.add_done_callback(self._calls_under_way.discard)
             return attempt
 
     def _with_place(self, attempt: Attempt, queued: Queued) -> Queued:
@@ -196,13 +186,13 @@ class Fleet:
             seconds = self._limits.place_timeout_s
             attempt.fail(Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again"))
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt, journal: Journal) -> None:
         """The attempt is over, however: nothing of it stays."""
         del self._attempts[attempt.attempt_id]
         attempt.has_ended = True
-        if attempt.sending is not None:
+        if attempt.sending is not None and not attempt.is_done:  # else the call returns now, which costs less
             attempt.sending.cancel()
-        self._board.end(attempt.attempt_id, by_itself=attempt.is_done)
+        self._board.end(attempt.attempt_id, num_generated=journal.num_tokens if attempt.is_done else None)
         if attempt.replica_id is not None and attempt.replica_id not in self._board.replica_ids:
             self._close_if_idle(attempt.replica_id)
 
@@ -229,15 +219,10 @@ class Fleet:
         journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
         max_resumes = self._limits.max_resumes
         if journal.num_resumes > max_resumes or journal.num_fruitless >= max(2, max_resumes):
-            self.totals.given_up += 1
             raise Unavailable(
                 f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)
-        if journal.has_begun:
-            self.totals.resumes += 1
-        else:
-            self.totals.restarts += 1
         logger.warning(
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
             request_id, journal.num_tokens, attempt.replica_id, lost,
@@ -281,7 +266,7 @@ class Fleet:
     def _placed(self, request_id: str, replica_id: str) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
-            attempt.placed(replica_id, self._clock(), is_trusted=replica_id not in self._board.suspects)
+            attempt.placed(replica_id, is_trusted=replica_id not in self._board.suspects)
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)
@@ -292,15 +277,13 @@ class Fleet:
         for delta in frame.deltas:
             attempt = self._attempts.get(delta.request_id)
             if attempt is None or attempt.has_ended:
-                self.totals.fenced_deltas += 1
-                continue
+                continue  # late words of an attempt that was given up
             attempt.put(delta)
             if delta.token_ids:
                 self._board.progress(delta.request_id, len(delta.token_ids))
 
     def _on_lost(self, replica_id: str, lost: Lost) -> None:
         self._board.suspect(replica_id)
-        self.totals.losses += 1
         for attempt in self._attempts.values():
             if attempt.replica_id == replica_id:
                 attempt.fail(lost)

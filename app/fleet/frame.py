@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from app.engine.request import TokenDelta
+from app.engine.stats import EngineStats
 
 
 class Report(NamedTuple):
@@ -16,10 +17,24 @@ class Report(NamedTuple):
     max_running: int  # the others wait
     num_waiting_tokens: int  # of the prompts that wait
     num_kv_tokens: int  # that fit into its KV memory
-    kv_use: float  # share of it that running requests hold, 0 to 1
     speed: float  # tokens a second in steps of one size, the same on all replicas; 0 while not known
     ended_per_s: float  # requests that end in a second of computing
     step_age_s: float  # for how long the step that runs now has been running
+
+    @classmethod
+    def of(cls, stats: EngineStats, *, group: str, max_requests: int, step_age_s: float) -> Report:
+        """What an engine's snapshot says, with what it does not."""
+        return cls(
+            group=group,
+            num_requests=stats.num_running + stats.num_waiting,
+            max_requests=max_requests,
+            max_running=stats.max_running,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_kv_tokens=stats.num_blocks * stats.block_size,
+            speed=stats.speed,
+            ended_per_s=stats.ended_per_s,
+            step_age_s=step_age_s,
+        )
 
 
 class Frame(NamedTuple):

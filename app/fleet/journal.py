@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.engine.request import Queued, Request, TokenDelta
+from app.engine.request import Request, TokenDelta
 from app.errors import DeadlineMissed
 
 
@@ -21,7 +21,6 @@ class Journal:
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
-        self._queued: Queued | None = None
         self.num_attempts = 0
         self.num_resumes = 0
         self.num_fruitless = 0  # replicas in a row that were sound before they got it and lost before its next token
@@ -31,11 +30,6 @@ class Journal:
     def request(self) -> Request:
         """The request as it came."""
         return self._request
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether anything was generated here."""
-        return len(self._token_ids) > len(self._request.generated_token_ids)
 
     @property
     def num_tokens(self) -> int:

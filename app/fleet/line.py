@@ -49,6 +49,7 @@ class Line:
         self._heard_at = 0.0  # by the event loop's clock
         self._is_silent = False
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.TimerHandle  # while a stream is read
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     def close(self) -> None:
@@ -72,10 +73,7 @@ class Line:
         self._is_silent = False
         self._heard_at = loop.time()
         self._reading = loop.create_task(self._read())
-        watching = loop.call_later(
-            self._patience.silence_s, self._check_silence, loop.time() + self._patience.silence_s
-        )
-        self._watching = watching
+        self._watch(self._patience.silence_s)
         try:
             await self._reading
         except asyncio.CancelledError:
@@ -104,10 +102,13 @@ class Line:
                     raise Lost(f"its step has been running for {frame.report.step_age_s:.1f} s", reason="stuck")
                 self._on_frame(self._replica_id, frame)
 
+    def _watch(self, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watching = loop.call_later(wait_s, self._check_silence, loop.time() + wait_s)
+
     def _check_silence(self, due_at: float) -> None:
         """Called when the patience of the last frame but one has run out."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = asyncio.get_running_loop().time()
         if now - due_at > _LATE_S:
             self._heard_at = now  # it may have spoken while this process did not listen
         silent_s = now - self._heard_at
@@ -116,5 +117,4 @@ class Line:
             assert self._reading is not None, "silence is checked while a stream is read"
             self._reading.cancel()
             return
-        wait_s = self._patience.silence_s - silent_s
-        self._watching = loop.call_later(wait_s, self._check_silence, now + wait_s)
+        self._watch(self._patience.silence_s - silent_s)

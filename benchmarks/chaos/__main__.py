@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from app.versions import commit
 from benchmarks import machine
 from benchmarks.chaos.around import kill_controller, kill_ingress
 from benchmarks.chaos.changing import change_under_load
@@ -58,7 +59,7 @@ ROWS: dict[str, Row] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    setup = {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": machine.commit()}
+    setup = {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": commit()}
     lines = []
     try:
         for name in given.rows:

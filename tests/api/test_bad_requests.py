@@ -271,28 +271,28 @@ def test_unknown_fields_are_logged_once_and_known_ones_never(
     ]
 
 
-_JSON = st.recursive(
+JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-_FIELDS = (
+FIELDS = (
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n stream stream_options stop "
     "seed presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids user "
     "priority deadline_s "
     "tools tool_choice response_format logprobs best_of cache_salt request_id chat_template_kwargs echo suffix"
 ).split()
-_LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])
+LIKELY = st.sampled_from([0, 1, -1, 2, True, False, None, "demo", "Hi", [], {}, [1, 2], ["a"], [[1]], {"1": 1}, 1e308])
 _MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "x"]), "content": _JSON | st.text()}), max_size=2
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "x"]), "content": JSON | st.text()}), max_size=2
 )
 
 
 def test_no_json_body_gives_a_5xx(service: Service) -> None:
-    body = st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=8), _LIKELY | _JSON, max_size=6)
+    body = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), LIKELY | JSON, max_size=6)
 
     @settings(max_examples=300, deadline=None)
-    @given(body, _MESSAGES | _JSON, st.text(max_size=5) | _JSON, st.booleans(), st.booleans())
+    @given(body, _MESSAGES | JSON, st.text(max_size=5) | JSON, st.booleans(), st.booleans())
     def check(body: dict[str, Any], messages: Any, prompt: Any, chat: bool, plain: bool) -> None:
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body = body | ({"messages": messages, "prompt": prompt} if plain else {})

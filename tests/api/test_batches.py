@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +14,21 @@ import openai
 import pytest
 
 from app.api import Answering, batch_routes, build_app
-from app.api.guard import owner_of
 from app.batches import LocalBatchService
-from app.config import ApiConfig, BatchesConfig, KeyConfig
+from app.config import ApiConfig, BatchesConfig
 from app.errors import Overloaded
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
+from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
+from tests.api.keys import bearer, entry
 
 CHAT = "/v1/chat/completions"
-ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 def chat_line(custom_id: str, **fields: Any) -> bytes:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]} | fields
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}).encode() + b"\n"
-
-
-@asynccontextmanager
-async def served(service: Service, folder: Path, **settings: Any) -> AsyncIterator[Any]:
-    """The app of a scripted model, with files and batches in `folder`."""
-    config = BatchesConfig(**settings)
-    answering = Answering(service.models, ApiConfig(), RequestMetrics(model.name for model in service.models))
-    async with LocalBatchService(folder, config, answering.answer) as batches:
-        yield build_app(
-            service.models,
-            ApiConfig(),
-            service._is_ready,
-            batch_routes=batch_routes(batches, max_file_bytes=config.max_file_bytes),
-        )
 
 
 def with_openai(
@@ -127,19 +110,6 @@ def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_path: Pat
 
     with_openai(service, tmp_path, use)
     assert {request.priority for request in service.generate.requests} == {100}
-
-
-def with_http(
-    service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
-) -> None:
-    async def main() -> None:
-        async with (
-            served(service, folder, **settings) as app,
-            httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel") as client,
-        ):
-            await use(client)
-
-    asyncio.run(main())
 
 
 def names_below(folder: Path) -> set[str]:
@@ -241,7 +211,7 @@ def test_an_id_that_is_none_is_not_found(service: Service, tmp_path: Path, file_
             "anchor",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_form_that_is_none_leaves_nothing(
     service: Service, tmp_path: Path, request_: dict[str, Any], message: str
@@ -293,19 +263,6 @@ def test_an_upload_that_stalls_gives_its_place_back(
     with_http(service, tmp_path, use)
 
 
-class _Stalls:
-    """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            before = time.thread_time()
-            await asyncio.sleep(0)
-            self.longest_s = max(self.longest_s, time.thread_time() - before)
-
-
 def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Path) -> None:
     hostile = [
         form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
@@ -317,7 +274,7 @@ def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Pa
     ]
 
     async def use(client: httpx.AsyncClient) -> None:
-        stalls = _Stalls()
+        stalls = Stalls()
         watch = asyncio.create_task(stalls.watch())
         for request in hostile:
             body, headers = request["content"], request["headers"]
@@ -375,7 +332,13 @@ def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(serv
     async def main() -> None:
         answering = Answering(service.models, ApiConfig(), RequestMetrics(["demo"]))
         async with LocalBatchService(tmp_path, BatchesConfig(), answering.answer) as batches:
-            routes = batch_routes(batches, max_file_bytes=10_000, owner_of=lambda request: request.headers["owner"])
+            routes = batch_routes(
+                batches,
+                answering,
+                ApiConfig(),
+                max_file_bytes=10_000,
+                owner_of=lambda request: request.headers["owner"],
+            )
             app = build_app(service.models, ApiConfig(), service._is_ready, batch_routes=routes)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://c", headers={"owner": "ann"}) as client:
@@ -419,7 +382,9 @@ def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: T
         file = await client.files.create(file=("a.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         batch_ids.append(batch.id)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            while len(service.generate.requests) <= 5:  # noqa: ASYNC110 (every line has been refused, one of them twice)
+                await asyncio.sleep(0.01)
         counts = (await client.batches.retrieve(batch.id)).request_counts
         assert counts is not None
         assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}
@@ -439,31 +404,30 @@ def test_without_batches_there_are_no_such_routes(service: Service) -> None:
         assert service.call(method, path).error["code"] == "not_found"
 
 
-def test_files_and_batches_need_a_key_without_limits_and_are_its_own(service: Service, tmp_path: Path) -> None:
-    keys = {"ann": "a" * 40, "bob": "b" * 40, "few": "f" * 40}
-    config = ApiConfig(
-        keys=tuple(
-            KeyConfig(
-                name=name, sha256=sha256(key.encode()).hexdigest(), requests_per_minute=9 if name == "few" else None
-            )
-            for name, key in keys.items()
-        )
-    )
+def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_path: Path) -> None:
+    keys = {"ann": "a" * 40, "bob": "b" * 40}
+    api = ApiConfig.model_validate({"keys": [entry(key, name) for name, key in keys.items()]})
 
-    async def main() -> None:
-        answering = Answering(service.models, config, RequestMetrics(["demo"]))
-        async with LocalBatchService(tmp_path, BatchesConfig(), answering.answer) as batches:
-            routes = batch_routes(batches, max_file_bytes=10_000, owner_of=owner_of)
-            app = build_app(service.models, config, service._is_ready, batch_routes=routes)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://c") as client:
-                assert (await client.get("/v1/files")).status_code == 401
-                as_ann, as_bob, as_few = ({"authorization": f"Bearer {key}"} for key in keys.values())
-                client.headers = httpx.Headers(as_ann)
-                file = (await send(client, chat_line("one"))).json()
-                assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
-                assert (await client.get(f"/v1/files/{file['id']}", headers=as_bob)).status_code == 404
-                refused = await client.get("/v1/files", headers=as_few)
-                assert refused.status_code == 403
-                assert "limits" in refused.json()["error"]["message"]
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/v1/files")).status_code == 401
+        client.headers.update(bearer(keys["ann"]))
+        file = (await send(client, chat_line("one"))).json()
+        assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
+        assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
 
-    asyncio.run(main())
+    with_http(service, tmp_path, use, api=api)
+
+
+def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        content = chat_line("alias", model="gpt-4o") + chat_line("stranger", model="gpt-5")
+        file = await client.files.create(file=("mine.jsonl", content), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await ended(client, batch.id)
+        [line] = (await lines_of(client, batch.output_file_id)).values()
+        assert line["custom_id"] == "alias"
+        assert line["response"]["body"]["model"] == "demo"
+        [line] = (await lines_of(client, batch.error_file_id)).values()
+        assert "there is no model 'gpt-5'; this server has demo" in line["response"]["body"]["error"]["message"]
+
+    with_openai(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path, use)

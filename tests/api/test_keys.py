@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.keys import KeyRing
+from app.api.keys import KeyRing, OpenDoor
 from app.config import KeyConfig
 from app.errors import Unauthenticated
 from tests.api.keys import KEY, OTHER_KEY, entry
@@ -80,3 +80,13 @@ def test_a_key_that_stays_goes_on_with_what_it_has_used() -> None:
     assert account.headers()["x-ratelimit-remaining-requests"] == "9"
     known.replace([KeyConfig.model_validate(limited | {"requests_per_minute": 20})])
     assert account.headers()["x-ratelimit-limit-requests"] == "20"
+
+
+def test_what_a_key_has_left_here_is_counted_on_its_own_account() -> None:
+    known = ring(entry(OTHER_KEY, "bob"), entry(KEY, "alice"))
+    assert known.account_named("alice") is known.account_of(headers(f"Bearer {KEY}"))
+    with pytest.raises(Unauthenticated):
+        known.account_named("eve")
+    nobody = known.account_named("")
+    assert (nobody.name, nobody.key) == ("", None)
+    assert OpenDoor().account_named("alice").name == ""

@@ -124,6 +124,17 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "100"
 
 
+def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
+    limited = account(Clock(), requests_per_minute=5, tokens_per_minute=100)
+    with limited.line() as first:
+        first.reserve(60)
+        for _ in range(3):
+            with pytest.raises(LimitReached), limited.line() as turned_away:
+                turned_away.reserve(60)
+        left = limited.headers()
+    assert (left["x-ratelimit-remaining-requests"], left["x-ratelimit-remaining-tokens"]) == ("4", "40")
+
+
 def test_headers_tell_only_of_the_limits_that_there_are() -> None:
     assert account(Clock()).headers() == {}
     clock = Clock()

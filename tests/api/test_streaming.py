@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from app.api import build_app
+from app.api.sse import HEARTBEAT
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
-from tests.api.fakes import WAIT, Connection, Script, Service, Step, check_error, delta, last, say
+from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, check_error, delta, last, say
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
@@ -350,16 +351,41 @@ def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
     asyncio.run(main())
 
 
+def num_comments(connection: Connection) -> int:
+    return sum(message.get("body") == HEARTBEAT for message in connection.messages)
+
+
+def heard(service: Service, listen: Callable[[Connection], Awaitable[None]]) -> Answer:
+    """A stream to its end, with somebody who hears every message of it."""
+
+    async def main() -> Answer:
+        body = {"prompt": "Hi", "stream": True}
+        async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
+            await listen(connection)
+            await connection.finished()
+            return connection.answer()
+
+    return asyncio.run(main())
+
+
 def test_a_stream_that_waits_long_in_a_queue_is_kept_open_by_comments(tokenizer: Tokenizer) -> None:
+    may_begin, may_end = asyncio.Event(), asyncio.Event()
+
     async def slowly(request: Request) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0, replica_id="r1", why_there="least_loaded: r1"))
-        await asyncio.sleep(0.35)
+        await may_begin.wait()
         yield TokenDelta(request.request_id, tuple(tokenizer.encode("3 4", add_special_tokens=False)))
-        await asyncio.sleep(0.25)
+        await may_end.wait()
         yield TokenDelta(request.request_id, (), finish_reason=FinishReason.LENGTH)
 
-    service = Service(tokenizer, generate=slowly, heartbeat_s=0.1)
-    answer = service.complete(stream=True)
+    async def listened(connection: Connection) -> None:
+        await connection.until(lambda: num_comments(connection) >= 3)
+        may_begin.set()
+        await connection.until(lambda: b"3 4" in connection.messages[-1]["body"])
+        await connection.until(lambda: num_comments(connection) >= 4)
+        may_end.set()
+
+    answer = heard(Service(tokenizer, generate=slowly, heartbeat_s=0.1), listened)
     assert answer.status == 200
     assert answer.headers["x-carousel-replica"] == "r1"
     assert answer.headers["x-carousel-queue-position"] == "3"
@@ -371,13 +397,18 @@ def test_a_stream_that_waits_long_in_a_queue_is_kept_open_by_comments(tokenizer:
 
 
 def test_an_error_after_a_long_wait_in_a_queue_is_an_event(tokenizer: Tokenizer) -> None:
+    may_end = asyncio.Event()
+
     async def slowly(request: Request) -> AsyncIterator[TokenDelta]:
         yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0))
-        await asyncio.sleep(0.25)
+        await may_end.wait()
         raise DeadlineMissed("too late")
 
-    service = Service(tokenizer, generate=slowly, heartbeat_s=0.1)
-    answer = service.complete(stream=True)
+    async def listened(connection: Connection) -> None:
+        await connection.until(lambda: num_comments(connection) >= 2)
+        may_end.set()
+
+    answer = heard(Service(tokenizer, generate=slowly, heartbeat_s=0.1), listened)
     lines = [line for line in answer.body.decode().split("\n\n") if line and not line.startswith(":")]
     assert answer.status == 200
     assert json.loads(lines[0].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"

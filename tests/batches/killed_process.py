@@ -1,6 +1,8 @@
-"""A process to be killed: `python -m tests.batches.killed_process FOLDER LOG NUM_LINES` goes on with the only batch.
+"""A process to be killed, which goes on with the only batch.
 
-Writes a byte to LOG for every line that it answers, and ends when the batch has.
+    python -m tests.batches.killed_process FOLDER LOG NUM_LINES MOST
+
+Writes a byte to LOG for every line that it answers, at most MOST of them, and ends when the batch has.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from tests.batches.lives import OWNER, begin, input_line, jsonl, ok, service_in,
 MAX_IN_FLIGHT = 16
 
 
-async def main(folder: Path, log: int, num_lines: int) -> None:
+async def main(folder: Path, log: int, num_lines: int, most: int) -> None:
+    places = asyncio.Semaphore(most)
+
     async def answer(owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
         await asyncio.sleep(0.005)
+        await places.acquire()
         os.write(log, b".")
         return ok(body["name"])
 
@@ -34,4 +39,5 @@ async def main(folder: Path, log: int, num_lines: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND), int(sys.argv[3])))
+    log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    asyncio.run(main(Path(sys.argv[1]), log, int(sys.argv[3]), int(sys.argv[4])))

@@ -79,10 +79,12 @@ def service_in(
     return LocalBatchService(folder, BatchesConfig(**settings), answer, clock=clock)
 
 
-async def upload(service: LocalBatchService, content: bytes, expires_after_s: int | None = None) -> str:
+async def upload(
+    service: LocalBatchService, content: bytes, expires_after_s: int | None = None, owner: str = OWNER
+) -> str:
     upload_id = await service.begin_upload()
     await service.append(upload_id, content)
-    new = NewFile(owner=OWNER, filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
+    new = NewFile(owner=owner, filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
     return str((await service.finish_upload(upload_id, new))["id"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.batches.lives import CHAT, input_line, jsonl
 def checked(folder: Path, content: bytes, *, max_lines: int = 100, max_line_bytes: int = 2000) -> Checked:
     path = folder / "input"
     path.write_bytes(content)
-    return check(path, InputRules(endpoint=CHAT, max_lines=max_lines, max_line_bytes=max_line_bytes))
+    return check(
+        partial(path.open, "rb"), InputRules(endpoint=CHAT, max_lines=max_lines, max_line_bytes=max_line_bytes)
+    )
 
 
 def codes(result: Checked) -> list[tuple[int | None, str, str | None]]:
@@ -31,7 +34,11 @@ def test_a_valid_file_has_its_lines_and_its_model(tmp_path: Path) -> None:
 def test_blank_lines_a_byte_order_mark_and_a_missing_last_line_end_are_harmless(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + jsonl(input_line("a")) + b"\r\n  \n" + jsonl(input_line("b")).rstrip()
     assert checked(tmp_path, content) == Checked(num_lines=2, model="demo", errors=())
-    lines = list(read_lines(tmp_path / "input", InputRules(endpoint=CHAT, max_lines=9, max_line_bytes=2000)))
+    lines = list(
+        read_lines(
+            partial((tmp_path / "input").open, "rb"), InputRules(endpoint=CHAT, max_lines=9, max_line_bytes=2000)
+        )
+    )
     assert [line.number for line in lines if isinstance(line, InputLine)] == [1, 4]
 
 

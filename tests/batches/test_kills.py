@@ -17,17 +17,19 @@ from tests.batches.lives import OWNER, Echo, ends, service_in
 PROJECT = Path(__file__).parents[2]
 NUM_LINES = 1000
 NUM_KILLS = 4
+# Where whoever kills is slow: so many lines a life, then it hangs and waits for its end.
+MOST_LINES = NUM_LINES // NUM_KILLS - 10
 
 
-def go_on(folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.batches.killed_process", str(folder), str(log), str(NUM_LINES)]
+def go_on(folder: Path, log: Path, *, most: int = NUM_LINES) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.batches.killed_process", str(folder), str(log), str(NUM_LINES), str(most)]
     return subprocess.Popen(command, cwd=PROJECT)
 
 
 def kill_after(folder: Path, log: Path, num_lines: int, pause_s: float) -> None:
     """Let a process go on until so many more lines were answered, and a moment longer, and kill it at work."""
     wanted = log.stat().st_size + num_lines
-    process = go_on(folder, log)
+    process = go_on(folder, log, most=MOST_LINES)
     try:
         while log.stat().st_size < wanted:
             assert process.poll() is None, "it ended before it could be killed"

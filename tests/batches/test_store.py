@@ -61,6 +61,19 @@ def test_a_change_comes_too_late_when_the_status_is_another(tmp_path: Path) -> N
         assert store.change_batch(batch.id, Status.IN_PROGRESS, status=Status.FINALIZING) == batch
 
 
+def test_a_folder_of_the_version_before_is_opened_and_gets_what_it_lacks(tmp_path: Path) -> None:
+    batch = a_batch(Status.COMPLETED)
+    with closing(Store(tmp_path)) as store:
+        store.add_batch(batch)
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
+        connection.executescript("DROP TABLE letters; PRAGMA user_version = 1")
+    with closing(Store(tmp_path)) as store:
+        assert store.batch(batch.id) == batch
+        assert store.letters.next_due_at() is None
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+
+
 def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:

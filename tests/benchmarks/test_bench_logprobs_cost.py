@@ -22,3 +22,4 @@ def test_both_ways_are_measured_in_turn(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name: len(each) for name, each in found["seconds"].items()} == {"without": 3, "with": 3}
     assert found["median_of_ratios"] > 0
+    assert found["median_of_cpu_ratios"] > 0

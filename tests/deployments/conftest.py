@@ -63,7 +63,7 @@ class Service:
         """EngineStats of each replica of a model, always in the same order while the replicas are the same."""
         return list(_handle(model).broadcast("stats").results(timeout_s=10))
 
-    def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 1.0) -> list[Any]:
+    def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 10.0) -> list[Any]:
         """The stats once they meet the condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(stats := self.stats(model)):

@@ -28,8 +28,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def config(tmp_path: Path, demo_path: Path) -> Path:
-    """Two engines on plain torch, so slow that there is time to kill something."""
-    slow = {"path": str(demo_path), "native_decoder": False, "native_attention": False, "packed_weights": False}
+    """Two engines whose steps take a time of their own on every machine, so that there is time to kill something."""
+    slow = {"path": str(demo_path), "simulated": {"step_ms": 20, "end_probability": 0.05}}
     model = {
         "name": "demo",
         "engine": {"model": slow, "cache": {"memory_gib": 0.05}, "scheduler": {"max_running": 8}},

@@ -200,7 +200,8 @@ def test_a_client_that_goes_away_frees_its_blocks(service: Service) -> None:
 
 def test_more_than_the_replicas_hold_gets_429_at_once(service: Service) -> None:
     async def flood() -> list[httpx.Response]:
-        body = {"model": "narrow", "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
+        # So long that the two that are taken still run when the last of the eight comes, on a busy machine too.
+        body = {"model": "narrow", "prompt": "Once", "max_tokens": 400, "ignore_eos": True}
         async with httpx.AsyncClient(timeout=60) as client:
             return await asyncio.gather(*(client.post(f"{service.url}/v1/completions", json=body) for _ in range(8)))
 
@@ -210,7 +211,8 @@ def test_more_than_the_replicas_hold_gets_429_at_once(service: Service) -> None:
     assert sorted(response.status_code for response in responses) == [200] * 2 + [429] * 6
     assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
     assert all("full" in response.json()["error"]["message"] for response in refused)
-    assert max(response.elapsed.total_seconds() for response in refused) < 1.5
+    first_end = min(response.elapsed for response in responses if response.status_code == 200)
+    assert max(response.elapsed for response in refused) < first_end, "nobody waited for a place"
     assert ask(service, "narrow").status_code == 200
 
 
@@ -224,6 +226,7 @@ def test_a_full_service_is_still_ready(service: Service) -> None:
     service.eventually("narrow", lambda stats: stats[0].num_running == 0)
     with ThreadPoolExecutor() as threads, long_stream(service, "narrow"):
         second = threads.submit(take_the_second_place)
+        service.eventually("narrow", lambda stats: (stats[0].num_running, stats[0].num_waiting) == (1, 1))
         time.sleep(1.1)  # longer than a yes is remembered
         is_full_before = ask(service, "narrow").status_code == 429
         ready = httpx.get(f"{service.url}/ready").status_code

@@ -244,3 +244,35 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
 def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
     groups = [A, B | {"scheduler": scheduler}]
     assert f"replicas.groups[1].scheduler: {message}" in message_for(replicas={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("webhooks", "mistake"),
+    [
+        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file go together: set both or neither"),
+        ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
+        ({"ports": [0]}, "batches.webhooks.ports[0]: got 0; must be greater than or equal to 1"),
+        ({"url": "http://a.example/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should begin with"),
+        ({"url": "https://127.0.0.1/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url names an address"),
+        ({"url": "https://a.example/", "secret_file": "missing"}, "batches.webhooks.secret_file: missing: No such"),
+        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret should"),
+    ],
+    ids=str,
+)
+def test_webhooks_that_could_not_be_sent_are_told_before_anything_starts(
+    tmp_path: Path, webhooks: dict[str, Any], mistake: str
+) -> None:
+    for name, content in (("SECRET", "whsec_" + "QUJD" * 8), ("WRONG", "canary")):
+        (tmp_path / name).write_text(content)
+    given = {name: str(tmp_path / value) if value in ("SECRET", "WRONG") else value for name, value in webhooks.items()
+             if isinstance(value, str)}  # fmt: skip
+    with pytest.raises(InvalidSetup) as caught:
+        parse({"batches": {"webhooks": webhooks | given}})
+    assert mistake in caught.value.message
+    assert "canary" not in caught.value.message
+
+
+def test_a_default_receiver_that_can_be_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("whsec_" + "QUJD" * 8 + "\n")
+    webhooks = {"url": "https://a.example/hook", "secret_file": str(tmp_path / "secret")}
+    assert parse({"batches": {"webhooks": webhooks}}).batches is not None

@@ -54,7 +54,8 @@ def test_a_header_chooses_the_group_and_shares_do_for_the_rest(url: str) -> None
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "group")
     assert "there are steady, bold" in refused.json()["error"]["message"]
     shares = [ask(url).headers["x-carousel-replica"] for _ in range(48)]
-    assert 4 <= shares.count(replicas["bold"]) <= 24  # a quarter of 48, by a hash of the request's id
+    # A quarter of 48, by a hash of the request's id; outside these bounds once in 50,000 runs.
+    assert 2 <= shares.count(replicas["bold"]) <= 28
 
 
 def test_each_group_has_its_settings_and_is_reported_apart(url: str) -> None:

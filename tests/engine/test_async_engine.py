@@ -14,7 +14,7 @@ from app.engine.batch import Batch, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.request import FinishReason, Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
-from tests.fakes import CountingRunner, GatedRunner, build_fake_engine, expected_tokens, make_request
+from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request, until
 
 
 @contextmanager
@@ -34,6 +34,14 @@ async def collect(engine: AsyncEngine, request: Request) -> list[int]:
         async for delta in deltas:
             tokens += delta.token_ids
     return tokens
+
+
+def is_stopping(engine: AsyncEngine) -> bool:
+    try:
+        engine.check_health()
+    except EngineStopped:
+        return True
+    return False
 
 
 class FailingRunner(CountingRunner):
@@ -67,10 +75,8 @@ def test_a_slow_reader_gets_what_has_accumulated_as_one_delta() -> None:
         deltas = engine.generate(request)
         runner.gate.release()
         await anext(deltas)
-        runner.gate.release(3)
-        while engine.stats().total_finished == 0:
-            await asyncio.to_thread(threading.Event().wait, 0.01)
-        await asyncio.sleep(0)
+        runner.gate.release(100)
+        await collect(engine, make_request(max_tokens=4))  # it came later, so the first is done before
         last = await anext(deltas)
         assert last.finish_reason is FinishReason.LENGTH
         return last.token_ids
@@ -88,12 +94,8 @@ def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:
         await anext(deltas)
         await deltas.aclose()
         runner.gate.release()  # the step that was under way; no other may follow
-        for _ in range(500):
-            stats = engine.stats()
-            if stats.total_aborted == 1 and stats.num_free_blocks == stats.num_blocks:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"blocks are still owned: {engine.stats()}")
+        await until(lambda: engine.stats().total_aborted == 1)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
     with async_engine(runner, num_blocks=256) as engine:
         asyncio.run(main(engine))
@@ -171,8 +173,8 @@ def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:
         task = asyncio.create_task(collect(engine, make_request(max_tokens=50)))
         await asyncio.sleep(0)
         stop = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        await asyncio.sleep(0.05)
-        runner.gate.release(5)
+        await until(lambda: is_stopping(engine))
+        runner.gate.release()  # the step that was under way; no other may follow
         await stop
         with pytest.raises(EngineStopped):
             await task
@@ -289,25 +291,31 @@ def test_prompts_beyond_the_token_bound_are_refused_unless_nobody_waits() -> Non
 
 
 def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
-    runner = GatedRunner()
+    clock = FakeClock()
+
+    class Timed(GatedRunner):
+        def run(self, batch: Batch) -> list[int]:
+            tokens = super().run(batch)
+            clock.advance(0.01)
+            return tokens
+
+    runner = Timed()
 
     async def main(engine: AsyncEngine) -> None:
         runner.gate.release(8)
         for _ in range(2):
             await collect(engine, make_request())
-        while engine.stats().total_finished < 2:
-            await asyncio.to_thread(threading.Event().wait, 0.001)
         rate = engine.stats().ended_per_s
         task = asyncio.create_task(collect(engine, make_request()))
         await asyncio.sleep(0)
         for turn in (1, 2, 3):
             with pytest.raises(Overloaded) as refused:
                 await collect(engine, make_request())
-            assert refused.value.retry_after_s == pytest.approx(turn / rate, rel=0.2, abs=0.05)
+            assert refused.value.retry_after_s == pytest.approx(turn / rate)
         runner.gate.release(100)
         await task
 
-    with async_engine(runner, max_requests=1) as engine:
+    with async_engine(runner, max_requests=1, clock=clock) as engine:
         asyncio.run(main(engine))
 
 
@@ -327,10 +335,12 @@ def test_new_settings_hold_when_reconfigure_returns_and_nobody_is_lost() -> None
         assert (engine.stats().strategy, engine.stats().policy) == ("static", "sjf")
         for request, task in zip(requests, tasks, strict=True):
             assert await task == expected_tokens(request.prompt_token_ids, 6)
+        runner.shut()
         tasks = [asyncio.create_task(collect(engine, make_request())) for _ in range(4)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="4 requests"):
             await collect(engine, make_request())
+        runner.gate.release(100)
         await asyncio.gather(*tasks)
 
     with async_engine(runner) as engine:
@@ -342,12 +352,12 @@ def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_nobody_waits
 
     async def main(engine: AsyncEngine) -> None:
         task = asyncio.create_task(collect(engine, make_request()))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.is_waiting)
         change = asyncio.create_task(engine.reconfigure(SchedulerConfig()))
         await asyncio.sleep(0)
         stop = asyncio.create_task(asyncio.to_thread(engine.shutdown))
-        await asyncio.sleep(0.05)
-        runner.gate.release(10)
+        await until(lambda: is_stopping(engine))
+        runner.gate.release()
         await stop
         for waiting in (change, task):
             with pytest.raises(EngineStopped):

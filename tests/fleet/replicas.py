@@ -16,24 +16,38 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
 from app.engine.request import Request
 from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
-from tests.fakes import CountingRunner, build_fake_engine
+from tests.fakes import CountingRunner, build_fake_engine, until
 
 
 class SteppedRunner(CountingRunner):
-    """A CountingRunner whose steps take a little time, and stop while it is held."""
+    """A CountingRunner whose steps take a little time, and which can be held in the middle of its work."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__()
-        self.going = threading.Event()
-        self.going.set()
-        self._step_s = step_s
+        self.step_s = step_s
+        self._hold: tuple[int, threading.Event] | None = None
+        self.is_held = False
         self.is_broken = False
         self.deadly_token_id: int | None = None  # whoever computes it dies
         self.on_deadly: Callable[[], object] = lambda: None
 
+    def hold_before(self, step: int) -> None:
+        """Compute nothing from that step on (the first is 0), until `go`."""
+        self._hold = step, threading.Event()
+
+    def go(self) -> None:
+        """Hold nothing any more."""
+        if self._hold is not None:
+            (_, gone), self._hold = self._hold, None
+            gone.set()
+
     def run(self, batch: Batch) -> StepResult:
-        self.going.wait()
-        time.sleep(self._step_s)
+        hold = self._hold
+        if hold is not None and len(self.batches) >= hold[0]:
+            self.is_held = True
+            hold[1].wait()
+            self.is_held = False
+        time.sleep(self.step_s)
         if self.is_broken:
             raise RuntimeError("a broken device")
         if any(self.deadly_token_id in item.token_ids for item in batch.scheduled):
@@ -48,36 +62,31 @@ class LocalReplica:
         self.replica_id = replica_id
         self.runner = SteppedRunner(step_s)
         self.engine = AsyncEngine(build_fake_engine(runner=self.runner, num_blocks=400), max_requests=max_requests)
-        self.max_requests = max_requests
         self.group = group
         self.is_dead = False
         self.is_heard = asyncio.Event()  # else nothing comes through and nothing arrives
         self.is_heard.set()
         self.died = asyncio.Event()
-        self.num_served = 0
+        self.served: list[Request] = []
+        self.aborted: list[str] = []
         self.outbox = Outbox(self._report, orphaned_after_s=60.0, on_orphaned=lambda: None)
 
     def _report(self) -> Report:
-        stats = self.engine.stats()
-        return Report(
-            group=self.group,
-            num_requests=stats.num_running + stats.num_waiting,
-            max_requests=self.max_requests,
-            max_running=stats.max_running,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_kv_tokens=1600,
-            kv_use=0.0,
-            speed=stats.speed,
-            ended_per_s=stats.ended_per_s,
-            step_age_s=self.engine.step_age_s,
+        engine = self.engine
+        return Report.of(
+            engine.stats(), group=self.group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.engine.abort(request_id)
 
     def kill(self) -> None:
         self.is_dead = True
         self.died.set()
 
     def stop(self) -> None:
-        self.runner.going.set()
+        self.runner.go()
         self.engine.shutdown()
 
 
@@ -98,9 +107,9 @@ class LocalCalls:
         await replica.is_heard.wait()
         if replica.is_dead:
             raise Lost("the actor died", reason="call_failed")
-        replica.num_served += 1
+        replica.served.append(request)
         carrying = asyncio.ensure_future(
-            replica.outbox.carry(request, lambda r: replica.engine.submit(r, replica.outbox), replica.engine.abort)
+            replica.outbox.carry(request, lambda r: replica.engine.submit(r, replica.outbox), replica.abort)
         )
         dying = asyncio.ensure_future(replica.died.wait())
         try:
@@ -157,7 +166,10 @@ class Counts:
 
 
 class LocalFleet:
-    """A fleet over such replicas. Use it inside an event loop, `async with`."""
+    """A fleet over such replicas. Use it inside an event loop, `async with`.
+
+    Its patience is endless where a test says nothing: on a busy machine everybody may be slow.
+    """
 
     def __init__(
         self,
@@ -167,9 +179,11 @@ class LocalFleet:
         step_s: float = 0.001,
         max_requests: int = 100,
         max_resumes: int = 3,
-        silence_s: float = 0.5,
+        silence_s: float = 60.0,
+        stuck_s: float = 60.0,
         groups: tuple[Group, ...] = (),
         place_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [group.name for group in groups]
         self.replicas = [
@@ -186,15 +200,29 @@ class LocalFleet:
         self._limits = Limits(
             max_resumes=max_resumes,
             place_timeout_s=place_timeout_s,
-            patience=Patience(silence_s=silence_s, step_s=1.0),
+            patience=Patience(silence_s=silence_s, step_s=stuck_s),
         )
+        self._clock = clock
 
     async def __aenter__(self) -> LocalFleet:
-        self.fleet = Fleet(self.calls, self.board, self._limits, self.counts)
+        self.fleet = Fleet(self.calls, self.board, self._limits, self.counts, clock=self._clock)
         self.board.set_replicas(self.calls.present)
-        await asyncio.sleep(0.02)
-        assert len(self.board.reports) == len(self.replicas), "every replica has been heard of"
+        await until(lambda: len(self.board.reports) == len(self.replicas))
         return self
+
+    def hold(self, *replicas: LocalReplica, before: int = 5) -> None:
+        """These replicas will stop in the middle of their work, before that step, and stay there until they may go."""
+        for replica in replicas:
+            replica.runner.hold_before(before)
+
+    async def held(self, *replicas: LocalReplica) -> None:
+        """They have got there."""
+        await until(lambda: all(replica.runner.is_held for replica in replicas))
+
+    def go(self) -> None:
+        """Nobody is held any more."""
+        for replica in self.replicas:
+            replica.runner.go()
 
     async def __aexit__(self, *_: object) -> None:
         self.fleet.close()

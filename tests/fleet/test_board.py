@@ -8,35 +8,19 @@ import pytest
 
 from app.dispatch import Group, GroupChooser, make_policy
 from app.errors import InvalidRequest, Overloaded
-from app.fleet import Board, Report
+from app.fleet import Board
 from tests.fakes import FakeClock, make_request
+from tests.fleet.reports import make_report
 
 REPLICAS = ("a", "b")
 
 
-def report(*, group: str = "", num_requests: int = 0, max_requests: int = 10) -> Report:
-    return Report(
-        group=group,
-        num_requests=num_requests,
-        max_requests=max_requests,
-        max_running=8,
-        num_waiting_tokens=0,
-        num_kv_tokens=4096,
-        kv_use=0.0,
-        speed=100.0,
-        ended_per_s=4.0,
-        step_age_s=0.0,
-    )
-
-
-def make_board(
-    dispatch: str = "least_loaded", *, groups: Sequence[Group] = (), clock: FakeClock | None = None
-) -> Board:
+def make_board(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> Board:
     settings = {"name": dispatch} | ({"max_imbalance_tokens": 1000} if dispatch == "prefix_affinity" else {})
     board = Board(make_policy(settings, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock())
     board.set_replicas(REPLICAS)
     for replica_id in REPLICAS:
-        board.note(replica_id, report())
+        board.note(replica_id, make_report())
     return board
 
 
@@ -61,14 +45,14 @@ def test_a_request_that_went_elsewhere_is_charged_there() -> None:
     [first, second] = board.order(request.request_id, REPLICAS)
     board.placed(request.request_id, second)
     assert place(board)[1] == first
-    board.end(request.request_id, by_itself=False)
+    board.end(request.request_id)
 
 
 def test_a_suspect_is_asked_last_until_it_speaks() -> None:
     board = make_board()
     board.suspect("a")
     assert {place(board)[1] for _ in range(6)} == {"b"}
-    board.note("a", report())
+    board.note("a", make_report())
     assert place(board)[1] == "a"
 
 
@@ -84,7 +68,7 @@ def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     board = make_board("prefix_affinity")
     prompt = tuple(range(2, 42))
     request_id, first = place(board, prompt)
-    board.end(request_id, by_itself=True)
+    board.end(request_id, num_generated=4)
     assert {place(board, (*prompt, n))[1] for n in range(6)} == {first}
     board = make_board("prefix_affinity")
     _, first = place(board, (9,), session="mine")
@@ -99,28 +83,28 @@ def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> Non
     line = decision.explain()
     assert line.startswith(f"least_loaded: {first}")
     assert all(replica_id in line for replica_id in REPLICAS)
-    board.end(request_id, by_itself=True)
+    board.end(request_id, num_generated=4)
     assert board.decision(request_id) is None
 
 
 def test_when_all_are_full_it_says_so_before_anybody_is_asked() -> None:
     board = make_board()
     for replica_id in REPLICAS:
-        board.note(replica_id, report(num_requests=10))
+        board.note(replica_id, make_report(num_requests=10))
     with pytest.raises(Overloaded, match=r"all 2 replicas are full \(20 requests\)") as refused:
         board.expect(make_request())
     assert refused.value.retry_after_s == pytest.approx(1 / 8)  # two replicas end four a second each
     with pytest.raises(Overloaded) as refused:
         board.expect(make_request())
     assert refused.value.retry_after_s == pytest.approx(2 / 8)
-    board.note("b", report(num_requests=9))
+    board.note("b", make_report(num_requests=9))
     board.expect(make_request())
 
 
 def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
     board = make_board(groups=(Group("old", 1.0), Group("new", 1.0)))
-    board.note("a", report(group="old", max_requests=100))
-    board.note("b", report(group="new", max_requests=100))
+    board.note("a", make_report(group="old", max_requests=100))
+    board.note("b", make_report(group="new", max_requests=100))
     assert {place(board, group="new")[1] for _ in range(5)} == {"b"}
     assert {place(board)[1] for _ in range(40)} == {"a", "b"}
     request = replace(make_request(), group="new")
@@ -135,7 +119,19 @@ def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
     told: list[list[str]] = []
     board.on_replicas = lambda replica_ids: told.append(sorted(replica_ids))
     board.set_replicas(["b", "c"])
-    board.note("a", report())  # it is still ending what it has
+    board.note("a", make_report())  # it is still ending what it has
     assert told == [["b", "c"]]
     assert sorted(board.replica_ids) == ["b", "c"]
     assert list(board.reports) == ["b"]
+
+
+def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
+    """A service that rolls out new versions for months sees thousands come and go."""
+    board = make_board()
+    board.note("a", make_report(num_requests=9))
+    board.set_replicas(["b"])
+    board.set_replicas(REPLICAS)
+    request_id, _ = place(board)
+    decision = board.decision(request_id)
+    assert decision is not None
+    assert {candidate.replica_id: candidate.num_ahead for candidate in decision.reasons} == {"a": 0, "b": 0}

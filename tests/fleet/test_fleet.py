@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ import pytest
 
 from app.dispatch import Group
 from app.engine.request import FinishReason, Request, TokenDelta
-from app.errors import DeadlineMissed, InvalidRequest, Overloaded, Unavailable
+from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
 from tests.engine.test_logprobs import check as check_logprobs
-from tests.fakes import Outcome, expected_tokens, make_request
-from tests.fleet.replicas import LocalFleet
+from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, until
+from tests.fleet.replicas import LocalFleet, LocalReplica
 
 
 async def collect(local: LocalFleet, request: Request) -> tuple[list[int], TokenDelta]:
@@ -33,11 +33,12 @@ def expected(request: Request) -> list[int]:
     return expected_tokens(request.prompt_token_ids, sampling.max_tokens, sampling.stop_token_ids)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that takes longer on a busy machine."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (the condition may be anything)
-            await asyncio.sleep(0.01)
+def start(local: LocalFleet, requests: Sequence[Request]) -> list[asyncio.Task[tuple[list[int], TokenDelta]]]:
+    return [asyncio.create_task(collect(local, request)) for request in requests]
+
+
+def alike(num_requests: int, *, max_tokens: int = 50) -> list[Request]:
+    return [make_request((5, 6, 7 + n), max_tokens=max_tokens) for n in range(num_requests)]
 
 
 def mixed(num_requests: int, seed: int) -> list[Request]:
@@ -59,7 +60,7 @@ def test_every_request_gets_its_tokens_and_its_end() -> None:
             answers = await asyncio.gather(*(collect(local, request) for request in requests))
             assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
             assert all(last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for _, last in answers)
-            assert all(replica.num_served for replica in local.replicas)
+            assert all(replica.served for replica in local.replicas)
             assert local.fleet.num_attempts == 0
 
     asyncio.run(main())
@@ -71,16 +72,17 @@ def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
         rng = random.Random(seed)
         requests = mixed(32, seed)
         async with LocalFleet(3) as local:
-
-            async def kill() -> None:
-                for replica in rng.sample(local.replicas, 2):
-                    await asyncio.sleep(rng.uniform(0.0, 0.04))
-                    replica.kill()
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), kill())
-            for request, (tokens, last) in zip(requests, answers, strict=True):
+            doomed = rng.sample(local.replicas, 2)
+            for replica in doomed:
+                local.hold(replica, before=rng.randrange(20))
+            answers = start(local, requests)
+            for replica in doomed:
+                await local.held(replica)
+                replica.kill()
+            for request, (tokens, last) in zip(requests, await asyncio.gather(*answers), strict=True):
                 assert tokens == expected(request)
                 assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert local.counts.resumes.total() >= 2
 
     asyncio.run(main())
 
@@ -88,23 +90,27 @@ def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
 def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
     async def main() -> None:
         request = make_request((5, 6, 7, 8, 9), max_tokens=40)
-        async with LocalFleet(2, step_s=0.003) as local:
+        async with LocalFleet(2) as local:
+            local.hold(*local.replicas)
             tokens: list[int] = []
             cached: set[int] = set()
             async for delta in local.fleet.generate(request):
                 tokens += delta.token_ids
                 cached.add(delta.num_cached_tokens)
                 if len(tokens) >= 3 and not any(replica.is_dead for replica in local.replicas):
-                    next(replica for replica in local.replicas if replica.num_served).kill()
+                    [serving] = [replica for replica in local.replicas if replica.served]
+                    serving.kill()
+                    local.go()
             assert tokens == expected(request)
             assert cached == {0}, "what the second replica found cached is no saving of the caller's"
-            assert (local.fleet.totals.resumes, local.fleet.totals.restarts) == (1, 0)
+            assert local.counts.resumes == {"call_failed": 1}
 
     asyncio.run(main())
 
 
-def test_losing_replicas_loses_and_repeats_no_logprobs() -> None:
-    """While prompts are scored, in mid-stream, and of replicas that are lost more than once."""
+@pytest.mark.parametrize("seed", range(4))
+def test_losing_replicas_loses_and_repeats_no_logprobs(seed: int) -> None:
+    """While prompts are scored, and in mid-stream."""
 
     async def collect_logprobs(local: LocalFleet, request: Request) -> Outcome:
         outcome = Outcome()
@@ -113,7 +119,7 @@ def test_losing_replicas_loses_and_repeats_no_logprobs() -> None:
                 outcome.book([delta])
         return outcome
 
-    async def main(seed: int) -> int:
+    async def main() -> None:
         rng = random.Random(seed)
         requests = [
             make_request(
@@ -124,35 +130,35 @@ def test_losing_replicas_loses_and_repeats_no_logprobs() -> None:
             )
             for _ in range(24)
         ]
-        async with LocalFleet(3, step_s=0.002) as local:
-
-            async def kill() -> None:
-                for replica in rng.sample(local.replicas, 2):
-                    await asyncio.sleep(rng.uniform(0.0, 0.04))
-                    replica.kill()
-
-            *answers, _ = await asyncio.gather(*(collect_logprobs(local, request) for request in requests), kill())
-            for request, outcome in zip(requests, answers, strict=True):
+        async with LocalFleet(3) as local:
+            doomed = rng.sample(local.replicas, 2)
+            for replica in doomed:
+                local.hold(replica, before=rng.randrange(20))
+            answers = [asyncio.create_task(collect_logprobs(local, request)) for request in requests]
+            for replica in doomed:
+                await local.held(replica)
+                replica.kill()
+            for request, outcome in zip(requests, await asyncio.gather(*answers), strict=True):
                 check_logprobs(outcome, request)
-            return local.fleet.totals.resumes + local.fleet.totals.restarts
+            assert local.counts.resumes.total() >= 2
 
-    assert sum(asyncio.run(main(seed)) for seed in range(4)) > 0
+    asyncio.run(main())
 
 
 def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=60) for n in range(8)]
-        async with LocalFleet(2, step_s=0.005, silence_s=0.2) as local:
-
-            async def hang() -> None:
-                await asyncio.sleep(0.05)
-                local.replicas[0].is_heard.clear()
-                await until(lambda: local.board.suspects == {"r0"})
-                local.replicas[0].is_heard.set()
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), hang())
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert local.fleet.totals.losses
+        requests = alike(8)
+        async with LocalFleet(2, silence_s=0.3) as local:
+            silent = local.replicas[0]
+            local.hold(silent)
+            answers = start(local, requests)
+            await local.held(silent)
+            silent.is_heard.clear()
+            local.go()
+            await until(lambda: "r0" in local.board.suspects)
+            silent.is_heard.set()
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+            assert set(local.counts.resumes) == {"silent"}
             await until(lambda: not local.board.suspects)  # it speaks again, and is trusted again
             tokens, _ = await collect(local, requests[0])
             assert tokens == expected(requests[0])
@@ -163,30 +169,30 @@ def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> N
 def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeats() -> None:
     async def main() -> None:
         request = make_request((5, 6, 7), max_tokens=30)
-        async with LocalFleet(2, step_s=0.002) as local:
-            answer = asyncio.ensure_future(collect(local, request))
-            await asyncio.sleep(0.02)
-            stuck = next(replica for replica in local.replicas if replica.num_served)
-            stuck.runner.going.clear()
-            tokens, _ = await asyncio.wait_for(answer, 10)
+        async with LocalFleet(2, silence_s=2.0, stuck_s=1.0) as local:
+            local.hold(*local.replicas)
+            [answer] = start(local, [request])
+            await until(lambda: any(replica.runner.is_held for replica in local.replicas))
+            [free] = [replica for replica in local.replicas if not replica.runner.is_held]
+            free.runner.go()
+            tokens, _ = await answer
             assert tokens == expected(request)
-            assert sum(replica.num_served for replica in local.replicas) == 2
+            assert [len(replica.served) for replica in local.replicas] == [1, 1]
+            assert local.counts.resumes == {"stuck": 1}
 
     asyncio.run(main())
 
 
 def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
     async def main() -> None:
-        request = make_request(max_tokens=60)
-        async with LocalFleet(2, step_s=0.005, max_resumes=2, place_timeout_s=0.6) as local:
-
-            async def kill() -> None:
-                await asyncio.sleep(0.02)
-                for replica in local.replicas:
-                    replica.kill()
-
+        async with LocalFleet(2, max_resumes=2, place_timeout_s=0.6) as local:
+            local.hold(*local.replicas)
+            [answer] = start(local, alike(1))
+            await until(lambda: any(replica.runner.is_held for replica in local.replicas))
+            for replica in local.replicas:
+                replica.kill()
             with pytest.raises(Unavailable, match="3 replicas were lost"):
-                await asyncio.gather(collect(local, request), kill())
+                await answer
             assert local.fleet.num_attempts == 0
 
     asyncio.run(main())
@@ -195,19 +201,20 @@ def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
 def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_there_with_it() -> None:
     async def main() -> None:
         deadly = make_request((5, 0, 7), max_tokens=30)
-        others = [make_request((5, 6, 7 + n), max_tokens=250) for n in range(6)]
-        async with LocalFleet(4, step_s=0.004, max_resumes=3) as local:
+        others = alike(6, max_tokens=250)
+        async with LocalFleet(4, step_s=0.02, max_resumes=3) as local:  # the others take five seconds like this
             loop = asyncio.get_running_loop()
             for replica in local.replicas:
                 replica.runner.deadly_token_id = 0
                 replica.runner.on_deadly = lambda kill=replica.kill: loop.call_soon_threadsafe(kill)
-            answers = [asyncio.ensure_future(collect(local, request)) for request in others]
-            await asyncio.sleep(0.05)
+            answers = start(local, others)
+            await until(lambda: sum(len(replica.runner.batches) > 1 for replica in local.replicas) == 4)
             with pytest.raises(Unavailable, match="3 replicas were lost"):
                 await collect(local, deadly)
             assert not any(answer.done() for answer in answers), "they are there at every loss"
-            for request, (tokens, _) in zip(others, await asyncio.gather(*answers), strict=True):
-                assert tokens == expected(request)
+            for replica in local.replicas:
+                replica.runner.step_s = 0.0
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in others]
             assert sum(replica.is_dead for replica in local.replicas) == 3
 
     asyncio.run(main())
@@ -215,19 +222,19 @@ def test_a_request_that_kills_replicas_is_given_up_before_those_that_were_there_
 
 def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=60) for n in range(8)]
-        async with LocalFleet(4, step_s=0.003, max_resumes=3) as local:
+        requests = alike(8)
+        async with LocalFleet(4, max_resumes=3) as local:
             local.calls.leave("r3")
-
-            async def replace_all() -> None:
-                await asyncio.sleep(0.03)
-                for replica in local.replicas[:3]:
-                    replica.kill()
-                await asyncio.sleep(1.5)
-                local.calls.join("r3")
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), replace_all())
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+            *lost, _ = local.replicas
+            local.hold(*lost)
+            answers = start(local, requests)
+            await local.held(*lost)
+            for replica in lost:
+                replica.kill()
+            await asyncio.sleep(0.5)
+            assert not any(answer.done() for answer in answers)
+            local.calls.join("r3")
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
 
     asyncio.run(main())
 
@@ -244,26 +251,24 @@ def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
 
 def test_a_replica_that_leaves_ends_what_it_has() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=50) for n in range(6)]
-        async with LocalFleet(2, step_s=0.002) as local:
-
-            async def leave() -> None:
-                await asyncio.sleep(0.03)
-                local.calls.leave("r0")
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), leave())
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-            assert local.fleet.totals.losses == 0
-            assert local.fleet.totals.resumes == local.fleet.totals.restarts == 0
+        requests = alike(6)
+        async with LocalFleet(2) as local:
+            local.hold(*local.replicas)
+            answers = start(local, requests)
+            await local.held(*local.replicas)
+            local.calls.leave("r0")
+            local.go()
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+            assert not local.counts.resumes
 
     asyncio.run(main())
 
 
 def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=30) for n in range(8)]
-        async with LocalFleet(2, dispatch="round_robin", step_s=0.002, max_requests=4) as local:
-            answers = await asyncio.gather(*(collect(local, request) for request in requests))
+        requests = alike(8, max_tokens=30)
+        async with LocalFleet(2, dispatch="round_robin", max_requests=4) as local:
+            answers = await asyncio.gather(*start(local, requests))
             assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
 
     asyncio.run(main())
@@ -271,10 +276,13 @@ def test_a_full_replica_sends_its_requests_to_one_that_has_room() -> None:
 
 def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=100) for n in range(12)]
-        async with LocalFleet(2, step_s=0.002, max_requests=4) as local:
-            answers = await asyncio.gather(*(collect(local, request) for request in requests), return_exceptions=True)
-            refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        async with LocalFleet(2, max_requests=4) as local:
+            local.hold(*local.replicas)
+            answers = start(local, alike(12))
+            await until(lambda: sum(answer.done() for answer in answers) == 4)
+            local.go()
+            found = await asyncio.gather(*answers, return_exceptions=True)
+            refused = [answer for answer in found if isinstance(answer, BaseException)]
             assert len(refused) == 4
             assert all(isinstance(error, Overloaded) and error.retry_after_s > 0 for error in refused)
 
@@ -283,17 +291,17 @@ def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
 
 def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
     async def main() -> None:
-        async with LocalFleet(1, step_s=0.002) as local:
-            async with aclosing(local.fleet.generate(make_request(max_tokens=500))) as deltas:  # type: ignore[type-var]
+        async with LocalFleet(1) as local:
+            [replica] = local.replicas
+            local.hold(replica)
+            async with aclosing(local.fleet.generate(make_request(max_tokens=50))) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     if delta.token_ids:
                         break
-            for _ in range(200):
-                stats = local.replicas[0].engine.stats()
-                if stats.total_aborted:
-                    break
-                await asyncio.sleep(0.01)
-            assert stats.total_aborted == 1
+            await until(lambda: bool(replica.aborted))
+            local.go()
+            await until(lambda: replica.engine.stats().total_aborted == 1)
+            stats = replica.engine.stats()
             assert stats.num_free_blocks == stats.num_blocks
             assert local.fleet.num_attempts == 0
 
@@ -302,15 +310,32 @@ def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
 
 def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
     async def main() -> None:
-        request = make_request(max_tokens=400, deadline_s=0.4)
-        async with LocalFleet(2, step_s=0.01) as local:
+        clock = FakeClock()
+        async with LocalFleet(2, clock=clock) as local:
+            local.hold(*local.replicas)
+            [answer] = start(local, [make_request(max_tokens=40, deadline_s=100.0)])
 
-            async def kill() -> None:
-                await asyncio.sleep(0.1)
-                next(replica for replica in local.replicas if replica.num_served).kill()
+            async def lose_after(seconds: float) -> LocalReplica:
+                await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
+                [replica] = [each for each in local.replicas if each.runner.is_held and not each.is_dead]
+                clock.advance(seconds)
+                replica.kill()
+                return replica
 
+            first, second = await lose_after(70.0), await lose_after(30.0)
+            assert [request.deadline_s for request in (*first.served, *second.served)] == [100.0, 30.0]
+            with pytest.raises(DeadlineMissed, match="deadline of 100 s has passed"):
+                await answer
+
+    asyncio.run(main())
+
+
+def test_a_deadline_that_the_replica_misses_is_missed() -> None:
+    async def main() -> None:
+        async with LocalFleet(1, step_s=0.01) as local:
             with pytest.raises(DeadlineMissed):
-                await asyncio.wait_for(asyncio.gather(collect(local, request), kill()), 1.0)
+                await collect(local, make_request(max_tokens=400, deadline_s=0.1))
+            assert not local.counts.resumes
 
     asyncio.run(main())
 
@@ -318,23 +343,13 @@ def test_a_deadline_goes_on_counting_while_replicas_are_lost() -> None:
 def test_a_slow_reader_hears_everything_and_holds_up_nobody() -> None:
     async def main() -> None:
         slow, quick = make_request((9, 8), max_tokens=80), make_request((5, 6, 7), max_tokens=80)
-        async with LocalFleet(1, step_s=0.001) as local:
-
-            async def read_slowly() -> tuple[list[int], int]:
-                tokens: list[int] = []
-                num_deltas = 0
-                async for delta in local.fleet.generate(slow):
-                    tokens += delta.token_ids
-                    num_deltas += 1
-                    await asyncio.sleep(0.1)
-                return tokens, num_deltas
-
-            reading = asyncio.ensure_future(read_slowly())
-            tokens, _ = await asyncio.wait_for(collect(local, quick), 2.0)
+        async with LocalFleet(1) as local, aclosing(local.fleet.generate(slow)) as deltas:  # type: ignore[type-var]
+            heard = [await anext(deltas)]
+            tokens, _ = await collect(local, quick)
             assert tokens == expected(quick)
-            tokens, num_deltas = await reading
-            assert tokens == expected(slow)
-            assert num_deltas < 12
+            heard += [delta async for delta in deltas]
+            assert [token for delta in heard for token in delta.token_ids] == expected(slow)
+            assert len(heard) == 2
 
     asyncio.run(main())
 
@@ -344,8 +359,8 @@ def test_requests_of_a_group_go_to_its_replicas() -> None:
         groups = (Group("a", 1.0), Group("b", 1.0))
         async with LocalFleet(2, groups=groups) as local:
             requests = [replace(make_request((5, n), max_tokens=3), group="b") for n in range(2, 12)]
-            await asyncio.gather(*(collect(local, request) for request in requests))
-            assert [replica.num_served for replica in local.replicas] == [0, 10]
+            await asyncio.gather(*start(local, requests))
+            assert [len(replica.served) for replica in local.replicas] == [0, 10]
             with pytest.raises(InvalidRequest, match="there is no group 'c'"):
                 await collect(local, replace(make_request(), group="c"))
 
@@ -353,16 +368,25 @@ def test_requests_of_a_group_go_to_its_replicas() -> None:
 
 
 def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
+    def is_stopping(replica: LocalReplica) -> bool:
+        try:
+            replica.engine.check_health()
+        except EngineStopped:
+            return True
+        return False
+
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=50) for n in range(6)]
-        async with LocalFleet(2, step_s=0.002) as local:
-
-            async def stop() -> None:
-                await asyncio.sleep(0.03)
-                await asyncio.to_thread(local.replicas[0].engine.shutdown)
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), stop())
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        requests = alike(6)
+        async with LocalFleet(2) as local:
+            stopped = local.replicas[0]
+            local.hold(stopped)
+            answers = start(local, requests)
+            await local.held(stopped)
+            stopping = asyncio.create_task(asyncio.to_thread(stopped.engine.shutdown))
+            await until(lambda: is_stopping(stopped))
+            local.go()
+            await stopping
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
             assert local.counts.resumes["engine_failed"] > 0
 
     asyncio.run(main())
@@ -370,14 +394,15 @@ def test_an_engine_that_stops_under_its_requests_loses_none_of_them() -> None:
 
 def test_a_device_that_fails_on_everything_loses_none_of_its_requests() -> None:
     async def main() -> None:
-        requests = [make_request((5, 6, 7 + n), max_tokens=50) for n in range(12)]
-        async with LocalFleet(2, step_s=0.002) as local:
-
-            async def break_device() -> None:
-                await asyncio.sleep(0.03)
-                local.replicas[0].runner.is_broken = True
-
-            *answers, _ = await asyncio.gather(*(collect(local, request) for request in requests), break_device())
-            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+        requests = alike(12)
+        async with LocalFleet(2) as local:
+            broken = local.replicas[0]
+            local.hold(broken)
+            answers = start(local, requests)
+            await local.held(broken)
+            broken.runner.is_broken = True
+            local.go()
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+            assert local.counts.resumes["engine_failed"] > 0
 
     asyncio.run(main())

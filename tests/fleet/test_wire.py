@@ -13,19 +13,9 @@ from app.engine.request import FinishReason, Queued, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame, Report
 from app.fleet.wire import Decoder, encode
+from tests.fleet.reports import make_report
 
-REPORT = Report(
-    group="blue",
-    num_requests=3,
-    max_requests=100,
-    max_running=64,
-    num_waiting_tokens=12,
-    num_kv_tokens=1600,
-    kv_use=0.25,
-    speed=1000.0,
-    ended_per_s=2.0,
-    step_age_s=0.01,
-)
+REPORT = make_report(group="blue", num_requests=3)
 LOGPROBS = st.lists(
     st.builds(
         TokenLogprobs,

@@ -1,0 +1,147 @@
+"""Brings one message to its receiver: one request to one checked address, no redirects, bounded in time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from app.config import WebhooksConfig
+from app.errors import InvalidRequest
+from app.webhooks.addresses import AddressGate, ForbiddenAddress
+from app.webhooks.message import Message
+from app.webhooks.signature import SigningKey
+from app.webhooks.url import parse_url
+
+# (host, port) → entries of `getaddrinfo`. Blocks.
+LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
+
+GONE = 410
+# Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
+# purpose holds up nobody.
+_NUM_LOOK_UP_THREADS = 64
+_look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
+
+
+class DeliveryFailed(Exception):
+    """The message did not arrive, as far as we know. `is_final`: the receiver wants no more of it."""
+
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason  # tells nothing of the URL or of what its host said
+        self.is_final = is_final
+
+
+class Courier:
+    """Sends messages. Needs a running loop only while it does."""
+
+    def __init__(
+        self, config: WebhooksConfig, *, look_up: LookUp = _look_up_streams, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`tls` checks certificates against the host's name; by default by the system's authorities."""
+        self._config = config
+        self._gate = AddressGate(config.allowed_networks)
+        self._tls = tls or ssl.create_default_context()
+        self._look_up = look_up
+        self._threads = ThreadPoolExecutor(_NUM_LOOK_UP_THREADS, thread_name_prefix="webhook-names")
+
+    def check(self, url: str, secret: str) -> None:
+        """Raise InvalidRequest for a URL that nothing may be sent to, or a secret that is none."""
+        parse_url(url, self._config, self._gate)
+        SigningKey.parse(secret)
+
+    async def deliver(self, message: Message, now: float) -> None:
+        """Send it once, signed for this moment (seconds since 1970). Raises DeliveryFailed."""
+        try:
+            # Again, for what is allowed may have changed since it was asked for.
+            url = parse_url(message.url, self._config, self._gate)
+            key = SigningKey.parse(message.secret)
+        except InvalidRequest as error:
+            raise DeliveryFailed(error.message, is_final=True) from None
+        body = message.body()
+        headers = key.headers(message.id, int(now), body) | {
+            "content-type": "application/json",
+            "user-agent": "carousel-webhooks",
+        }
+        status = await self._status(URL(str(url), encoded=True), headers, body)
+        if not 200 <= status < 300:
+            raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == GONE)
+
+    async def _status(self, url: URL, headers: dict[str, str], body: bytes) -> int:
+        try:
+            async with (
+                self._session() as session,
+                session.post(url, headers=headers, data=body, allow_redirects=False) as response,
+            ):
+                return response.status  # nothing of what follows is read: the connection is closed
+        except TimeoutError:
+            raise DeliveryFailed(f"no answer within {self._config.timeout_s:g} s") from None
+        except aiohttp.ClientConnectorCertificateError:
+            raise DeliveryFailed("the certificate is not one for this host") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise DeliveryFailed(_reason(error)) from None
+
+    def _session(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(
+            ssl=self._tls,
+            resolver=_Names(self._look_up, self._threads),
+            use_dns_cache=False,
+            force_close=True,
+            socket_factory=self._gate.open_socket,
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,  # no proxy that would look the name up again
+        )
+
+    def close(self) -> None:
+        """Give its threads back; a look-up that is under way is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Names(AbstractResolver):
+    """Names looked up in threads of the courier's."""
+
+    def __init__(self, look_up: LookUp, threads: ThreadPoolExecutor) -> None:
+        self._look_up = look_up
+        self._threads = threads
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """All stream addresses of a host. Raises OSError when it has none."""
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._look_up, host, port)
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address[0],
+                port=address[1],
+                family=family,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for family, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """The threads are the courier's."""
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ForbiddenAddress):
+            return "the host's name leads to an address that is not a public one"
+        cause = getattr(cause, "os_error", None) or cause.__cause__
+    return f"the connection failed ({type(error).__name__})"

@@ -1,0 +1,46 @@
+"""Signatures as Standard Webhooks has them (version 1, HMAC-SHA256), which OpenAI's clients verify."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from app.errors import InvalidRequest
+
+PREFIX = "whsec_"
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as the specification recommends
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """What is shared with one receiver."""
+
+    _key: bytes = field(repr=False)
+
+    @classmethod
+    def parse(cls, secret: str) -> SigningKey:
+        """From `whsec_` and base64. Raises InvalidRequest, never with what was given."""
+        try:
+            key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+        except (binascii.Error, ValueError):
+            key = b""
+        if not secret.startswith(PREFIX) or not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
+            raise InvalidRequest(
+                f"webhook.secret should be {PREFIX!r} and {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random bytes in "
+                f"base64",
+                param="webhook.secret",
+            )
+        return cls(key)
+
+    def headers(self, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+        """The three headers of a message that goes out at `timestamp`, in seconds since 1970."""
+        signed = f"{message_id}.{timestamp}.".encode() + body
+        digest = hmac.new(self._key, signed, hashlib.sha256).digest()
+        return {
+            "webhook-id": message_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+        }

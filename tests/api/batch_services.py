@@ -1,0 +1,79 @@
+"""Apps of scripted models with files and batches in a folder, for tests of their endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from app.api import Answering, batch_routes, build_app
+from app.api.guard import owner_of
+from app.api.keys import KeyRing, OpenDoor
+from app.batches import LocalBatchService
+from app.config import ApiConfig, BatchesConfig
+from app.metrics import RequestMetrics
+from app.webhooks import Courier
+from tests.api.fakes import Service
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+@asynccontextmanager
+async def served(
+    service: Service, folder: Path, *, api: ApiConfig | None = None, courier: Courier | None = None, **settings: Any
+) -> AsyncIterator[Any]:
+    """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
+    config, api = BatchesConfig(**settings), api or ApiConfig()
+    doorkeeper, of_lines = (KeyRing(api.keys) if api.keys else OpenDoor() for _ in range(2))
+    answering = Answering(service.models, api, RequestMetrics(model.name for model in service.models), of_lines)
+    async with LocalBatchService(folder, config, answering.answer, courier=courier) as batches:
+        yield build_app(
+            service.models,
+            api,
+            service._is_ready,
+            batch_routes=batch_routes(batches, answering, api, max_file_bytes=config.max_file_bytes, owner_of=owner_of),
+            doorkeeper=doorkeeper,
+        )
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    """A client of this app."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel")
+
+
+def with_http(
+    service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
+) -> None:
+    """Let somebody use it."""
+
+    async def main() -> None:
+        async with served(service, folder, **settings) as app, client_of(app) as client:
+            await use(client)
+
+    asyncio.run(main())
+
+
+async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
+    """A job once it has ended."""
+    async with asyncio.timeout(20):
+        while (job := (await client.get(f"/v1/batch/{job_id}")).json())["status"] not in ENDED:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return dict(job)
+
+
+class Stalls:
+    """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            self.longest_s = max(self.longest_s, time.thread_time() - before)

@@ -1,0 +1,156 @@
+"""Lines of batches keep the limits of the key that sent them: they wait, and lines of other keys do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.config import ApiConfig
+from app.engine.request import Request
+from app.text import Tokenizer
+from tests.api.batch_services import job_ended, with_http
+from tests.api.fakes import Service, say
+from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+
+
+def limited(**limits: Any) -> ApiConfig:
+    """`alice` has these limits, `bob` has none."""
+    return ApiConfig.model_validate({"keys": [entry(**limits), entry(OTHER_KEY, "bob")]})
+
+
+async def begin(client: httpx.AsyncClient, key: str, num: int, **fields: Any) -> str:
+    body = {"prompts": ["Hi"] * num, "async": True} | fields
+    response = await client.post("/v1/batch", json=body, headers=bearer(key))
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+async def ended(service: Service, client: httpx.AsyncClient, key: str, job_id: str, num: int) -> dict[str, Any]:
+    """A job of which the fleet has seen so many lines; until then nobody asks, for that counts for the key too."""
+    async with asyncio.timeout(20):
+        while num_seen(service) < num:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    job = (await client.get(f"/v1/batch/{job_id}", headers=bearer(key))).json()
+    assert job["status"] == "completed", job
+    return dict(job)
+
+
+def num_seen(service: Service, tenant: str | None = None) -> int:
+    return sum(tenant in (None, request.tenant) for request in service.generate.requests)
+
+
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 8}, {"tokens_per_minute": 50}], ids=str)
+def test_lines_wait_for_what_their_key_may_use_and_others_do_not(
+    tokenizer: Tokenizer, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 5."))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        await begin(client, KEY, 40, max_tokens=5)
+        async with asyncio.timeout(10):
+            while num_seen(service) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await begin(client, OTHER_KEY, 40, max_tokens=5)
+        async with asyncio.timeout(10):
+            while num_seen(service, "bob") < 40:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 5
+        assert 5 <= num_seen(service, "alice") <= 12, "a minute's worth, and what has come since"
+
+    with_http(service, tmp_path, use, api=limited(**limits), max_in_flight=4)
+
+
+def test_lines_go_on_as_soon_as_their_key_may(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        began = time.monotonic()
+        job = await ended(service, client, KEY, await begin(client, KEY, 630, max_tokens=2), 630)
+        assert job["request_counts"] == {"total": 630, "completed": 630, "failed": 0}
+        # 600 at once and one each tenth of a second: the other 30 take three seconds if nothing is lost in waiting.
+        assert 2 < time.monotonic() - began < 15
+
+    with_http(service, tmp_path, use, api=limited(requests_per_minute=600), max_in_flight=8)
+
+
+def test_no_more_lines_of_a_key_run_at_once_than_it_may_have(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    most = 0
+    three = say(tokenizer, "3")
+
+    def script(request: Request) -> Any:
+        nonlocal most
+        most = max(most, sum(each.startswith("cmpl") for each in service.generate.open))
+        return three(request)
+
+    service = Service(tokenizer, script)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        job = await ended(service, client, KEY, await begin(client, KEY, 12), 12)
+        assert job["request_counts"]["completed"] == 12
+        assert 1 <= most <= 2
+
+    with_http(service, tmp_path, use, api=limited(max_concurrency=2), max_in_flight=8)
+
+
+def test_what_a_key_may_never_have_is_the_error_of_its_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"} | body}
+        for name, body in {
+            "fine": {"model": "small", "max_tokens": 5},
+            "long": {"model": "small", "max_tokens": 6},
+            "other": {"model": "large"},
+        }.items()
+    ]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        client.headers.update(bearer(KEY))
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=body)).json()
+        results = (await job_ended(client, batch["id"]))["results"]
+        assert [each["status_code"] for each in results] == [200, 400, 403]
+        assert results[1]["error"]["param"] == "max_tokens"
+        assert results[2]["error"]["code"] == "model_not_allowed"
+        [request] = service.generate.requests
+        assert (request.tenant, request.sampling.max_tokens) == ("alice", 5)
+        assert "alice" in request.cache_salt
+
+    with_http(service, tmp_path, use, api=limited(models=["small"], max_tokens=5))
+
+
+def test_lines_of_a_key_that_is_gone_are_not_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"))
+    jobs: list[str] = []
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        jobs.append(await begin(client, KEY, 4))
+        async with asyncio.timeout(10):
+            while num_seen(service) < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+
+    async def see(client: httpx.AsyncClient) -> None:
+        refused = await client.get(f"/v1/batch/{jobs[0]}", headers=bearer(OTHER_KEY))
+        assert refused.status_code == 404
+        await asyncio.sleep(0.2)
+
+    async def come_back(client: httpx.AsyncClient) -> None:
+        client.headers.update(bearer(KEY))
+        job = await job_ended(client, jobs[0])
+        assert [each["status_code"] for each in job["results"]].count(401) == 3
+
+    with_http(service, tmp_path, leave, api=limited(requests_per_minute=1))
+    with_http(service, tmp_path, see, api=ApiConfig.model_validate({"keys": [entry(OTHER_KEY, "bob")]}))
+    assert num_seen(service) == 1, "nothing runs for a key that is not there"
+    with_http(service, tmp_path, come_back, api=limited())

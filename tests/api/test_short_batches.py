@@ -1,0 +1,445 @@
+"""POST /v1/batch: a list of prompts, answered at once or as a job, and what comes of each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.api.openapi import BATCH_BODIES, openapi_document
+from app.config import ApiConfig
+from app.errors import Overloaded, StepFailed
+from app.text import Tokenizer
+from tests.api.batch_services import Stalls, client_of, job_ended, served, with_http
+from tests.api.fakes import WAIT, Connection, Service, say
+from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
+from tests.api.test_openapi import every_reference
+from tests.webhooks.receivers import SECRET, Receiver, config
+
+JOB = {"async": True}
+
+
+async def post(client: httpx.AsyncClient, prompts: list[Any], **fields: Any) -> httpx.Response:
+    return await client.post("/v1/batch", json={"prompts": prompts, **fields})
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def echoing(tokenizer: Tokenizer) -> Service:
+    """A model that says its prompt again."""
+    return Service(tokenizer, lambda request: say(tokenizer, tokenizer.decode(request.prompt_token_ids))(request))
+
+
+def texts(results: list[dict[str, Any]]) -> list[str]:
+    return [each["response"]["choices"][0].get("text") for each in results]
+
+
+@pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
+def test_texts_are_answered_in_their_order(tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]) -> None:
+    prompts = [f"{n} + {n}" for n in range(12)]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = (await post(client, prompts, max_tokens=20, **mode)).json()
+        if mode:
+            assert (answer["status"], answer["results"], answer["progress"]) == ("validating", None, 0)
+            answer = await job_ended(client, answer["id"])
+        assert (answer["object"], answer["status"], answer["progress"]) == ("batch", "completed", 1)
+        assert answer["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        assert texts(answer["results"]) == prompts
+        assert [each["index"] for each in answer["results"]] == list(range(12))
+        assert all(each["error"] is None and each["status_code"] == 200 for each in answer["results"])
+        used = [each["response"]["usage"] for each in answer["results"]]
+        assert answer["usage"]["input_tokens"] == sum(usage["prompt_tokens"] for usage in used)
+        assert answer["usage"]["output_tokens"] == sum(usage["completion_tokens"] for usage in used)
+
+    with_http(echoing(tokenizer), tmp_path, use)
+
+
+@pytest.mark.parametrize("mode", [{}, JOB], ids=["at once", "as a job"])
+def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
+    service: Service, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    prompts = [chat("Hi"), [{"role": "king", "content": "Hi"}], chat("long " * 500), [], chat("Ho")]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = (await post(client, prompts, model="demo", max_tokens=8, **mode)).json()
+        if mode:
+            answer = await job_ended(client, answer["id"])
+        assert answer["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
+        results = answer["results"]
+        assert [each["status_code"] for each in results] == [200, 400, 400, 400, 200]
+        assert results[0]["response"]["choices"][0]["message"]["content"] == "3 4 5."
+        assert [each["error"]["param"] for each in results[1:4]] == ["messages[0].role", "messages", "messages"]
+        assert results[2]["error"]["code"] == "context_length_exceeded"
+        assert all(each["response"] is None for each in results[1:4])
+
+    with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompts"),
+        ({"prompts": []}, "prompts"),
+        ({"prompts": "Hi"}, "prompts"),
+        ({"prompts": ["Hi", chat("Hi")]}, "prompts"),
+        ({"prompts": ["Hi", 5]}, "prompts"),
+        ({"prompts": ["Hi"] * 10_001, "async": True}, "prompts"),
+        ({"prompts": ["Hi"] * 17}, "prompts"),
+        ({"prompts": ["Hi"] * 9, "n": 2}, "prompts"),
+        ({"prompts": ["Hi"], "prompt": "Ho"}, "prompt"),
+        ({"prompts": ["Hi"], "messages": chat("Ho")}, "messages"),
+        ({"prompts": ["Hi"], "stream": True}, "stream"),
+        ({"prompts": ["Hi"], "temperature": 9}, "temperature"),
+        ({"prompts": ["Hi"], "max_tokens": "many"}, "max_tokens"),
+        ({"prompts": ["Hi"], "model": "huge"}, "model"),
+        ({"prompts": ["Hi"], "async": "yes"}, "async"),
+        ({"prompts": ["Hi"], "async": True, "deadline_s": 5}, "deadline_s"),
+        ({"prompts": ["Hi"], "async": True, "metadata": {"k": 1}}, "metadata.k"),
+        ({"prompts": ["Hi"], "async": True, "webhook": {"url": "https://a.example"}}, "webhook.secret"),
+        ({"prompts": ["Hi"], "metadata": {"k": "v"}}, "metadata"),
+        ({"prompts": ["Hi"], "webhook": {"url": "https://a.example", "secret": SECRET}}, "webhook"),
+        ({"prompts": ["Hi"], "n": 17, "async": True}, "n"),
+        ({"prompts": ["Hi"], "stop": ["x" * 300]}, "stop"),
+        ({"prompts": ["Hi"], "max_tokens": 200}, "max_tokens"),
+        ({"prompts": ["Hi"], "logit_bias": {"99999": 1}}, "logit_bias"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_mistake_of_all_prompts_is_one_error_and_nothing_is_begun(
+    service: Service, tmp_path: Path, fields: dict[str, Any], param: str
+) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        response = await client.post("/v1/batch", json=fields)
+        assert response.status_code in (400, 404), response.text
+        assert response.json()["error"]["param"] == param
+        assert service.generate.requests == []
+        assert (await client.get("/v1/batches")).json()["data"] == (await client.get("/v1/files")).json()["data"] == []
+
+    with_http(service, tmp_path, use, api=ApiConfig(max_prompts=16))
+
+
+def test_strict_callers_hear_of_fields_that_nobody_knows(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        body = {"prompts": ["Hi"], "temprature": 1, "webhook": None}
+        refused = await client.post("/v1/batch", json=body, headers={"x-strict": "1"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temprature")
+        assert (await client.post("/v1/batch", json=body)).status_code == 200
+
+    with_http(service, tmp_path, use)
+
+
+def test_when_nobody_has_room_for_any_of_them_the_call_is_refused_as_others_are(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    service = Service(tokenizer, lambda request: [Overloaded("all are full", retry_after_s=7)])
+
+    async def use(client: httpx.AsyncClient) -> None:
+        refused = await post(client, ["Hi", "Ho"])
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
+        assert refused.json()["error"]["code"] == "overloaded"
+
+    with_http(service, tmp_path, use)
+
+
+def test_one_that_nobody_has_room_for_is_an_error_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    full, broken = (tuple(tokenizer.encode(text, add_special_tokens=True)) for text in ("1", "2"))
+    failures = {full: Overloaded("all are full", retry_after_s=7), broken: StepFailed("the step raised")}
+    three = say(tokenizer, "3")
+    service = Service(
+        tokenizer,
+        lambda request: (
+            [failures[request.prompt_token_ids]] if request.prompt_token_ids in failures else three(request)
+        ),
+    )
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = await post(client, ["1", "2", "4"])
+        assert answer.status_code == 200
+        results = answer.json()["results"]
+        assert [each["status_code"] for each in results] == [429, 500, 200]
+        assert results[0]["error"]["code"] == "overloaded"
+        assert "the step raised" not in results[1]["error"]["message"]
+
+    with_http(service, tmp_path, use)
+
+
+def test_who_hangs_up_ends_all_of_its_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, lambda request: [WAIT])
+
+    async def use(client: httpx.AsyncClient) -> None:
+        app = client._transport.app  # type: ignore[attr-defined]
+        async with Connection(app, "POST", "/v1/batch", {"prompts": ["Hi"] * 5}, {}) as connection:
+            await connection.until(lambda: len(service.generate.open) == 5)
+            connection.hang_up()
+            await connection.finished()
+        assert service.generate.open == set()
+
+    with_http(service, tmp_path, use)
+
+
+def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 5."))
+    api = ApiConfig.model_validate({"keys": [entry(tokens_per_minute=6_000, max_tokens=40)]})
+
+    async def use(client: httpx.AsyncClient) -> None:
+        client.headers.update(bearer())
+        answer = await post(client, ["Hi", "Ho"], max_tokens=40, user="somebody else")
+        assert {request.tenant for request in service.generate.requests} == {"alice"}
+        used = answer.json()["usage"]["total_tokens"]
+        left = int((await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"])
+        assert 6_000 - used <= left < 6_000 - used + 50, "it fills again meanwhile"
+        refused = await post(client, ["Hi"], max_tokens=41)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+    with_http(service, tmp_path, use, api=api)
+
+
+def test_a_key_sees_only_its_own_jobs_and_uses_only_its_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"), names=("small", "large"))
+    api = ApiConfig.model_validate({"keys": [entry(models=["small"]), entry(OTHER_KEY, "bob")]})
+
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/v1/batch/stats")).status_code == 401
+        client.headers.update(bearer(KEY))
+        for mode in ({}, JOB):
+            refused = await post(client, ["Hi"], model="large", **mode)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        job = (await post(client, ["Hi"], model="small", **JOB)).json()
+        await job_ended(client, job["id"])
+        others = await client.get(f"/v1/batch/{job['id']}", headers=bearer(OTHER_KEY))
+        assert (others.status_code, others.json()["error"]["code"]) == (404, "batch_not_found")
+        stats = [(await client.get("/v1/batch/stats", headers=bearer(key))).json() for key in (KEY, OTHER_KEY)]
+        assert [each["requests"]["completed"] for each in stats] == [1, 0]
+
+    with_http(service, tmp_path, use, api=api)
+
+
+def test_stats_say_what_waits_runs_and_is_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, lambda request: [WAIT])
+
+    async def use(client: httpx.AsyncClient) -> None:
+        job = (await post(client, ["Hi"] * 5, **JOB)).json()
+        async with asyncio.timeout(10):
+            while len(service.generate.open) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        stats = (await client.get("/v1/batch/stats")).json()
+        assert stats["object"] == "batch.stats"
+        assert stats["batches"]["in_progress"] == 1
+        assert stats["requests"] == {"queued": 3, "running": 2, "completed": 0, "failed": 0}
+        await client.post(f"/v1/batches/{job['id']}/cancel")
+        assert (await job_ended(client, job["id"]))["status"] == "cancelled"
+
+        service.generate.script = say(tokenizer, "3 4 5.")
+        await job_ended(client, (await post(client, ["Hi"] * 5, **JOB)).json()["id"])
+        stats = (await client.get("/v1/batch/stats")).json()
+        assert stats["batches"] == dict.fromkeys(stats["batches"], 0) | {"cancelled": 1, "completed": 1}
+        assert stats["requests"] == {"queued": 0, "running": 0, "completed": 5, "failed": 0}
+        assert stats["tokens"]["output"] == 25
+        assert 0 < stats["output_tokens_per_second"] <= 25
+
+    with_http(service, tmp_path, use, max_in_flight=2)
+
+
+def test_a_cancelled_job_says_which_prompts_were_not_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    three, waits = say(tokenizer, "3"), tuple(tokenizer.encode("2", add_special_tokens=True))
+    service = Service(tokenizer, lambda request: [WAIT] if request.prompt_token_ids == waits else three(request))
+
+    async def use(client: httpx.AsyncClient) -> None:
+        job = (await post(client, ["1", "2", "4"], **JOB)).json()
+        async with asyncio.timeout(10):
+            while job["request_counts"]["completed"] < 2:
+                job = (await client.get(f"/v1/batch/{job['id']}")).json()
+                await asyncio.sleep(0.005)
+        assert (job["status"], job["results"], round(job["progress"], 2)) == ("in_progress", None, 0.67)
+        await client.post(f"/v1/batches/{job['id']}/cancel")
+        results = (await job_ended(client, job["id"]))["results"]
+        assert [each["status_code"] for each in results] == [200, None, 200]
+        assert results[1]["error"]["code"] == "batch_cancelled"
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_job_is_a_batch_and_a_batch_can_be_read_as_a_job(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        job = (await post(client, ["Hi", "Ho"], metadata={"night": "first"}, **JOB)).json()
+        job = await job_ended(client, job["id"])
+        batch = (await client.get(f"/v1/batches/{job['id']}")).json()
+        assert batch.items() <= job.items()
+        assert batch["metadata"] == {"night": "first"}
+        sent = (await client.get(f"/v1/files/{batch['input_file_id']}/content")).content.splitlines()
+        assert [json.loads(line)["custom_id"] for line in sent] == ["0", "1"]
+
+        lines = [{"custom_id": name, "method": "POST", "url": batch["endpoint"], "body": {"prompt": name}}
+                 for name in ("zoe", "adam", "7")]  # fmt: skip
+        odd = [json.dumps(line, indent=1).replace("\n", "\r").encode() for line in lines]
+        content = b"\xef\xbb\xbf" + b"\n\n".join(odd)
+        file = (await client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})).json()
+        body = {"input_file_id": file["id"], "endpoint": batch["endpoint"], "completion_window": "24h"}
+        other = await job_ended(client, (await client.post("/v1/batches", json=body)).json()["id"])
+        assert [each["custom_id"] for each in other["results"]] == ["zoe", "adam", "7"]
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        job = await job_ended(client, (await post(client, ["Hi"], **JOB)).json()["id"])
+        assert job["results"] is not None
+        with monkeypatch.context() as small:
+            small.setattr("app.api.batch_results.MAX_SHOWN_BYTES", 100)
+            assert (await client.get(f"/v1/batch/{job['id']}")).json()["results"] is None
+        await client.delete(f"/v1/files/{job['output_file_id']}")
+        job = (await client.get(f"/v1/batch/{job['id']}")).json()
+        assert (job["status"], job["results"]) == ("completed", None)
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_job_that_cannot_begin_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, lambda request: [WAIT])
+
+    async def use(client: httpx.AsyncClient) -> None:
+        first = (await post(client, ["Hi"], **JOB)).json()
+        assert (await post(client, ["Hi"], **JOB)).status_code == 429
+        assert [file["id"] for file in (await client.get("/v1/files")).json()["data"]] == [first["input_file_id"]]
+        too_large = await post(client, ["Hi"] * 100, stop=["x" * 200], **JOB)
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
+        assert len((await client.get("/v1/files")).json()["data"]) == 1
+        assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use, max_batches=1, max_file_bytes=10_000)
+
+
+@pytest.mark.parametrize("job_id", ["none", "batch_none", "..", "x" * 5000])
+def test_there_is_no_such_job(service: Service, tmp_path: Path, job_id: str) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        assert (await client.get(f"/v1/batch/{job_id}")).status_code in (404, 405)
+
+    with_http(service, tmp_path, use)
+
+
+def test_the_routes_of_files_and_batches_are_described_where_they_are_served(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        document = (await client.get("/openapi.json")).json()
+        app = client._transport.app  # type: ignore[attr-defined]
+        routes = {
+            (route.path, method.lower())
+            for route in app.router.default.app.routes
+            for method in route.methods - {"HEAD"}
+            if "batch" in route.path or "files" in route.path
+        }
+        assert len(routes) == 12
+        assert routes <= {(path, method) for path, methods in document["paths"].items() for method in methods}
+        assert every_reference(document) == {
+            f"#/components/schemas/{name}" for name in document["components"]["schemas"]
+        }
+        for body in BATCH_BODIES:
+            schema = document["components"]["schemas"][body.__name__]
+            for name, field in schema["properties"].items():
+                assert ({"type": "null"} in field.get("anyOf", [])) == (name not in schema["required"]), name
+
+    with_http(service, tmp_path, use)
+    assert "/v1/batch" not in openapi_document(ApiConfig())["paths"]
+
+
+@pytest.mark.parametrize("path", ["/v1/batch", "/v1/batches"])
+def test_a_signed_webhook_tells_of_the_end(service: Service, tmp_path: Path, path: str) -> None:
+    async def main() -> None:
+        async with Receiver() as receiver:
+            webhook = {"url": receiver.url, "secret": SECRET}
+            async with served(service, tmp_path, webhooks=config(receiver)) as app, client_of(app) as client:
+                if path == "/v1/batch":
+                    asked: dict[str, Any] = {"prompts": ["Hi"], "async": True}
+                else:
+                    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+                    form = {"files": {"file": ("a.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+                    file = (await client.post("/v1/files", **form)).json()
+                    asked = {
+                        "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h",
+                    }  # fmt: skip
+                begun = (await client.post(path, json=asked | {"webhook": webhook})).json()
+                assert begun["webhook"]["status"] == "waiting"
+                [received] = await receiver.got(1)
+                event = openai.OpenAI(api_key="none", webhook_secret=SECRET).webhooks.unwrap(
+                    received.body, received.headers
+                )
+                assert (event.type, event.data.id) == ("batch.completed", begun["id"])  # type: ignore[union-attr]
+                job = await job_ended(client, begun["id"])
+                assert SECRET not in json.dumps([begun, job])
+                refused = await client.post(path, json=asked | {"webhook": webhook | {"url": "https://10.0.0.1/"}})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "webhook.url")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("secret", [None, 5, [SECRET], SECRET * 20, "canary-secret"], ids=str)
+def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secret: Any) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        response = await post(client, ["Hi"], webhook={"url": "https://example.com/", "secret": secret}, **JOB)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "webhook.secret")
+        assert SECRET not in response.text
+        assert "canary" not in response.text
+
+    with_http(service, tmp_path, use)
+
+
+def test_results_that_are_large_hold_nobody_up(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3"))
+    long = "é" * 30_000
+
+    async def use(client: httpx.AsyncClient) -> None:
+        lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "x": long}}
+                 for n in range(250)]  # fmt: skip
+        content = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+        form: dict[str, Any] = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = (await client.post("/v1/batches", json=body)).json()["id"]
+        job = await job_ended(client, batch_id)
+        assert len(job["results"]) == 250
+        assert file["bytes"] > 14_000_000
+        stalls = Stalls()
+        watching = asyncio.create_task(stalls.watch())
+        await client.get(f"/v1/batch/{batch_id}")
+        watching.cancel()
+        assert stalls.longest_s < 0.1
+
+    with_http(service, tmp_path, use)
+
+
+_PROMPTS = st.lists(st.sampled_from(["Hi", "", chat("Hi"), chat(""), [], [1], [{}], 5, None, {}]) | JSON, max_size=4)
+_WEBHOOK = st.fixed_dictionaries({"url": st.text(max_size=9) | JSON, "secret": st.text(max_size=9) | JSON}) | JSON
+
+
+def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
+    others = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), LIKELY | JSON, max_size=4)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        loop = asyncio.get_running_loop()
+
+        @settings(max_examples=60, deadline=None)
+        @given(others, _PROMPTS | JSON, st.booleans() | JSON, _WEBHOOK, st.dictionaries(st.text(), JSON, max_size=2))
+        def check(body: dict[str, Any], prompts: Any, is_async: Any, webhook: Any, metadata: Any) -> None:
+            body = body | {"prompts": prompts, "async": is_async, "webhook": webhook, "metadata": metadata}
+            for sent in (body, {name: body[name] for name in ("prompts", "async")}):
+                response = asyncio.run_coroutine_threadsafe(
+                    client.post("/v1/batch", content=json.dumps(sent)), loop
+                ).result(10)
+                assert response.status_code in (200, 400, 404, 429), response.text
+
+        await asyncio.to_thread(check)
+
+    with_http(service, tmp_path, use)

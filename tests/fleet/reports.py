@@ -1,0 +1,19 @@
+"""What a replica may say of itself."""
+
+from __future__ import annotations
+
+from app.fleet import Report
+
+
+def make_report(*, group: str = "", num_requests: int = 0, max_requests: int = 10) -> Report:
+    return Report(
+        group=group,
+        num_requests=num_requests,
+        max_requests=max_requests,
+        max_running=8,
+        num_waiting_tokens=0,
+        num_kv_tokens=4096,
+        speed=100.0,
+        ended_per_s=4.0,
+        step_age_s=0.0,
+    )

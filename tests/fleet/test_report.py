@@ -1,0 +1,17 @@
+"""What a replica says of itself."""
+
+from __future__ import annotations
+
+from app.fleet import Report
+from tests.fakes import build_fake_engine, make_request
+
+
+def test_a_report_says_what_the_engines_snapshot_says() -> None:
+    engine = build_fake_engine(num_blocks=64, block_size=4, max_running=1)
+    for prompt in ((5,) * 8, (6,) * 9):
+        engine.add(make_request(prompt))
+    engine.step()
+    report = Report.of(engine.stats(), group="blue", max_requests=10, step_age_s=0.5)
+    assert (report.num_requests, report.max_running, report.num_waiting_tokens) == (2, 1, 9)
+    assert report.num_kv_tokens == 256
+    assert (report.group, report.max_requests, report.step_age_s) == ("blue", 10, 0.5)
