@@ -294,7 +294,7 @@ def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
     clock = FakeClock()
 
     class Timed(GatedRunner):
-        def run(self, batch: Batch) -> list[int]:
+        def run(self, batch: Batch) -> StepResult:
             tokens = super().run(batch)
             clock.advance(0.01)
             return tokens
