@@ -9,6 +9,7 @@ from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.engine import ModelRunner, StepError
 from app.engine.facts import ModelFacts
+from app.engine.matcher import Matchers
 from app.engine.recorder import StepRecorder
 from app.engine.step_record import (
     NOTHING,
@@ -52,13 +53,18 @@ class Reenactment:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         model: ModelRunner | None = None,
+        matchers: Matchers | None = None,
         stand_ins: StandIns | None = None,
     ) -> None:
-        """Without a model, tokens are those of the log; of a log without prompts, `stand_ins`."""
-        facts = ModelFacts(**header.facts | {"eos_token_ids": tuple(header.facts["eos_token_ids"])})
+        """Without a model, tokens are those of the log; of a log without prompts, `stand_ins`.
+
+        A model needs the matchers of grammars too, which the log's tokens have been through already.
+        """
+        facts = facts_of(header)
         kind = ReenactingLauncher if header.launches_ahead else ReenactingRunner
         self._runner = kind(model, stand_ins, facts.eos_token_ids)
         self._stand_ins = stand_ins
+        self._matchers = matchers
         self._clock = RecordedClock()
         self._entries: list[Entry] = []
         self._shares = Shares()
@@ -89,7 +95,8 @@ class Reenactment:
         match entry:
             case Arrival():
                 self.request_ids[entry.number] = entry.request.request_id
-                self._engine.add_checked(entry.request, arrived_at=entry.at)
+                matcher = None if self._matchers is None else self._matchers.matcher_of(entry.request).result()
+                self._engine.add_checked(entry.request, arrived_at=entry.at, matcher=matcher)
             case HiddenArrival():
                 assert self._stand_ins is not None, "a log without prompts needs tokens that stand for them"
                 request = self._stand_ins.request(entry)
@@ -105,6 +112,11 @@ class Reenactment:
     def _take(self, entry: Entry) -> bool:
         self._entries.append(entry)
         return True
+
+
+def facts_of(header: Header) -> ModelFacts:
+    """What the recorded engine knew of its model."""
+    return ModelFacts(**header.facts | {"eos_token_ids": tuple(header.facts["eos_token_ids"])})
 
 
 class Shares:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from app.assembly import build_sync_engine
+from app.assembly import build_matchers, build_sync_engine
 from app.config import EngineConfig
 from app.engine.engine import ModelRunner
 from app.engine.step_record import Entry, Header, Lost, Retuned, StepRecord
@@ -31,7 +31,7 @@ from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import add_settings_option
 from benchmarks.progress import tell
 from benchmarks.recorded_run import find_run
-from benchmarks.reenactment import Reenactment, Shares
+from benchmarks.reenactment import Reenactment, Shares, facts_of
 from benchmarks.settings import engine_config, parse_assignments
 from benchmarks.stand_ins import StandIns
 
@@ -94,11 +94,13 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         raise BenchmarkError("the log has no prompts (step_log.record_prompts was false): replay it with --simulated")
     config = _configured(run.header, model, settings)
     differences = _differences(run.header, config, computes=not simulated)
+    matchers = None if simulated else build_matchers(config, facts_of(run.header))
     reenactment = Reenactment(
         run.header,
         scheduler=config.scheduler,
         cache=config.cache,
         model=None if simulated else _load(config),
+        matchers=matchers,
         stand_ins=StandIns(run.entries(), block_size=config.cache.block_size) if run.hides_prompts else None,
     )
     circumstances = Circumstances(
@@ -109,6 +111,8 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
     )
     comparison = Comparison(circumstances, reenactment.request_ids, hides_tokens=run.hides_prompts)
     found = reenact(run.entries(), reenactment, comparison)
+    if matchers is not None:
+        matchers.close()
     if found.num_lost:
         run.notes.append(
             f"{found.num_lost:,} entries were dropped after step {found.num_steps}, the disk was too slow: "

@@ -73,7 +73,8 @@ class Grammars:
                 return _failed(_refusal(grammar, reason))
             matcher = self._copy(key)
             if matcher is None:
-                self._check_room()
+                if self._num_waiting >= self._config.max_waiting:
+                    return _failed(self._too_many())
                 self._num_waiting += 1
         try:
             if matcher is None:
@@ -99,12 +100,11 @@ class Grammars:
 
     # ------------------------------------------------------------------ the caches, under the lock
 
-    def _check_room(self) -> None:
-        if self._num_waiting >= self._config.max_waiting:
-            raise Overloaded(
-                f"{self._num_waiting:,} requests wait for their grammars to be compiled; try again shortly",
-                retry_after_s=self._config.compile_timeout_s,
-            )
+    def _too_many(self) -> Overloaded:
+        return Overloaded(
+            f"{self._num_waiting:,} requests wait for their grammars to be compiled; try again shortly",
+            retry_after_s=self._config.compile_timeout_s,
+        )
 
     def _one_waits_less(self, _compiled: Future[Matcher | None]) -> None:
         with self._lock:

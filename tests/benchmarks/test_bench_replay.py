@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule
 
-from app.assembly import build_sync_engine
+from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
@@ -404,6 +404,24 @@ def test_a_real_log_is_replayed(
     assert found["divergence"] is None
     assert found["num_requests"] == 6
     assert found["num_steps"] > 15
+
+
+def test_a_real_log_with_grammars_is_replayed(
+    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig.model_validate({"model": {"path": str(demo_path)}, "step_log": {"path": str(tmp_path)}})
+    engine = build_sync_engine(config)
+    matchers = build_matchers(config, engine.facts)
+    for number in range(3):
+        grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
+        request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)
+        engine.add(request, matcher=matchers.matcher_of(request).result())
+    run_to_end(engine)
+    engine.close()
+    matchers.close()
+    for options in ((), ("--simulated",)):
+        assert main([str(tmp_path), *options]) == 0
+        assert capsys.readouterr().out.startswith("the same: ")
 
 
 def test_a_log_without_prompts_is_replayed_without_a_model_only(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.batch import ScheduledSequence, TokenHistory
+from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import SamplingParams
 from app.model.sampler import gumbel_noise, sample
 
@@ -16,13 +17,14 @@ VOCAB_SIZE = 40
 
 def item(
     *, position: int = 3, prompt: tuple[int, ...] = (), generated: tuple[int, ...] = (), banned: tuple[int, ...] = (),
-    **sampling: object,
+    matcher: Matcher | None = None, **sampling: object,
 ) -> ScheduledSequence:  # fmt: skip
     params = SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     return ScheduledSequence(
         request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
         banned_token_ids=banned,
         history=TokenHistory(prompt=prompt, generated=generated) if params.has_penalties else None,
+        matcher=matcher,
     )  # fmt: skip
 
 
@@ -35,6 +37,24 @@ def draws(logits: list[float], num_draws: int = 4000, **sampling: object) -> lis
     rows = torch.tensor([logits]).repeat(num_draws, 1)
     drawn = sample(rows, [item(position=n + 1, seed=7, **sampling) for n in range(num_draws)])
     return [(drawn == token).float().mean().item() for token in range(len(logits))]
+
+
+def test_only_what_a_matcher_allows_is_taken_and_others_are_left_alone() -> None:
+    logits = random_logits(4)
+    some = TokenSet((3, 17, 39), vocab_size=VOCAB_SIZE)
+    free, tied = item(temperature=0.0), item(temperature=0.0, matcher=some)
+    drawn = [item(position=n, matcher=some, seed=5) for n in range(60)]
+    taken = sample(logits, [free, tied, tied, free], likeliest=logits.argmax(-1)).tolist()
+    assert taken[0::3] == logits.argmax(-1)[0::3].tolist()
+    assert taken[1:3] == [max((3, 17, 39), key=lambda token: row[token].item()) for row in logits[1:3]]
+    assert set(sample(random_logits(60), drawn).tolist()) == {3, 17, 39}
+
+
+def test_a_ban_holds_unless_it_would_leave_a_matcher_nothing() -> None:
+    logits = random_logits(2)
+    some = TokenSet((3, 17), vocab_size=VOCAB_SIZE)
+    banned = [item(temperature=0.0, matcher=some, banned=ban) for ban in ((3, 5), (3, 5, 17))]
+    assert sample(logits, banned).tolist() == [17, max((3, 17), key=lambda token: logits[1, token].item())]
 
 
 def test_greedy_takes_the_likeliest() -> None:
