@@ -293,7 +293,7 @@ def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "48h"}, "completion_window"),
         ({"completion_window": None}, "completion_window"),
         ({"input_file_id": 7}, "input_file_id"),
