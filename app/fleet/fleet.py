@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 from app.engine.request import Queued, Request, TokenDelta
 from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, Unavailable
@@ -16,6 +17,7 @@ from app.fleet.board import Board
 from app.fleet.frame import Frame
 from app.fleet.journal import Journal
 from app.fleet.line import Line, Patience
+from app.fleet.trials import Trials
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
+        self._journals: WeakSet[Journal] = WeakSet()  # of the requests under way
+        self._trials = Trials()
         self._lines: dict[str, Line] = {}
         self.totals = Totals()
         board.on_replicas = self._replicas_changed
@@ -115,13 +119,19 @@ class Fleet:
             Unavailable: there was no replica, or too many were lost under this request.
         """
         journal = Journal(request, began_at=self._clock())
+        self._journals.add(journal)
         avoid: frozenset[str] = frozenset()
         while True:
             pause_s = 0.0
+            is_on_trial = self._would_be_given_up(journal.num_fruitless + 1)
+            if is_on_trial:
+                await self._trials.begin(request.request_id)
             attempt = await self._begin(journal, avoid)
             try:
                 while True:
                     delta = journal.book(await attempt.next())
+                    if is_on_trial and delta.token_ids:
+                        self._trials.end(request.request_id)
                     if delta.queued is not None:
                         delta = delta._replace(queued=self._with_place(attempt, delta.queued))
                     yield delta
@@ -140,6 +150,7 @@ class Fleet:
                     avoid = frozenset()
             finally:
                 self._end(attempt)
+                self._trials.end(request.request_id)
             await asyncio.sleep(pause_s)
 
     @property
@@ -210,22 +221,26 @@ class Fleet:
         """Count a loss; returns how long to wait before the next try, in seconds.
 
         Raises Unavailable when it was one too many. A request that may itself be what kills replicas is given up one
-        loss sooner than those that only were there: whatever it takes from them, they get over it.
+        loss sooner than those that only were there: whatever it takes from them, they get over it. Once it is known,
+        they are acquitted of what it has killed.
         """
         if attempt.replica_id is not None:
             self._board.suspect(attempt.replica_id)  # until it is heard of again
         now = self._clock()
         was_hopeless = not (attempt.is_trusted or attempt.is_accepted)
-        if was_hopeless and journal.num_resumes and now - journal.lost_at <= self._limits.place_timeout_s:
+        if was_hopeless and self._is_recent(journal, now):
             return _SUSPECT_PAUSE_S  # it was asked for want of a better one: as good as waiting for a replica
-        journal.num_resumes += 1
+        journal.lost_on.append(attempt.replica_id or attempt.attempt_id)
         journal.lost_at = now
         request_id = journal.request.request_id
         has_progressed = journal.num_tokens > len(attempt.request.generated_token_ids)
         is_fruitless = attempt.is_trusted and not has_progressed
         journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
-        max_resumes = self._limits.max_resumes
-        if journal.num_resumes > max_resumes or journal.num_fruitless >= max(2, max_resumes):
+        is_culprit = self._would_be_given_up(journal.num_fruitless)
+        if is_culprit:
+            for other in self._journals - {journal}:
+                other.acquit(journal)
+        if is_culprit or journal.num_resumes > self._limits.max_resumes:
             self.totals.given_up += 1
             raise Unavailable(
                 f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
@@ -241,10 +256,16 @@ class Fleet:
         )  # fmt: skip
         return _SUSPECT_PAUSE_S * journal.num_fruitless if is_fruitless else 0.0
 
+    def _would_be_given_up(self, num_fruitless: int) -> bool:
+        return num_fruitless >= max(2, self._limits.max_resumes)
+
+    def _is_recent(self, journal: Journal, now: float) -> bool:
+        """Whether a replica was lost under this request not long ago."""
+        return journal.lost_at is not None and now - journal.lost_at <= self._limits.place_timeout_s
+
     async def _wait_for_room(self, journal: Journal, full: Overloaded) -> None:
         """Every replica is full. A new request is told so; one that was accepted before, and lost, waits instead."""
-        now = self._clock()
-        if not journal.num_resumes or now - journal.lost_at > self._limits.place_timeout_s:
+        if not self._is_recent(journal, self._clock()):
             raise full
         await asyncio.sleep(min(full.retry_after_s, _LONGEST_PAUSE_S))
 

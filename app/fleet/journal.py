@@ -22,9 +22,9 @@ class Journal:
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
         self._queued: Queued | None = None
         self.num_attempts = 0
-        self.num_resumes = 0
+        self.lost_on: list[str] = []  # the replicas that were lost while they had it, less those that others killed
         self.num_fruitless = 0  # replicas in a row that were sound before they got it and lost before its next token
-        self.lost_at = 0.0  # when its last replica was lost, by the clock of `began_at`
+        self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
 
     @property
     def request(self) -> Request:
@@ -39,6 +39,15 @@ class Journal:
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
+
+    @property
+    def num_resumes(self) -> int:
+        """How often it had to go on elsewhere, as far as no other request is known to be why."""
+        return len(self.lost_on)
+
+    def acquit(self, culprit: Journal) -> None:
+        """What `culprit` has killed is no longer held against this request."""
+        self.lost_on = [each for each in self.lost_on if each not in culprit.lost_on]
 
     def next_request(self, now: float) -> Request:
         """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.

@@ -172,16 +172,14 @@ class LocalFleet:
         place_timeout_s: float = 5.0,
     ) -> None:
         names = [group.name for group in groups]
-        self.replicas = [
-            LocalReplica(
-                f"r{n}", step_s=step_s, max_requests=max_requests, group=names[n % len(names)] if names else ""
-            )
-            for n in range(num_replicas)
-        ]
+        self._step_s = step_s
+        self._max_requests = max_requests
+        self.replicas = [self._replica(n, names[n % len(names)] if names else "") for n in range(num_replicas)]
         self.board = Board(
             make_policy(dispatch, random.Random(1)), GroupChooser(groups), block_size=4, clock=time.monotonic
         )
         self.counts = Counts()
+        self.tasks: list[asyncio.Task[None]] = []  # of a test; they end with the block
         self.calls = LocalCalls(self.board, self.replicas)
         self._limits = Limits(
             max_resumes=max_resumes,
@@ -196,7 +194,20 @@ class LocalFleet:
         assert len(self.board.reports) == len(self.replicas), "every replica has been heard of"
         return self
 
+    def _replica(self, number: int, group: str = "") -> LocalReplica:
+        return LocalReplica(f"r{number}", step_s=self._step_s, max_requests=self._max_requests, group=group)
+
+    def join_another(self) -> LocalReplica:
+        """A new replica, which takes requests from now on."""
+        replica = self._replica(len(self.replicas))
+        self.replicas.append(replica)
+        self.calls.replicas[replica.replica_id] = replica
+        self.calls.join(replica.replica_id)
+        return replica
+
     async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
         self.fleet.close()
         for replica in self.replicas:
             await asyncio.to_thread(replica.stop)
