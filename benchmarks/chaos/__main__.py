@@ -30,13 +30,15 @@ from benchmarks.chaos.killing import (
     kill_with_weights,
 )
 from benchmarks.chaos.overload import overload
+from benchmarks.chaos.size import Size
+from benchmarks.chaos.verdict import without_samples
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.options import num_usable_cores, positive
 from benchmarks.output import write_json
 from benchmarks.progress import tell
 from benchmarks.suggestions import did_you_mean
 
-Row = Callable[[int, int], Coroutine[Any, Any, list[dict[str, Any]]]]
+Row = Callable[[Size], Coroutine[Any, Any, list[dict[str, Any]]]]
 
 ROWS: dict[str, Row] = {
     "R1": kill_one_of_three,
@@ -59,6 +61,7 @@ ROWS: dict[str, Row] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup = {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": machine.commit()}
+    size = Size(given.runs, given.streams, given.seed)
     lines = []
     try:
         for name in given.rows:
@@ -66,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise BenchmarkError(f"there is no row {name!r}{did_you_mean(name, ROWS)}")
         for name in given.rows or ROWS:
             tell(f"{name}: starting a service")
-            for found in asyncio.run(ROWS[name](given.runs, given.streams)):
-                lines.append(json.dumps(found | setup))
-                print(lines[-1], flush=True)
+            for found in asyncio.run(ROWS[name](size)):
+                line = found | {"seed": given.seed} | setup
+                lines.append(json.dumps(line))
+                print(json.dumps(without_samples(line)), flush=True)
         if given.json is not None:
             write_json(given.json, "\n".join(lines))
     except BenchmarkError as error:
@@ -83,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
-    parser.add_argument("--json", metavar="OUT", help="write the lines there too")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
+    parser.add_argument("--json", metavar="OUT", help="write the lines there too, with every single measurement")
     return parser
 
 

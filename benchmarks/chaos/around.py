@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.mix import mixed
+from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import with_reference
@@ -20,33 +21,31 @@ from benchmarks.progress import tell
 _AFTER_S = 8.0  # of traffic once the process is there again
 
 
-async def kill_ingress(runs: int, streams: int) -> list[dict[str, Any]]:
+async def kill_ingress(size: Size) -> list[dict[str, Any]]:
     """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one."""
-    return [await _killing_what("R6", "kill -9 the only ingress", runs, streams, Stage.ingresses)]
+    return [await _killing_what("R6", "kill -9 the only ingress", size, Stage.ingresses)]
 
 
-async def kill_controller(runs: int, streams: int) -> list[dict[str, Any]]:
+async def kill_controller(size: Size) -> list[dict[str, Any]]:
     """R7: Serve's controller is killed. Requests need it only when replicas come and go."""
-    return [await _killing_what("R7", "kill -9 Serve's controller", runs, streams, Stage.controllers)]
+    return [await _killing_what("R7", "kill -9 Serve's controller", size, Stage.controllers)]
 
 
-async def _killing_what(
-    row: str, fault: str, runs: int, streams: int, processes: Callable[[Stage], list[int]]
-) -> dict[str, Any]:
+async def _killing_what(row: str, fault: str, size: Size, processes: Callable[[Stage], list[int]]) -> dict[str, Any]:
     struck_s, recoveries_s = [], []
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
-        traffic = await with_reference(running.target, mixed(streams, max_tokens=LENGTHS))
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
         async with traffic.flowing():
-            for run in range(runs):
+            for run in range(size.runs):
                 await asyncio.sleep(1.0)
                 [victim] = processes(running)
                 struck_s.append(time.perf_counter())
                 os.kill(victim, signal.SIGKILL)
                 recoveries_s.append(await _until_another(running, processes, victim) - struck_s[-1])
                 await asyncio.sleep(_AFTER_S)
-                tell(f"{row}: run {run + 1} of {runs}: there again after {recoveries_s[-1]:.1f} s")
+                tell(f"{row}: run {run + 1} of {size.runs}: there again after {recoveries_s[-1]:.1f} s")
         return (
-            {"row": row, "fault": fault, "runs": runs}
+            {"row": row, "fault": fault, "runs": size.runs}
             | judged(traffic.answers, traffic.reference)
             | pauses_after(running, traffic, struck_s)
             | spread("recovery_s", recoveries_s)
