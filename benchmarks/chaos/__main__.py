@@ -29,6 +29,7 @@ from benchmarks.chaos.killing import (
     kill_several,
     kill_with_weights,
 )
+from benchmarks.chaos.node_loss import lose_node
 from benchmarks.chaos.overload import overload
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.verdict import without_samples
@@ -50,6 +51,7 @@ ROWS: dict[str, Row] = {
     "R7": kill_controller,
     "R9": crash_on_request,
     "R13": change_under_load,
+    "node": lose_node,
     "C1": disconnect_at_each_phase,
     "C2": cancel_a_fifth,
     "C4": read_slowly,

@@ -111,5 +111,5 @@ def test_all_kinds_are_asked_and_a_stop_string_lies_on_the_way() -> None:
 
 
 def test_a_row_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["R8"]) == 2
-    assert "R8" in capsys.readouterr().err
+    assert main(["R99"]) == 2
+    assert "R99" in capsys.readouterr().err
