@@ -37,6 +37,7 @@ _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from he
 class Layout:
     """On which nodes the parts of a service are. The default: one node, everything on loopback."""
 
+    host: str = "127.0.0.1"  # where its clients reach it
     may_be_joined: bool = False  # by other nodes: Ray's ports are on this machine's outside address then
     proxy_location: str = "EveryNode"
     max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
@@ -122,7 +123,7 @@ def _serve_file(
     named = sorted({name for numbers in options.values() for name in numbers})
     return {
         "proxy_location": layout.proxy_location,
-        "http_options": {"host": "127.0.0.1", "port": port},
+        "http_options": {"host": layout.host, "port": port},
         "logging_config": {"log_level": "INFO", "enable_access_log": False},
         "applications": [
             {
