@@ -78,7 +78,7 @@ async def _kill_head(size: Size) -> dict[str, Any]:
 async def _end_of(running: Stage, deadline: float) -> float | None:
     """When the service had ended by itself; None when it has not at the deadline."""
     while time.perf_counter() < deadline:
-        if set(running.processes()) <= {running.running.pid}:
+        if set(running.running.processes()) <= {running.running.pid}:
             return time.perf_counter()
         await asyncio.sleep(0.2)  # nobody announces it
     return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, Row, pauses_after
 from benchmarks.chaos.mix import mixed
@@ -28,15 +30,17 @@ async def part_from_replicas(size: Size) -> list[Row]:
     if reason is not None:
         return [{"row": "R8", "fault": "a partition between ingress and replicas", "skipped": reason}]
     config = application(num_replicas=2 * ON_EACH, step_ms=STEP_MS)
-    with own_network() as host, stage(config, step_s=STEP_MS / 1000, layout=LAYOUT) as running:
-        with node(running, within=host.command, address=THERE):
-            await running.is_whole()
-            traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
-            return [
-                await _parting(running, host, traffic, size, "both ways", lambda: cut_both_ways(host)),
-                await _parting(running, host, traffic, size, "replica to ingress", host.lose_what_it_sends),
-                await _parting(running, host, traffic, size, "ingress to replica", host.lose_what_is_sent_to_it),
-            ]
+    with ExitStack() as block:
+        host = block.enter_context(own_network())
+        running = block.enter_context(stage(config, step_s=STEP_MS / 1000, layout=LAYOUT))
+        block.enter_context(node(running, within=host.command, address=THERE))
+        await running.is_whole()
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
+        return [
+            await _parting(running, host, traffic, size, "both ways", partial(cut_both_ways, host)),
+            await _parting(running, host, traffic, size, "replica to ingress", host.lose_what_it_sends),
+            await _parting(running, host, traffic, size, "ingress to replica", host.lose_what_is_sent_to_it),
+        ]
 
 
 def cut_both_ways(host: Host) -> None:
@@ -44,9 +48,7 @@ def cut_both_ways(host: Host) -> None:
     host.lose_what_is_sent_to_it()
 
 
-async def _parting(
-    running: Stage, host: Host, traffic: Traffic, size: Size, way: str, cut: Callable[[], None]
-) -> Row:
+async def _parting(running: Stage, host: Host, traffic: Traffic, size: Size, way: str, cut: Callable[[], None]) -> Row:
     source = size.source(f"R8 {way}")
     fresh = replace(traffic, answers=[])
     struck_s, back_s = [], []
