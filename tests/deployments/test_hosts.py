@@ -115,9 +115,9 @@ def test_a_client_that_vanishes_is_worked_for_until_the_kernel_gives_it_up(hosts
 def test_when_a_node_is_lost_its_streams_go_on_elsewhere_and_another_node_makes_the_service_whole(hosts: Hosts) -> None:
     assert len(hosts.second.replicas()) == ON_EACH
     assert not set(hosts.second.replicas()) & set(hosts.running.ingresses())
-    assert_as_before(struck(hosts, hosts.second.kill), hosts.traffic.reference)
-    assert not hosts.second.replicas()
-    with hosts.another_node() as another:
+    with hosts.another_node() as another:  # which is a while on its way
+        assert_as_before(struck(hosts, hosts.second.kill), hosts.traffic.reference)
+        assert not hosts.second.replicas()
         asyncio.run(hosts.running.is_whole())
         assert len(another.replicas()) == ON_EACH
         assert_as_before(asyncio.run(hosts.traffic.once()), hosts.traffic.reference)
