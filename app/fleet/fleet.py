@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakSet
 
 from app.engine.request import Queued, Request, TokenDelta
 from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, Unavailable
@@ -26,6 +26,7 @@ _LAST_TOKENS_S = 2.0
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # What may have killed its replica lets others go first: those that get a token before it comes are innocent.
 _SUSPECT_PAUSE_S = 0.25
+_MAX_EXPLAINED = 100
 
 
 class Calls(Protocol):
@@ -100,8 +101,8 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
-        self._journals: WeakSet[Journal] = WeakSet()  # of the requests under way
         self._trials = Trials()
+        self._explained: deque[str] = deque(maxlen=_MAX_EXPLAINED)  # replicas killed by requests that were given up
         self._lines: dict[str, Line] = {}
         self.totals = Totals()
         board.on_replicas = self._replicas_changed
@@ -119,11 +120,10 @@ class Fleet:
             Unavailable: there was no replica, or too many were lost under this request.
         """
         journal = Journal(request, began_at=self._clock())
-        self._journals.add(journal)
         avoid: frozenset[str] = frozenset()
         while True:
             pause_s = 0.0
-            is_on_trial = self._would_be_given_up(journal.num_fruitless + 1)
+            is_on_trial = self._is_last_chance(journal)
             if is_on_trial:
                 await self._trials.begin(request.request_id)
             attempt = await self._begin(journal, avoid)
@@ -230,20 +230,16 @@ class Fleet:
         was_hopeless = not (attempt.is_trusted or attempt.is_accepted)
         if was_hopeless and self._is_recent(journal, now):
             return _SUSPECT_PAUSE_S  # it was asked for want of a better one: as good as waiting for a replica
-        journal.lost_on.append(attempt.replica_id or attempt.attempt_id)
-        journal.lost_at = now
-        request_id = journal.request.request_id
-        has_progressed = journal.num_tokens > len(attempt.request.generated_token_ids)
-        is_fruitless = attempt.is_trusted and not has_progressed
-        journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
-        is_culprit = self._would_be_given_up(journal.num_fruitless)
+        journal.note_loss(attempt.replica_id or attempt.attempt_id, now, was_sound=attempt.is_trusted)
+        journal.forgive(self._explained)
+        num_fruitless, num_resumes = len(journal.fruitless_on), len(journal.lost_on)
+        is_culprit = num_fruitless >= self._max_fruitless
         if is_culprit:
-            for other in self._journals - {journal}:
-                other.acquit(journal)
-        if is_culprit or journal.num_resumes > self._limits.max_resumes:
+            self._explained.extend(journal.fruitless_on)
+        if is_culprit or num_resumes > self._limits.max_resumes:
             self.totals.given_up += 1
             raise Unavailable(
-                f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
+                f"{num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)
         if journal.has_begun:
@@ -252,12 +248,19 @@ class Fleet:
             self.totals.restarts += 1
         logger.warning(
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
-            request_id, journal.num_tokens, attempt.replica_id, lost,
+            journal.request.request_id, journal.num_tokens, attempt.replica_id, lost,
         )  # fmt: skip
-        return _SUSPECT_PAUSE_S * journal.num_fruitless if is_fruitless else 0.0
+        return _SUSPECT_PAUSE_S * num_fruitless
 
-    def _would_be_given_up(self, num_fruitless: int) -> bool:
-        return num_fruitless >= max(2, self._limits.max_resumes)
+    @property
+    def _max_fruitless(self) -> int:
+        """So many replicas in a row, lost before they gave it a token, and a request is taken for the reason."""
+        return max(2, self._limits.max_resumes)
+
+    def _is_last_chance(self, journal: Journal) -> bool:
+        """Whether a request would be given up at its next loss without a token."""
+        journal.forgive(self._explained)
+        return len(journal.fruitless_on) + 1 >= self._max_fruitless
 
     def _is_recent(self, journal: Journal, now: float) -> bool:
         """Whether a replica was lost under this request not long ago."""
@@ -299,7 +302,10 @@ class Fleet:
     def _placed(self, request_id: str, replica_id: str) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
-            attempt.placed(replica_id, self._clock(), is_trusted=replica_id not in self._board.suspects)
+            is_trusted = replica_id not in self._board.suspects
+            attempt.placed(replica_id, self._clock(), is_trusted=is_trusted)
+            if is_trusted and replica_id in self._explained:
+                self._explained.remove(replica_id)  # it was not dead but silent
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)

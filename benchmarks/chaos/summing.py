@@ -80,8 +80,10 @@ def _added(known: Mapping[str, Any], more: Mapping[str, Any]) -> Line:
 def _sum(name: str, first: Any, second: Any) -> Any:
     if isinstance(first, dict):
         return _added(first, second)
-    if isinstance(first, int | list) and type(first) is type(second):
+    if isinstance(first, int) and isinstance(second, int):
         return first + second
+    if isinstance(first, list) and isinstance(second, list):
+        return [*first, *second]
     raise BenchmarkError(f"{name} cannot be added up: it is {first!r} in one line and {second!r} in another")
 
 

@@ -39,7 +39,8 @@ def poisonous(local: LocalFleet, replica: LocalReplica) -> None:
 
 @asynccontextmanager
 async def poisonous_fleet(num_replicas: int, max_resumes: int = MAX_RESUMES) -> AsyncIterator[LocalFleet]:
-    async with LocalFleet(num_replicas, step_s=STEP_S, max_resumes=max_resumes) as local:
+    # On a busy machine a replica may say nothing for a while; here only the dead are lost.
+    async with LocalFleet(num_replicas, step_s=STEP_S, max_resumes=max_resumes, silence_s=5.0) as local:
         for replica in local.replicas:
             poisonous(local, replica)
         yield local
