@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-_LONGEST_S = 2.0  # a trial that takes longer lets the next begin: it waits in a queue or has much to compute
-
 
 class Trials:
     """At most one request on trial at a time: from its turn to its first token, or until it is lost again.
@@ -14,7 +12,9 @@ class Trials:
     but of those that were there without a token, the one that kills the next replica alone is it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, longest_s: float = 2.0) -> None:
+        """A trial that takes `longest_s` lets the next begin: it waits in a queue, or has much to compute."""
+        self._longest_s = longest_s
         self._turn = asyncio.Lock()
         self._request_id: str | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -23,7 +23,7 @@ class Trials:
         """Wait for this request's turn."""
         await self._turn.acquire()
         self._request_id = request_id
-        self._timer = asyncio.get_running_loop().call_later(_LONGEST_S, self.end, request_id)
+        self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.end, request_id)
 
     def end(self, request_id: str) -> None:
         """The request has a token, or is lost, or has waited for too long. Nothing happens when it is not on trial."""
