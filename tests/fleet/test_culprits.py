@@ -87,7 +87,6 @@ def test_those_that_come_in_the_same_moment_as_a_culprit_are_not_given_up_with_i
             assert await asyncio.gather(*answers) == [expected(request) for request in others]
             await given_up
             assert num_killed(local) == MAX_RESUMES
-            assert local.fleet.totals.given_up == 1
 
     asyncio.run(main())
 
