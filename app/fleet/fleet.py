@@ -309,6 +309,9 @@ class Fleet:
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)
+            if self._board.has_become_suspect(request_id, replica_id):
+                # Whoever was there when it was lost has been told; this one came in between and would wait for long.
+                attempt.fail(Lost("it was lost while the request was on its way", reason="late"))
 
     def _on_frame(self, replica_id: str, frame: Frame) -> None:
         self._board.note(replica_id, frame.report)

@@ -90,10 +90,13 @@ class LocalCalls:
         self.present = set(self.replicas)
         self.is_somebody_there = asyncio.Event()
         self.is_somebody_there.set()
+        self.is_sent = asyncio.Event()  # else requests stay between the order and the replica
+        self.is_sent.set()
 
     async def serve(self, request: Request) -> None:
         await self.is_somebody_there.wait()
         replica = self.replicas[self.board.order(request.request_id, sorted(self.present))[0]]
+        await self.is_sent.wait()
         self.board.placed(request.request_id, replica.replica_id)
         await replica.is_heard.wait()
         if replica.is_dead:
