@@ -130,7 +130,7 @@ class Fleet:
             try:
                 while True:
                     delta = journal.book(await attempt.next())
-                    if is_on_trial and delta.token_ids:
+                    if is_on_trial and journal.has_progressed:
                         self._trials.end(request.request_id)
                     if delta.queued is not None:
                         delta = delta._replace(queued=self._with_place(attempt, delta.queued))

@@ -42,11 +42,16 @@ class Journal:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the replica that has it now, or had it last, has given it a token."""
+        return self.num_tokens > self._num_sent
+
     def note_loss(self, replica_id: str, now: float, *, was_sound: bool) -> None:
         """The replica is lost that had it last; `was_sound`: nothing was known to be wrong with that one before."""
         self.lost_at = now
         self.lost_on.append(replica_id)
-        if self.num_tokens > self._num_sent:
+        if self.has_progressed:
             self.fruitless_on.clear()
         elif was_sound:
             self.fruitless_on.append(replica_id)
