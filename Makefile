@@ -2,7 +2,7 @@
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
-#   make chaos    faults made on purpose, an hour or two: the reliability table
+#   make chaos    faults made on purpose, three to four hours: the reliability table
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml

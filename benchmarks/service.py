@@ -29,7 +29,18 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _DASHBOARD = "http://127.0.0.1:8265"
 _PROJECT = Path(__file__).resolve().parent.parent
+_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """On which nodes the parts of a service are. The default: one node, everything on loopback."""
+
+    host: str = "127.0.0.1"  # where its clients reach it
+    may_be_joined: bool = False  # by other nodes: Ray's ports are on this machine's outside address then
+    proxy_location: str = "EveryNode"
+    max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
 
 
 # What the launcher would set otherwise: Serve as whoever knows no better runs it, with its own proxy in Python.
@@ -49,7 +60,8 @@ class Service:
 
     target: Target
     pid: int  # of the launcher, which everything else comes from
-    token: str = field(default="", repr=False)  # that Ray asks of whoever deploys to it
+    token: str = field(default="", repr=False)  # that Ray asks of whoever deploys to it or joins it
+    layout: Layout = field(default_factory=Layout)
 
     def processes(self) -> dict[int, Process]:
         """All of it: launcher, driver, Ray's own processes, controller, proxy, ingresses, replicas."""
@@ -61,7 +73,7 @@ class Service:
         `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
-            json.dump(_serve_file(application, self.target.port, num_replicas or {}), config)
+            json.dump(_serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
             command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
             done = subprocess.run(command, env=_environment(self.token), capture_output=True, text=True, check=False)
@@ -74,6 +86,7 @@ def service(
     application: Mapping[str, Any],
     *,
     with_dashboard: bool = False,
+    layout: Layout | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Service]:
     """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
@@ -83,20 +96,20 @@ def service(
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
     """
-    port = _free_port()
+    port, layout = _free_port(), layout or Layout()
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         config = Path(folder) / "serve.json"
-        config.write_text(json.dumps(_serve_file(application, port)), encoding="utf-8")  # JSON is YAML
+        config.write_text(json.dumps(_serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
-            env=_environment(token) | dict(variables),
+            env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}) | dict(variables),
             stdout=sys.stderr,
         )
         try:
             with _ended_by_exception():
                 _wait_until_ready(launcher, port)
-                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid, token)
+                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid, token, layout)
         finally:
             launcher.terminate()
             launcher.wait(STOP_TIMEOUT_S)
@@ -118,12 +131,14 @@ def _environment(token: str) -> dict[str, str]:
 
 
 def _serve_file(
-    application: Mapping[str, Any], port: int, num_replicas: Mapping[str, int] = MappingProxyType({})
+    application: Mapping[str, Any], port: int, layout: Layout, num_replicas: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Any]:
     """As deployments/serve.yaml, with another application."""
+    options = {"num_replicas": num_replicas, "max_replicas_per_node": layout.max_replicas_per_node}
+    named = sorted({name for numbers in options.values() for name in numbers})
     return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": "127.0.0.1", "port": port},
+        "proxy_location": layout.proxy_location,
+        "http_options": {"host": layout.host, "port": port},
         "logging_config": {"log_level": "INFO", "enable_access_log": False},
         "applications": [
             {
@@ -131,7 +146,10 @@ def _serve_file(
                 "route_prefix": "/",
                 "import_path": "deployments.application:build",
                 "args": dict(application),
-                "deployments": [{"name": name, "num_replicas": number} for name, number in num_replicas.items()],
+                "deployments": [
+                    {"name": name} | {option: numbers[name] for option, numbers in options.items() if name in numbers}
+                    for name in named
+                ],
             }
         ],
     }

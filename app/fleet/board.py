@@ -34,6 +34,7 @@ class _Expected:
     group: str
     charged_to: str = ""  # the replica on which the ledger has it
     decision: Decision | None = None
+    trusted: frozenset[str] = frozenset()  # the replicas that nothing was wrong with when the decision was made
 
 
 class Board:
@@ -94,6 +95,7 @@ class Board:
         of_its_group = of_group(loads, expected.group)
         shunned = self._suspects | expected.avoid
         trusted = [load for load in of_its_group if load.replica_id not in shunned]
+        expected.trusted = frozenset(load.replica_id for load in trusted)
         decision = self._policy.decide(trusted or of_its_group, expected.size)
         expected.decision = decision
         order = decision.order
@@ -119,6 +121,11 @@ class Board:
         """Why a request went where it did; None before it was placed."""
         expected = self._expected.get(request_id)
         return None if expected is None else expected.decision
+
+    def has_become_suspect(self, request_id: str, replica_id: str) -> bool:
+        """Whether a replica was fine when a request's order was made, and is not any more."""
+        expected = self._expected.get(request_id)
+        return expected is not None and replica_id in expected.trusted and replica_id in self._suspects
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """New tokens of a request have come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,7 @@ from app.fleet.board import Board
 from app.fleet.frame import Frame
 from app.fleet.journal import Journal
 from app.fleet.line import Line, Patience
+from app.fleet.trials import Trials
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ _LAST_TOKENS_S = 2.0
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # What may have killed its replica lets others go first: those that get a token before it comes are innocent.
 _SUSPECT_PAUSE_S = 0.25
+_MAX_EXPLAINED = 100
 
 
 class Calls(Protocol):
@@ -87,6 +90,8 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}
+        self._trials = Trials()
+        self._explained: deque[str] = deque(maxlen=_MAX_EXPLAINED)  # replicas killed by requests that were given up
         self._lines: dict[str, Line] = {}
         self._calls_under_way: set[asyncio.Task[None]] = set()
         board.on_replicas = self._replicas_changed
@@ -107,10 +112,15 @@ class Fleet:
         avoid: frozenset[str] = frozenset()
         while True:
             pause_s = 0.0
+            is_on_trial = self._is_last_chance(journal)
+            if is_on_trial:
+                await self._trials.begin(request.request_id)
             attempt = await self._begin(journal, avoid)
             try:
                 while True:
                     delta = journal.book(await attempt.next())
+                    if is_on_trial and journal.has_progressed:
+                        self._trials.end(request.request_id)
                     if delta.queued is not None:
                         delta = delta._replace(queued=self._with_place(attempt, delta.queued))
                     yield delta
@@ -129,6 +139,7 @@ class Fleet:
                     avoid = frozenset()
             finally:
                 self._end(attempt, journal)
+                self._trials.end(request.request_id)
             await asyncio.sleep(pause_s)
 
     @property
@@ -200,39 +211,49 @@ class Fleet:
         """Count a loss; returns how long to wait before the next try, in seconds.
 
         Raises Unavailable when it was one too many. A request that may itself be what kills replicas is given up one
-        loss sooner than those that only were there: whatever it takes from them, they get over it.
+        loss sooner than those that only were there: whatever it takes from them, they get over it. Once it is known,
+        they are acquitted of what it has killed.
         """
         if attempt.replica_id is not None:
             self._board.suspect(attempt.replica_id)  # until it is heard of again
         now = self._clock()
         was_hopeless = not (attempt.is_trusted or attempt.is_accepted)
-        if was_hopeless and journal.num_resumes and now - journal.lost_at <= self._limits.place_timeout_s:
+        if was_hopeless and self._is_recent(journal, now):
             return _SUSPECT_PAUSE_S  # it was asked for want of a better one: as good as waiting for a replica
-        journal.num_resumes += 1
-        journal.lost_at = now
-        request_id = journal.request.request_id
-        has_progressed = (
-            journal.num_tokens > len(attempt.request.generated_token_ids)
-            or journal.num_scored_tokens > attempt.request.num_scored_tokens
-        )
-        is_fruitless = attempt.is_trusted and not has_progressed
-        journal.num_fruitless = 0 if has_progressed else journal.num_fruitless + is_fruitless
-        max_resumes = self._limits.max_resumes
-        if journal.num_resumes > max_resumes or journal.num_fruitless >= max(2, max_resumes):
+        journal.note_loss(attempt.replica_id or attempt.attempt_id, now, was_sound=attempt.is_trusted)
+        journal.forgive(self._explained)
+        num_fruitless, num_resumes = len(journal.fruitless_on), len(journal.lost_on)
+        is_culprit = num_fruitless >= self._max_fruitless
+        if is_culprit:
+            self._explained.extend(journal.fruitless_on)
+        if is_culprit or num_resumes > self._limits.max_resumes:
             raise Unavailable(
-                f"{journal.num_resumes} replicas were lost while they served this request; it is not tried again"
+                f"{num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)
         logger.warning(
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
-            request_id, journal.num_tokens, attempt.replica_id, lost,
+            journal.request.request_id, journal.num_tokens, attempt.replica_id, lost,
         )  # fmt: skip
-        return _SUSPECT_PAUSE_S * journal.num_fruitless if is_fruitless else 0.0
+        return _SUSPECT_PAUSE_S * num_fruitless
+
+    @property
+    def _max_fruitless(self) -> int:
+        """So many replicas in a row, lost before they gave it a token, and a request is taken for the reason."""
+        return max(2, self._limits.max_resumes)
+
+    def _is_last_chance(self, journal: Journal) -> bool:
+        """Whether a request would be given up at its next loss without a token."""
+        journal.forgive(self._explained)
+        return len(journal.fruitless_on) + 1 >= self._max_fruitless
+
+    def _is_recent(self, journal: Journal, now: float) -> bool:
+        """Whether a replica was lost under this request not long ago."""
+        return journal.lost_at is not None and now - journal.lost_at <= self._limits.place_timeout_s
 
     async def _wait_for_room(self, journal: Journal, full: Overloaded) -> None:
         """Every replica is full. A new request is told so; one that was accepted before, and lost, waits instead."""
-        now = self._clock()
-        if not journal.num_resumes or now - journal.lost_at > self._limits.place_timeout_s:
+        if not self._is_recent(journal, self._clock()):
             raise full
         await asyncio.sleep(min(full.retry_after_s, _LONGEST_PAUSE_S))
 
@@ -266,10 +287,16 @@ class Fleet:
     def _placed(self, request_id: str, replica_id: str) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is not None:
-            attempt.placed(replica_id, is_trusted=replica_id not in self._board.suspects)
+            is_trusted = replica_id not in self._board.suspects
+            attempt.placed(replica_id, is_trusted=is_trusted)
+            if is_trusted and replica_id in self._explained:
+                self._explained.remove(replica_id)  # it was not dead but silent
             decision = self._board.decision(request_id)
             self._metrics.dispatched("any" if decision is None else decision.policy)
             self._line(replica_id)
+            if self._board.has_become_suspect(request_id, replica_id):
+                # Whoever was there when it was lost has been told; this one came in between and would wait for long.
+                attempt.fail(Lost("it was lost while the request was on its way", reason="late"))
 
     def _on_frame(self, replica_id: str, frame: Frame) -> None:
         self._board.note(replica_id, frame.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from app.engine.request import Request, TokenDelta
@@ -20,11 +21,12 @@ class Journal:
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
+        self._num_sent = self._num_known  # what the last replica was given with it
         self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
         self.num_attempts = 0
-        self.num_resumes = 0
-        self.num_fruitless = 0  # replicas in a row that were sound before they got it and lost before its next token
-        self.lost_at = 0.0  # when its last replica was lost, by the clock of `began_at`
+        self.lost_on: list[str] = []  # the replicas that were lost while they had it
+        self.fruitless_on: list[str] = []  # the last of them in a row that were sound before and gave it no token
+        self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
 
     @property
     def request(self) -> Request:
@@ -36,9 +38,31 @@ class Journal:
         return len(self._token_ids)
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether the replica that has it now, or had it last, has given it a token or a prompt token's score."""
+        return self._num_known > self._num_sent
+
+    def note_loss(self, replica_id: str, now: float, *, was_sound: bool) -> None:
+        """The replica is lost that had it last; `was_sound`: nothing was known to be wrong with that one before."""
+        self.lost_at = now
+        self.lost_on.append(replica_id)
+        if self.has_progressed:
+            self.fruitless_on.clear()
+        elif was_sound:
+            self.fruitless_on.append(replica_id)
+
+    def forgive(self, explained: Collection[str]) -> None:
+        """The loss of these replicas is not held against it: another request is known to have killed them."""
+        self.lost_on = [each for each in self.lost_on if each not in explained]
+        self.fruitless_on = [each for each in self.fruitless_on if each not in explained]
+
     def num_scored_tokens(self) -> int:
         """Prompt tokens whose log-probabilities have come."""
         return self._num_scored_tokens
+
+    @property
+    def _num_known(self) -> int:
+        return self.num_tokens + self._num_scored_tokens
 
     def next_request(self, now: float) -> Request:
         """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
@@ -56,6 +80,7 @@ class Journal:
         # The first keeps the id; later ones differ in it, so that late words of an earlier one are known as such.
         number = f".{self.num_attempts}" if self.num_attempts else ""
         self.num_attempts += 1
+        self._num_sent = self._num_known
         return replace(
             self._request,
             request_id=f"{self._request.request_id}{number}",

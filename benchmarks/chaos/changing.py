@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.mix import MODEL_NAME, mixed
+from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Stage, application, stage
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged
@@ -21,12 +22,12 @@ _AFTER_S = 3.0
 _LOOK_S = 0.2
 
 
-async def change_under_load(runs: int, streams: int) -> list[dict[str, Any]]:
+async def change_under_load(size: Size) -> list[dict[str, Any]]:
     """R13: `serve deploy` of fewer replicas, then of other settings, which restarts all processes."""
     before = application(step_ms=STEP_MS)
     after = application(step_ms=STEP_MS, max_resumes=2)
     with stage(before, step_s=STEP_MS / 1000, with_dashboard=True) as running:
-        traffic = await with_reference(running.target, mixed(streams, max_tokens=LENGTHS))
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
 
         def scale_down() -> None:
             running.running.deploy(before, num_replicas={f"replica-{MODEL_NAME}": 2})

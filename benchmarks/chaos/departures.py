@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS
 from benchmarks.chaos.mix import Asked, alike, mixed
+from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
@@ -28,7 +28,7 @@ _ABANDONED_AFTER_S = 0.5
 Row = dict[str, Any]
 
 
-async def disconnect_at_each_phase(runs: int, streams: int) -> list[Row]:
+async def disconnect_at_each_phase(size: Size) -> list[Row]:
     """C1: one client closes its connection; how long until the replica holds nothing of it.
 
     Seen through /metrics, asked again and again: what a question takes is in the figures.
@@ -39,10 +39,10 @@ async def disconnect_at_each_phase(runs: int, streams: int) -> list[Row]:
     rows = []
     with stage(plain, step_s=step_s) as running:
         for phase, num_tokens in (("token 1", 1), ("token 20", 20)):
-            rows.append(await _leaving(running, runs, phase, _has_tokens(num_tokens)))
-        rows.append(await _leaving_the_queue(running, runs))
+            rows.append(await _leaving(running, size.runs, phase, _has_tokens(num_tokens)))
+        rows.append(await _leaving_the_queue(running, size.runs))
     with stage(slow, step_s=0.4) as running:
-        rows.append(await _leaving(running, runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
+        rows.append(await _leaving(running, size.runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
     return rows
 
 
@@ -107,11 +107,11 @@ async def _c1(running: Stage, phase: str, freed_ms: Sequence[float]) -> Row:
     )
 
 
-async def cancel_a_fifth(runs: int, streams: int) -> list[Row]:
+async def cancel_a_fifth(size: Size) -> list[Row]:
     """C2: every fifth client gives up half a second after it asked; what the others get, against nobody giving up."""
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
-        traffic = await with_reference(running.target, mixed(streams, max_tokens=LENGTHS))
-        seconds = 2.0 * runs
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
+        seconds = 2.0 * size.runs
         staying = [asked for place, asked in enumerate(traffic.requests) if place % 5]
         leaving = [asked for place, asked in enumerate(traffic.requests) if not place % 5]
         goodputs = []
@@ -133,22 +133,22 @@ async def cancel_a_fifth(runs: int, streams: int) -> list[Row]:
         ]
 
 
-async def read_slowly(runs: int, streams: int) -> list[Row]:
+async def read_slowly(size: Size) -> list[Row]:
     """C4: one client of all reads a byte a second; times between tokens of the others, against nobody doing so."""
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
-        traffic = await with_reference(running.target, mixed(streams - 1, max_tokens=LENGTHS))
+        traffic = await with_reference(running.target, mixed(size.streams - 1, max_tokens=LENGTHS))
         [asked] = alike(1, num_tokens=400)
         gaps_ms = []
         for is_slow in (False, True):
             others = replace(traffic, answers=[])
             reader = asyncio.create_task(_read_a_byte_a_second(running, asked)) if is_slow else None
             async with others.flowing():
-                await asyncio.sleep(2.0 * runs)
+                await asyncio.sleep(2.0 * size.runs)
             if reader is not None:
                 reader.cancel()
             gaps_ms.append(percentile([gap * 1000 for each in others.answers for gap in _gaps_s(each)], 99) or 0.0)
         return [
-            {"row": "C4", "fault": "one client reads a byte a second", "seconds": 2.0 * runs}
+            {"row": "C4", "fault": "one client reads a byte a second", "seconds": 2.0 * size.runs}
             | judged(others.answers, others.reference)
             | {"itl_p99_ms_of_others": round(gaps_ms[1], 1), "without": round(gaps_ms[0], 1)}
             | {"left_over": await running.left_over()}
@@ -170,23 +170,23 @@ async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
         writer.close()
 
 
-async def miss_deadlines(runs: int, streams: int) -> list[Row]:
+async def miss_deadlines(size: Size) -> list[Row]:
     """C5: deadlines that pass while requests run or wait: no answer comes late, no expired request takes a step."""
-    config = application(num_replicas=1, step_ms=STEP_MS, end_probability=0, max_running=max(1, streams // 4))
-    source = random.Random(5)
+    config = application(num_replicas=1, step_ms=STEP_MS, end_probability=0, max_running=max(1, size.streams // 4))
+    source = size.source("C5")
     with stage(config, step_s=STEP_MS / 1000) as running:
         requests = [
             replace(asked, body={**asked.body, "deadline_s": round(source.uniform(0.3, 6.0), 2)})
-            for asked in alike(streams, num_tokens=100)
+            for asked in alike(size.streams, num_tokens=100)
         ]
         traffic = Traffic(running.target, requests, {})
-        for _ in range(runs):
+        for _ in range(size.runs):
             await traffic.once()
         deadlines = {asked.name: asked.body["deadline_s"] for asked in requests}
         beyond = [(each.ended_s or 0.0) - each.begun_s - deadlines[each.name] for each in traffic.answers]
         expired = [over for over, each in zip(beyond, traffic.answers, strict=True) if not each.is_complete]
         return [
-            {"row": "C5", "fault": "deadlines of 0.3 to 6 s, four requests for each slot", "runs": runs}
+            {"row": "C5", "fault": "deadlines of 0.3 to 6 s, four requests for each slot", "runs": size.runs}
             | {"asked": len(beyond), "completed": sum(each.is_complete for each in traffic.answers)}
             | {"ends": _counted(traffic.answers), "late_answers": sum(over > 0.0 and each.is_complete
                for over, each in zip(beyond, traffic.answers, strict=True))}

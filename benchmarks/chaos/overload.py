@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.mix import MODEL_NAME, alike
+from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.errors import BenchmarkError
 
@@ -25,7 +26,7 @@ _SHOWN = (
 )  # fmt: skip
 
 
-async def overload(runs: int, streams: int) -> list[dict[str, Any]]:
+async def overload(size: Size) -> list[dict[str, Any]]:
     """C6: 0.8 to 5 times what two replicas with sixteen slots each can do."""
     config = application(
         num_replicas=2, step_ms=_STEP_MS, end_probability=0, max_running=_SLOTS, max_waiting=_SLOTS // 2

@@ -9,13 +9,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.chaos.mix import MODEL_NAME
 from benchmarks.errors import BenchmarkError
 from benchmarks.http_call import Target
-from benchmarks.service import Service, service
+from benchmarks.processes import Process, family
+from benchmarks.service import Layout, Service, service
 
 RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
@@ -56,6 +57,7 @@ class Stage:
     running: Service
     num_replicas: int
     step_s: float
+    nodes: list[int] = field(default_factory=list)  # the pids of nodes that have joined it
 
     @property
     def target(self) -> Target:
@@ -63,14 +65,25 @@ class Stage:
 
     def replicas(self) -> list[int]:
         """The pids of the replicas."""
-        return self._titled(_REPLICA)
+        return self.named(_REPLICA)
 
     def ingresses(self) -> list[int]:
-        return self._titled(_INGRESS)
+        return self.named(_INGRESS)
 
     def controllers(self) -> list[int]:
         """Serve's controller: one process."""
-        return [pid for pid, each in self.running.processes().items() if "ServeController" in each.title]
+        return [pid for pid, each in self.processes().items() if "ServeController" in each.title]
+
+    def named(self, title: str) -> list[int]:
+        """The pids of the processes that call themselves exactly this."""
+        return sorted(pid for pid, each in self.processes().items() if each.title == title)
+
+    def processes(self) -> dict[int, Process]:
+        """All of it, on all nodes."""
+        found = self.running.processes()
+        for node in self.nodes:
+            found |= family(node)
+        return found
 
     def holdings(self) -> Holdings:
         """Asked over /metrics. Raises OSError when nobody answers."""
@@ -119,14 +132,13 @@ class Stage:
                 return holdings.to_dict()
             await asyncio.sleep(_POLL_S)
 
-    def _titled(self, title: str) -> list[int]:
-        return sorted(pid for pid, each in self.running.processes().items() if each.title == title)
-
 
 @contextmanager
-def stage(application: Mapping[str, Any], *, step_s: float, with_dashboard: bool = False) -> Iterator[Stage]:
+def stage(
+    application: Mapping[str, Any], *, step_s: float, with_dashboard: bool = False, layout: Layout | None = None
+) -> Iterator[Stage]:
     """Start the service; it ends with the block."""
-    with service(application, with_dashboard=with_dashboard) as running:
+    with service(application, with_dashboard=with_dashboard, layout=layout) as running:
         yield Stage(running, application["models"][0]["replicas"]["num_replicas"], step_s)
 
 

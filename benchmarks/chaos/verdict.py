@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.chaos.stream import TIMEOUT, Stream
 from benchmarks.percentile import percentile
 
+SAMPLES = "_samples"  # ends the names of lists of single measurements, which a printed line leaves out
+
 
 def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[str, Any]:
     """Counts of streams. A simulated token depends on all before it, so a wrong one changes all that follow.
@@ -52,11 +54,17 @@ def pauses_ms(streams: Iterable[Stream], struck_s: float, *, step_s: float, with
     return [(each.longest_pause_s(struck_s, struck_s + within_s) - step_s) * 1000 for each in streams]
 
 
-def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, float | None]:
-    """Median, 99th percentile and the largest, under names that begin alike; the unit ends the name."""
+def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, Any]:
+    """Median, 99th percentile and the largest, under names that begin alike, the unit last; and all samples."""
     stem, _, unit = name.rpartition("_")
     found = {"p50": percentile(samples, 50), "p99": percentile(samples, 99), "max": max(samples, default=None)}
-    return {f"{stem}_{key}_{unit}": None if value is None else round(value, digits) for key, value in found.items()}
+    rounded = {f"{stem}_{key}_{unit}": None if value is None else round(value, digits) for key, value in found.items()}
+    return rounded | {f"{name}{SAMPLES}": [round(sample, digits) for sample in samples]}
+
+
+def without_samples(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line as it is printed."""
+    return {name: value for name, value in line.items() if not name.endswith(SAMPLES)}
 
 
 def _length(stream: Stream) -> int:

@@ -99,10 +99,13 @@ class LocalCalls:
         self.present = set(self.replicas)
         self.is_somebody_there = asyncio.Event()
         self.is_somebody_there.set()
+        self.is_sent = asyncio.Event()  # else requests stay between the order and the replica
+        self.is_sent.set()
 
     async def serve(self, request: Request) -> None:
         await self.is_somebody_there.wait()
         replica = self.replicas[self.board.order(request.request_id, sorted(self.present))[0]]
+        await self.is_sent.wait()
         self.board.placed(request.request_id, replica.replica_id)
         await replica.is_heard.wait()
         if replica.is_dead:
@@ -186,16 +189,14 @@ class LocalFleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [group.name for group in groups]
-        self.replicas = [
-            LocalReplica(
-                f"r{n}", step_s=step_s, max_requests=max_requests, group=names[n % len(names)] if names else ""
-            )
-            for n in range(num_replicas)
-        ]
+        self._step_s = step_s
+        self._max_requests = max_requests
+        self.replicas = [self._replica(n, names[n % len(names)] if names else "") for n in range(num_replicas)]
         self.board = Board(
             make_policy(dispatch, random.Random(1)), GroupChooser(groups), block_size=4, clock=time.monotonic
         )
         self.counts = Counts()
+        self.tasks: list[asyncio.Task[None]] = []  # of a test; they end with the block
         self.calls = LocalCalls(self.board, self.replicas)
         self._limits = Limits(
             max_resumes=max_resumes,
@@ -209,6 +210,17 @@ class LocalFleet:
         self.board.set_replicas(self.calls.present)
         await until(lambda: len(self.board.reports) == len(self.replicas))
         return self
+
+    def _replica(self, number: int, group: str = "") -> LocalReplica:
+        return LocalReplica(f"r{number}", step_s=self._step_s, max_requests=self._max_requests, group=group)
+
+    def join_another(self) -> LocalReplica:
+        """A new replica, which takes requests from now on."""
+        replica = self._replica(len(self.replicas))
+        self.replicas.append(replica)
+        self.calls.replicas[replica.replica_id] = replica
+        self.calls.join(replica.replica_id)
+        return replica
 
     def hold(self, *replicas: LocalReplica, before: int = 5) -> None:
         """These replicas will stop in the middle of their work, before that step, and stay there until they may go."""
@@ -225,6 +237,8 @@ class LocalFleet:
             replica.runner.go()
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
         self.fleet.close()
         for replica in self.replicas:
             await asyncio.to_thread(replica.stop)

@@ -166,6 +166,27 @@ def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> N
     asyncio.run(main())
 
 
+def test_a_replica_that_falls_silent_while_a_request_is_on_its_way_gets_it_in_vain_but_not_for_long() -> None:
+    async def main() -> None:
+        request = make_request((5, 6, 7), max_tokens=20)
+        silence_s = 2.0
+        async with LocalFleet(2, dispatch="round_robin", silence_s=silence_s) as local:
+            local.calls.is_sent.clear()
+            answer = asyncio.ensure_future(collect(local, request))
+            await until(lambda: local.board.decision(request.request_id) is not None)
+            decision = local.board.decision(request.request_id)
+            assert decision is not None
+            chosen = local.calls.replicas[decision.order[0]]
+            chosen.is_heard.clear()
+            await until(lambda: local.board.suspects == {chosen.replica_id})
+            local.calls.is_sent.set()
+            tokens, _ = await asyncio.wait_for(answer, silence_s / 2)
+            assert tokens == expected(request)
+            assert local.counts.resumes["late"] == 1
+
+    asyncio.run(main())
+
+
 def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeats() -> None:
     async def main() -> None:
         request = make_request((5, 6, 7), max_tokens=30)

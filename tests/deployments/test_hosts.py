@@ -1,0 +1,134 @@
+"""What happens between hosts, on a cluster of two nodes in processes of its own: smoke sizes of rows of the same names.
+
+Where this machine allows networks of our own, the second node is in one, and packets on the way to it can be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+
+from benchmarks.chaos.mix import alike, mixed
+from benchmarks.chaos.networks import THERE, Host, own_network, set_tcp_retries, why_no_networks
+from benchmarks.chaos.node_loss import LAYOUT, ON_EACH
+from benchmarks.chaos.nodes import Node, node
+from benchmarks.chaos.partition import cut_both_ways
+from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stream import Stream
+from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.vanishing import freed_after_s
+
+STEP_S = 0.03
+SILENCE_S = 1.0
+HEADLESS_S = 4  # that Ray's processes wait for their head
+NO_NETWORKS = why_no_networks()
+needs_networks = pytest.mark.skipif(NO_NETWORKS is not None, reason=str(NO_NETWORKS))
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    running: Stage
+    wire: Host | None  # to the second node, where there can be one
+    second: Node
+    traffic: Traffic
+
+    def another_node(self) -> AbstractContextManager[Node]:
+        return another_node(self.running, self.wire)
+
+
+def another_node(running: Stage, wire: Host | None) -> AbstractContextManager[Node]:
+    """A node for the two replicas for which there is no place on the first."""
+    within, address = ([], "") if wire is None else (wire.command, THERE)
+    return node(running, within=within, address=address)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    config = application(num_replicas=2 * ON_EACH, step_ms=STEP_S * 1000, silence_timeout_s=SILENCE_S)
+    config |= {"api": {"allow_unauthenticated": True}}  # where others can reach it, nobody is
+    with ExitStack() as block:
+        environment = block.enter_context(pytest.MonkeyPatch.context())
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            environment.delenv(name)  # they are this session's
+        environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
+        wire = block.enter_context(own_network()) if NO_NETWORKS is None else None
+        layout = LAYOUT if wire is None else replace(LAYOUT, host="0.0.0.0")
+        running = block.enter_context(stage(config, step_s=STEP_S, layout=layout))
+        second = block.enter_context(another_node(running, wire))
+        # Meanwhile the first node answers alone.
+        traffic = asyncio.run(with_reference(running.target, mixed(16, max_tokens=(20, 60))))
+        asyncio.run(running.is_whole())
+        yield Hosts(running, wire, second, traffic)
+
+
+def struck(hosts: Hosts, strike: Callable[[], object], *, mend: Callable[[], object] = lambda: None) -> list[Stream]:
+    """All requests once, and a fault while they run; mended when the lines to the other host have fallen silent."""
+
+    async def main() -> list[Stream]:
+        answering = asyncio.ensure_future(hosts.traffic.once())
+        await asyncio.sleep(0.4)
+        strike()
+        try:
+            await asyncio.sleep(SILENCE_S + 0.5)
+        finally:
+            mend()
+        return await answering
+
+    return asyncio.run(main())
+
+
+def assert_as_before(answers: list[Stream], reference: Mapping[str, Stream]) -> None:
+    assert [each.outcome for each in answers] == ["completed"] * len(reference)
+    assert [each.said for each in answers] == [reference[each.name].said for each in answers]
+
+
+@needs_networks
+def test_streams_outlive_a_network_that_loses_everything_for_a_while(hosts: Hosts) -> None:
+    assert hosts.wire is not None
+    replicas = hosts.second.replicas()
+    struck_s = time.perf_counter()
+    answers = struck(hosts, partial(cut_both_ways, hosts.wire), mend=hosts.wire.mend)
+    assert_as_before(answers, hosts.traffic.reference)
+    assert max(each.longest_pause_s(struck_s, struck_s + 5) for each in answers) > SILENCE_S / 2, "some were there"
+    asyncio.run(hosts.running.is_whole())
+    assert hosts.second.replicas() == replicas, "they are the same, and answer again"
+
+
+@needs_networks
+def test_a_client_that_vanishes_is_worked_for_until_the_kernel_gives_it_up(hosts: Hosts) -> None:
+    assert hosts.wire is not None
+    set_tcp_retries(1)
+    num_tokens = 400
+    [asked] = alike(1, num_tokens=num_tokens)
+    assert asyncio.run(freed_after_s(hosts.running, hosts.wire, asked)) < num_tokens * STEP_S / 2
+    assert (asyncio.run(hosts.running.left_over()))["in_flight"] == 0
+
+
+def test_when_a_node_is_lost_its_streams_go_on_elsewhere_and_another_node_makes_the_service_whole(hosts: Hosts) -> None:
+    assert len(hosts.second.replicas()) == ON_EACH
+    assert not set(hosts.second.replicas()) & set(hosts.running.ingresses())
+    with hosts.another_node() as another:  # which is a while on its way
+        assert_as_before(struck(hosts, hosts.second.kill), hosts.traffic.reference)
+        assert not hosts.second.replicas()
+        asyncio.run(hosts.running.is_whole())
+        assert len(another.replicas()) == ON_EACH
+        assert_as_before(asyncio.run(hosts.traffic.once()), hosts.traffic.reference)
+    assert asyncio.run(hosts.running.left_over())["blocks"] == 0
+
+
+def test_without_ray_s_head_requests_are_answered_until_its_processes_give_up(hosts: Hosts) -> None:
+    [head] = hosts.running.named("gcs_server")
+    assert_as_before(struck(hosts, lambda: os.kill(head, signal.SIGKILL)), hosts.traffic.reference)
+    assert_as_before(asyncio.run(hosts.traffic.once()), hosts.traffic.reference)
+    deadline = time.monotonic() + 30
+    while set(hosts.running.running.processes()) > {hosts.running.running.pid}:
+        assert time.monotonic() < deadline, "the launcher ends when Ray has"
+        time.sleep(0.1)

@@ -1,0 +1,137 @@
+"""Requests that kill whoever computes them, among others that only were there: who is given up, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from app.engine.request import Request
+from app.errors import Unavailable
+from tests.fakes import expected_tokens, make_request
+from tests.fleet.replicas import LocalFleet, LocalReplica
+
+DEADLY_TOKEN = 0
+STEP_S = 0.02
+MAX_RESUMES = 3
+
+
+def poisonous(local: LocalFleet, replica: LocalReplica) -> None:
+    """The replica dies of the deadly token; a while later there is another one in its place."""
+    loop = asyncio.get_running_loop()
+
+    async def replaced() -> None:
+        await asyncio.sleep(0.05)
+        local.calls.leave(replica.replica_id)
+        poisonous(local, local.join_another())
+
+    def die() -> None:
+        if not replica.is_dead:
+            replica.kill()
+            local.tasks.append(loop.create_task(replaced()))
+
+    replica.runner.deadly_token_id = DEADLY_TOKEN
+    replica.runner.on_deadly = lambda: loop.call_soon_threadsafe(die)
+
+
+@asynccontextmanager
+async def poisonous_fleet(num_replicas: int, max_resumes: int = MAX_RESUMES) -> AsyncIterator[LocalFleet]:
+    # On a busy machine a replica may say nothing for a while; here only the dead are lost.
+    async with LocalFleet(num_replicas, step_s=STEP_S, max_resumes=max_resumes, silence_s=5.0) as local:
+        for replica in local.replicas:
+            poisonous(local, replica)
+        yield local
+
+
+def deadly(number: int = 0) -> Request:
+    return make_request((5, DEADLY_TOKEN, 7 + number), max_tokens=30)
+
+
+def harmless(number: int, num_tokens: int) -> Request:
+    return make_request((5, 6, 7 + number), max_tokens=num_tokens)
+
+
+async def answer(local: LocalFleet, request: Request, after_s: float = 0.0) -> list[int]:
+    await asyncio.sleep(after_s)
+    return [token async for delta in local.fleet.generate(request) for token in delta.token_ids]
+
+
+async def assert_given_up(
+    local: LocalFleet, request: Request, after_s: float = 0.0, max_resumes: int = MAX_RESUMES
+) -> None:
+    with pytest.raises(Unavailable, match=f"{max_resumes} replicas were lost"):
+        await answer(local, request, after_s)
+
+
+def expected(request: Request) -> list[int]:
+    return expected_tokens(request.prompt_token_ids, request.sampling.max_tokens, ())
+
+
+def num_killed(local: LocalFleet) -> int:
+    return sum(replica.is_dead for replica in local.replicas)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_those_that_come_in_the_same_moment_as_a_culprit_are_not_given_up_with_it(place: int) -> None:
+    """One replica at a time, so that every loss is everybody's, and nobody has a token before the first."""
+
+    async def main() -> None:
+        others = [harmless(number, 12) for number in range(7)]
+        async with poisonous_fleet(1) as local:
+            answers = [asyncio.ensure_future(answer(local, request)) for request in others[:place]]
+            given_up = asyncio.ensure_future(assert_given_up(local, deadly()))
+            answers += [asyncio.ensure_future(answer(local, request)) for request in others[place:]]
+            assert await asyncio.gather(*answers) == [expected(request) for request in others]
+            await given_up
+            assert num_killed(local) == MAX_RESUMES
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whenever_they_come_only_the_culprit_is_given_up(seed: int) -> None:
+    async def main() -> None:
+        source = random.Random(seed)
+        others = [harmless(number, source.randrange(1, 60)) for number in range(24)]
+        async with poisonous_fleet(3) as local:
+            answers = [answer(local, request, source.uniform(0.0, 1.0)) for request in others]
+            found, _ = await asyncio.gather(
+                asyncio.gather(*answers), assert_given_up(local, deadly(), source.uniform(0.0, 0.3))
+            )
+            assert found == [expected(request) for request in others]
+            assert num_killed(local) == MAX_RESUMES
+
+    asyncio.run(main())
+
+
+def test_a_stream_outlives_any_number_of_culprits_that_come_one_after_another() -> None:
+    async def main() -> None:
+        long = harmless(0, 100)
+        async with poisonous_fleet(1, max_resumes=2) as local:
+            streaming = asyncio.ensure_future(answer(local, long))
+            for number in range(2):
+                await assert_given_up(local, deadly(number), after_s=0.1, max_resumes=2)
+            assert not streaming.done(), "it was there at every loss"
+            assert await streaming == expected(long)
+            assert num_killed(local) == 4
+
+    asyncio.run(main())
+
+
+def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> None:
+    async def main() -> None:
+        other = harmless(1, 12)
+        async with poisonous_fleet(1) as local:
+            leaving = asyncio.ensure_future(answer(local, deadly()))
+            staying = asyncio.ensure_future(answer(local, other))
+            while num_killed(local) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+            assert await asyncio.wait_for(staying, 1.5) == expected(other)
+
+    asyncio.run(main())
