@@ -11,7 +11,7 @@ import pytest
 from app.dispatch import Group
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
-from tests.engine.test_logprobs import check as check_logprobs
+from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, until
 from tests.fleet.replicas import LocalFleet, LocalReplica
 
