@@ -37,7 +37,7 @@ ALLOWED = {
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.model", "torch"},
     "app.bulk": {
         "app.api", "app.config", "app.errors", "app.text", "app.engine.request", "app.engine.facts",
-        "numpy", "pyarrow", "pydantic", "pydantic_core",
+        "aiohttp", "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip

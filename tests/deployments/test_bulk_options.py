@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from app.bulk.through_service import ServiceSettings
 from app.errors import InvalidSetup
 from deployments.bulk.__main__ import main
-from deployments.bulk.options import Options, read_options
+from deployments.bulk.options import Options, PoolSettings, read_options
 
 CONFIG = """
 applications:
@@ -35,23 +36,35 @@ def options(*arguments: object) -> Options:
     return read_options(["--input", "in.jsonl", "--output", "out", *map(str, arguments)])
 
 
+def pool(*arguments: object) -> PoolSettings:
+    through = options(*arguments).through
+    assert isinstance(through, PoolSettings)
+    return through
+
+
+def service(*arguments: object) -> ServiceSettings:
+    through = options("--through", "fleet", *arguments).through
+    assert isinstance(through, ServiceSettings)
+    return through
+
+
 def test_without_a_config_it_is_the_bundled_model() -> None:
-    served = options().served
+    served = pool().served
     assert (served.name, served.engine.model.path) == ("demo", "models/demo")
-    assert options("--model", "demo").served == served
+    assert pool("--model", "demo").served == served
 
 
 def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> None:
-    small = options("--config", config, "--model", "small")
+    small = pool("--config", config, "--model", "small")
     assert (small.served.engine.scheduler.max_running, small.served.replicas.num_replicas) == (7, 3)
     assert small.limits.max_stop_strings == 2
-    assert options("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
+    assert pool("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
     with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
         options("--config", config)
 
 
 def test_a_folder_or_hub_id_runs_on_the_engine_of_the_config(config: Path) -> None:
-    served = options("--config", config, "--model", "acme/tiny").served
+    served = pool("--config", config, "--model", "acme/tiny").served
     assert (served.name, served.engine.model.path, served.replicas.num_replicas) == ("acme/tiny", "acme/tiny", 3)
     with pytest.raises(InvalidSetup, match="there is no such folder"):
         options("--model", "./nothing")
