@@ -20,7 +20,8 @@ from app.errors import InvalidSetup
 RUN = {"model": "models/demo", "fingerprint": "abc"}
 SUMMARY_FIELDS: dict[str, Any] = {
     "rows": 4, "ok": 4, "failed": 0, "prompt_tokens": 0, "completion_tokens": 0, "seconds": 1.0, "rows_per_s": 4.0,
-    "tokens_per_s": 0.0, "runs": 1, "engines_lost": 0, "recomputed_rows": 0,
+    "tokens_per_s": 0.0, "runs": 1, "engines_lost": 0, "continued_rows": 0,
+    "recomputed_rows": 0,
 }  # fmt: skip
 
 
