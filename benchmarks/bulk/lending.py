@@ -122,8 +122,9 @@ class BulkRun:
         return self._num_tokens() - self._marked_tokens, time.perf_counter() - self._marked_at
 
     def _num_tokens(self) -> int:
-        lines = self._journal.read_bytes().splitlines() if self._journal.exists() else []
-        return sum(json.loads(line)["completion_tokens"] for line in lines[:-1])  # the last one may be torn
+        lines = self._journal.read_bytes().splitlines(keepends=True) if self._journal.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be torn
+        return sum(json.loads(line)["completion_tokens"] for line in whole)
 
 
 @contextmanager

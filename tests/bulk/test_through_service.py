@@ -93,20 +93,20 @@ def test_a_row_says_the_same_through_a_service_whoever_asks_when(tmp_path: Path,
 
 
 def test_refusals_are_waited_out_and_never_an_error(tmp_path: Path) -> None:
-    source, under_way, most = rows(tmp_path), set[str](), 0
+    source, asked, num_done = rows(tmp_path, 12), set[str](), 0
 
     def answer(body: dict[str, Any]) -> Response:
-        nonlocal most
-        if body["prompt"] not in under_way and len(under_way) % 3:
-            under_way.add(body["prompt"])
+        nonlocal num_done
+        if body["prompt"] not in asked and len(asked) % 3:
+            asked.add(body["prompt"])
             return error(429, "overloaded", **{"retry-after-ms": "20"})
-        under_way.add(body["prompt"])
-        most += 1
+        asked.add(body["prompt"])
+        num_done += 1
         return done(body)
 
     with serving(told(answer)) as url:
-        assert run(source, url).ok == NUM_ROWS
-    assert most == NUM_ROWS
+        assert run(source, url).ok == 12
+    assert num_done == 12
 
 
 def test_a_bad_row_says_why_and_one_that_the_service_fails_on_is_given_up(tmp_path: Path) -> None:

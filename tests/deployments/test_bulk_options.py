@@ -77,8 +77,34 @@ def test_a_run_may_be_resumed_with_other_engines_and_not_with_other_answers(conf
         assert options(*other).description() != here
 
 
+def test_through_the_fleet_there_is_a_service_in_the_place_of_a_model(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CAROUSEL_API_KEY", raising=False)
+    plain = service()
+    assert (plain.base_url, plain.api_key, plain.model) == ("http://127.0.0.1:8000", None, None)
+    config.write_text(CONFIG + "http_options: {port: 8123}")
+    assert service("--config", config).base_url == "http://127.0.0.1:8123"
+    monkeypatch.setenv("CAROUSEL_API_KEY", "from-environment")
+    assert service("--base-url", "http://far:1").api_key == "from-environment"
+    given = service("--api-key", "given", "--max-in-flight", 5, "--wait-for-service", 7, "--model", "small")
+    assert (given.api_key, given.max_under_way, given.patience_s, given.model) == ("given", 5, 7, "small")
+
+
+def test_a_run_may_go_on_at_another_address_and_not_through_a_pool() -> None:
+    here = options("--through", "fleet", "--base-url", "http://one:1").description()
+    assert options("--through", "fleet", "--base-url", "http://other:2").description() == here
+    assert options("--through", "pool").description() != here
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--max-tokens", "0"], ["--temperature", "3"], ["--prompt-column", "a", "--messages-column", "b"]]
+    "arguments",
+    [
+        ["--through", "fleet", "--engines", "2"],
+        ["--base-url", "http://x:1"],
+        ["--temperature", "3"],
+        ["--prompt-column", "a", "--messages-column", "b"],
+    ],
 )
 def test_what_no_run_can_mean_is_a_mistake_of_the_command_line(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
