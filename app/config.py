@@ -265,6 +265,9 @@ class SchedulerConfig(Settings):
     )
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
+    background_prefill_tokens: int = Field(
+        64, ge=1, le=1_000_000, description="tokens of background prompts in one step while others are served, at most"
+    )
 
     @property
     def max_requests(self) -> int:
