@@ -168,7 +168,7 @@ def _write(path: Path, number: int, names: tuple[str, str], prompt: int, output:
 
 
 def _median(runs: Sequence[dict[str, Any]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
+    return float(statistics.median(run[name] for run in runs))
 
 
 def _parser() -> argparse.ArgumentParser:
