@@ -1,6 +1,6 @@
 """Keeps a number of engines at work on a backlog, and replaces those that die.
 
-Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice
+Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds three times
 the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each other.
 Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in docs/operations.md.
 """
@@ -45,7 +45,7 @@ class EnginePool(Workers[PreparedRow]):
         super().__init__(backlog, account)
         self._served = served
         self._continued = continued
-        self._window = 2 * served.engine.scheduler.max_running
+        self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
         self._facts: Any = None  # reference to a ModelFacts
@@ -127,7 +127,7 @@ class EnginePool(Workers[PreparedRow]):
             rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if rows:
                 await self.has_changed()  # whoever reads on has room to
-            call = actor.exchange.remote(list(map(self._continued, rows)), self._window // 4, HARVEST_WITHIN_S)
+            call = actor.exchange.remote(list(map(self._continued, rows)), self._window // 3, HARVEST_WITHIN_S)
             await self._book(number, await asyncio.wait_for(call, HANG_S))
 
     async def _wait_for_rows(self, number: int) -> None:
