@@ -29,8 +29,8 @@ class EngineActor:
         engine = build_sync_engine(self._config)
         model = self._config.model
         self._rows = RowGenerator(engine, Tokenizer.load(resolve_model_path(model.path), model.revision))
-        # A step of a small model takes a millisecond: its thread must not wait five, as is the default, for the one that
-        # makes texts and answers calls.
+        # A step of a small model takes a millisecond: its thread must not wait five, as is the default, for the one
+        # that makes texts and answers calls.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
