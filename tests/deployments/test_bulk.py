@@ -125,7 +125,7 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     assert len({result["id"] for result in results(out)}) == NUM_ROWS
     told = summary(out)
     assert (told["rows"], told["ok"], told["runs"], told["engines_lost"]) == (NUM_ROWS, NUM_ROWS, 2, 1)
-    # At most what three engines had: three times the 8 that each computes at once, those included that had ended and were
+    # At most what three engines had: three times the 8 that each computes at once, also those that had ended and were
     # not fetched yet. Nobody but who began in the last moment has lost all its tokens.
     assert 0 < told["continued_rows"] <= 3 * 3 * 8
     assert told["recomputed_rows"] <= 8
