@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
-from app.api.schemas import ModelRequest, Schema
+from app.api.schemas import ModelRequest, Schema, whole
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -80,10 +80,15 @@ MAX_NAMED = 20
 STRICT_HEADER = "x-strict"
 
 
+def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
+    """The fields that ask for something that this version does not do, with the values that do not ask for it."""
+    return _UNAVAILABLE[schema.ENDPOINT]
+
+
 def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
     """Raise InvalidRequest when the body asks for something that this version does not do."""
-    for name, harmless in _UNAVAILABLE[schema.ENDPOINT].items():
-        value = body.get(name)
+    for name, harmless in unavailable(schema).items():
+        value = whole(body.get(name))
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
             raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
