@@ -6,8 +6,8 @@ Starts the service as `make serve` does, with simulated replicas, and sends malf
 every endpoint that takes JSON, `--rate` a second, while honest clients stream. Times with and without the attack take
 turns. Progress goes to stderr; the last line of stdout is one JSON object:
 
-    outcomes            answers by status; `closed`: the connection ended without one, which is all that a request which
-                        was cut off can get; `hung_up`: still answering after the patience of an attacker
+    outcomes            answers by status; `closed`: the connection ended without one; `hung_up`: the attacker did, who
+                        waits 2 s for the end of an answer, and 0.2 s where the request was cut off
     server_errors       answers of 500 and above, a 503 too
     restarts            processes of ingresses and replicas that were there before and not after
     honest_*_ms         from request to last token, of all honest requests in times of that kind; and how many failed
@@ -25,8 +25,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from app.versions import commit
@@ -46,9 +47,9 @@ MODEL_NAME = "simulated"
 PATIENCE_S = 2.0  # of an attacker with an answer
 HONEST_TIMEOUT_S = 30.0
 HONEST_TOKENS = 8
-CUT_PAUSE_S = 0.05  # between a request that is cut off and its end
+PATIENCE_OF_CUT_S = 0.2  # the same where a request was cut off: it hangs up itself
 PART_OF_WARM_UP = 0.2  # of all cases; what memory grows by afterwards would grow on
-_PARTS = {"ingresses": "ray::ServeReplica:carousel:Ingress", "replicas": "ray::ServeReplica:carousel:"}
+_PARTS = {"ingresses": "ray::ServeReplica:carousel:ingress", "replicas": "ray::ServeReplica:carousel:"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +116,14 @@ def attack(running: Service, plan: Plan) -> dict[str, Any]:
     tally, cases = Tally(), hostile_requests(plan.seed)
     before = running.processes()
     memory = [resident(before)]
-    asyncio.run(_window(running.target, plan, Tally(), None))
+    asyncio.run(_window(running.target, plan, Tally(), []))
     while tally.num_cases < plan.cases:
-        asyncio.run(_window(running.target, plan, tally, None))
-        asyncio.run(_window(running.target, plan, tally, cases))
+        asyncio.run(_window(running.target, plan, tally, []))
+        num_cases = min(plan.cases - tally.num_cases, round(plan.rate * plan.window_s))
+        asyncio.run(_window(running.target, plan, tally, list(islice(cases, num_cases))))  # made before they are timed
         if len(memory) == 1 and tally.num_cases >= plan.cases * PART_OF_WARM_UP:
             memory.append(resident(running.processes()))
-        tell(f"{tally.num_cases:,} of {plan.cases:,} cases, {len(tally.server_errors)} server errors")
+        tell(f"{tally.num_cases:,} of {plan.cases:,} cases, outcomes {dict(tally.outcomes)}")
     after = running.processes()
     memory.append(resident(after))
     return figures_of(tally, memory) | {"restarts": sorted(_ours(before) - _ours(after)), "seed": plan.seed}
@@ -165,14 +167,14 @@ def _ours(processes: Mapping[int, Process]) -> set[int]:
     return {pid for pid, process in processes.items() if process.title.startswith(_PARTS["replicas"])}
 
 
-async def _window(target: Target, plan: Plan, tally: Tally, cases: Iterator[HostileRequest] | None) -> None:
+async def _window(target: Target, plan: Plan, tally: Tally, cases: Sequence[HostileRequest]) -> None:
     """A time of honest requests, evenly spread, with the attack beside them if there are cases."""
     began = time.perf_counter()
     honest = asyncio.create_task(_honest(target, plan))
-    if cases is not None:
-        await _attack(target, plan, tally, cases, until_s=began + plan.window_s)
+    if cases:
+        await _attack(target, plan, tally, cases)
         tally.attack_s += time.perf_counter() - began
-    tally.honest[cases is not None] += await honest
+    tally.honest[bool(cases)] += await honest
 
 
 async def _honest(target: Target, plan: Plan) -> list[Answer]:
@@ -185,16 +187,12 @@ async def _honest(target: Target, plan: Plan) -> list[Answer]:
     return await asyncio.gather(*tasks)
 
 
-async def _attack(
-    target: Target, plan: Plan, tally: Tally, cases: Iterator[HostileRequest], *, until_s: float
-) -> None:
-    began, free, number = time.perf_counter(), asyncio.Semaphore(plan.connections), 0
+async def _attack(target: Target, plan: Plan, tally: Tally, cases: Sequence[HostileRequest]) -> None:
+    began, free = time.perf_counter(), asyncio.Semaphore(plan.connections)
     async with asyncio.TaskGroup() as tasks:
-        while time.perf_counter() < until_s and tally.num_cases < plan.cases:
+        for number, case in enumerate(cases):
             await asyncio.sleep(max(0.0, began + number / plan.rate - time.perf_counter()))
             await free.acquire()
-            number += 1
-            case = next(cases)
             tally.by_kind[case.kind] += 1
             tasks.create_task(_send(target, case, tally)).add_done_callback(lambda _: free.release())
 
@@ -202,13 +200,10 @@ async def _attack(
 async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
     outcome, answer = "closed", b""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_OF_CUT_S if case.is_cut else PATIENCE_S):
             reader, writer = await asyncio.open_connection(target.host, target.port)
             try:
                 writer.write(case.data)
-                if case.is_cut:
-                    await asyncio.sleep(CUT_PAUSE_S)
-                    writer.write_eof()
                 while data := await reader.read(65_536):
                     answer = answer or data
             finally:
@@ -239,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer and sizes are used")
     parser.add_argument("--cases", type=positive, default=100_000, metavar="N", help="hostile requests")
     parser.add_argument("--rate", type=float, default=400.0, metavar="N", help="hostile requests a second")
-    parser.add_argument("--connections", type=positive, default=64, metavar="N", help="hostile ones at once, at most")
+    parser.add_argument("--connections", type=positive, default=256, metavar="N", help="hostile ones at once, at most")
     parser.add_argument("--honest-rate", type=float, default=20.0, metavar="N", help="honest requests a second")
     parser.add_argument("--window-s", type=float, default=5.0, metavar="S", help="seconds with, and without, an attack")
     parser.add_argument("--replicas", type=positive, default=2, metavar="N")
