@@ -44,6 +44,7 @@ from benchmarks.progress import tell
 from benchmarks.service import Service, service
 
 MODEL_NAME = "simulated"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # before an answer
 PATIENCE_S = 2.0  # of an attacker with an answer
 HONEST_TIMEOUT_S = 30.0
 HONEST_TOKENS = 8
@@ -205,7 +206,7 @@ async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
             try:
                 writer.write(case.data)
                 while data := await reader.read(65_536):
-                    answer = answer or data
+                    answer = answer or data.removeprefix(_CONTINUE)
             finally:
                 writer.close()
     except TimeoutError:

@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from benchmarks.service import service
 
 MODEL_NAME = "demo"
 CLIENT_TIMEOUT_S = 300.0
+_TEMPLATE = "chat_template.jinja"
+_TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -34,12 +39,13 @@ class Client:
 
     package: str
     module: str
+    also: tuple[str, ...] = ()  # what it needs beside itself and does not say
 
 
 CLIENTS = (
     Client("openai", "benchmarks.clients.with_openai"),
     Client("langchain-openai", "benchmarks.clients.with_langchain"),
-    Client("litellm", "benchmarks.clients.with_litellm"),
+    Client("litellm", "benchmarks.clients.with_litellm", also=("mcp",)),  # imported for every call with tools
 )
 
 
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = [client for client in CLIENTS if not given.only or client.package in given.only]
         pythons = [installed(client, Path(given.environments)) for client in chosen]
-        with service(application(given.model)) as running:
+        with with_tools(Path(given.model)) as model, service(application(str(model))) as running:
             url = f"http://{running.target.host}:{running.target.port}"
             outcomes = [check(client, python, url) for client, python in zip(chosen, pythons, strict=True)]
     except BenchmarkError as error:
@@ -73,6 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in (problem for outcome in outcomes for problem in outcome.problems):
         print(problem, file=sys.stderr)
     return int(any(outcome.problems or not outcome.num_checks for outcome in outcomes))
+
+
+@contextmanager
+def with_tools(model: Path) -> Iterator[Path]:
+    """A copy of a model's folder with a place for tools in its chat template, where it has none."""
+    template = (model / _TEMPLATE).read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="carousel-clients-") as folder:
+        copy = Path(folder) / "model"
+        shutil.copytree(model, copy)
+        if "tools" not in template:
+            (copy / _TEMPLATE).write_text(_TOOLS + template, encoding="utf-8")
+        yield copy
 
 
 def application(model: str) -> dict[str, Any]:
@@ -93,15 +111,26 @@ def installed(client: Client, folder: Path) -> Path:
     if not done.exists():
         tell(f"installing {client.package}")
         _must([sys.executable, "-m", "venv", str(environment)])
-        _must([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", client.package])
+        _must(
+            [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                client.package,
+                *client.also,
+            ]
+        )
         done.touch()
     return python
 
 
-def check(client: Client, python: Path, url: str) -> Outcome:
+def check(client: Client, python: Path, url: str, model: str = MODEL_NAME) -> Outcome:
     """Let a client make its checks. One that does not get to its end has a problem more."""
     tell(f"checking {client.package}")
-    variables = {"CAROUSEL_URL": url, "CAROUSEL_MODEL": MODEL_NAME, "NO_PROXY": "127.0.0.1"}
+    variables = {"CAROUSEL_URL": url, "CAROUSEL_MODEL": model, "NO_PROXY": "127.0.0.1"}
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     ended = subprocess.run(
         [str(python), "-m", client.module], cwd=_PROJECT, env=kept | variables, capture_output=True, text=True,

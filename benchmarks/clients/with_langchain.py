@@ -32,7 +32,8 @@ def asynchronous() -> None:
 
 
 def structured_output() -> None:
-    schema = {"title": "answer", "type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    schema = {"title": "answer", "type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"],
+              "additionalProperties": False}  # fmt: skip
     for method in ("json_schema", "function_calling"):
         model = ChatOpenAI(**_WHERE, max_tokens=100).with_structured_output(schema, method=method)
         found = model.invoke("Is 2 more than 1?")
