@@ -12,7 +12,7 @@ turns. Progress goes to stderr; the last line of stdout is one JSON object:
     restarts            processes of ingresses and replicas that were there before and not after
     honest_*_ms         from request to last token, of all honest requests in times of that kind; and how many failed
     ratio_p99           under attack over without
-    resident_*_mib      memory of all ingresses and all replicas: before, after a fifth of the cases, at the end
+    resident_*_mib      memory of all ingresses and all replicas: before, and after each time with the attack
 
 Exits with 1 when there was a server error, a restart or a failed honest request.
 """
@@ -49,7 +49,6 @@ PATIENCE_S = 2.0  # of an attacker with an answer
 HONEST_TIMEOUT_S = 30.0
 HONEST_TOKENS = 8
 PATIENCE_OF_CUT_S = 0.2  # the same where a request was cut off: it hangs up itself
-PART_OF_WARM_UP = 0.2  # of all cases; what memory grows by afterwards would grow on
 _PARTS = {"ingresses": "ray::ServeReplica:carousel:ingress", "replicas": "ray::ServeReplica:carousel:"}
 
 
@@ -122,11 +121,9 @@ def attack(running: Service, plan: Plan) -> dict[str, Any]:
         asyncio.run(_window(running.target, plan, tally, []))
         num_cases = min(plan.cases - tally.num_cases, round(plan.rate * plan.window_s))
         asyncio.run(_window(running.target, plan, tally, list(islice(cases, num_cases))))  # made before they are timed
-        if len(memory) == 1 and tally.num_cases >= plan.cases * PART_OF_WARM_UP:
-            memory.append(resident(running.processes()))
+        memory.append(resident(running.processes()))
         tell(f"{tally.num_cases:,} of {plan.cases:,} cases, outcomes {dict(tally.outcomes)}")
     after = running.processes()
-    memory.append(resident(after))
     return figures_of(tally, memory) | {"restarts": sorted(_ours(before) - _ours(after)), "seed": plan.seed}
 
 

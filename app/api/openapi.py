@@ -17,6 +17,7 @@ from app.api.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    ModelRequest,
     Schema,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -27,7 +28,7 @@ from app.versions import versions
 
 Json = dict[str, Any]
 
-BODIES: tuple[type[Schema], ...] = (
+BODIES: tuple[type[ModelRequest], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -36,7 +37,7 @@ BODIES: tuple[type[Schema], ...] = (
     TokenizeChatRequest,
     DetokenizeRequest,
 )
-BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
+BATCH_BODIES: tuple[type[ModelRequest], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",

@@ -76,6 +76,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 MAX_REMEMBERED_NAMES = 1000
+MAX_NAME_LENGTH = 100  # more of it is not remembered: a thousand names as long as bodies may be are gigabytes
 MAX_NAMED = 20
 STRICT_HEADER = "x-strict"
 
@@ -141,8 +142,8 @@ class UnknownFields:
     def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
         """Log the names in `body` that are new; their values have no effect."""
         known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
-        for name in body.keys() - known:
+        for name in {name[:MAX_NAME_LENGTH] for name in body} - known:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
             self._seen.add(name)
-            logger.info("ignoring the unknown field %r of a %s request", name[:100], schema.ENDPOINT)
+            logger.info("ignoring the unknown field %r of a %s request", name, schema.ENDPOINT)

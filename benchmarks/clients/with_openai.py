@@ -56,14 +56,12 @@ def several_choices_and_prompts() -> None:
 
 
 def a_forced_tool_call() -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    answer = client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=100,
-        tools=[{"type": "function", "function": {"name": "add", "parameters": parameters}}],
-        tool_choice={"type": "function", "function": {"name": "add"}},
-    )  # fmt: skip
-    [call] = answer.choices[0].message.tool_calls or [None]
-    expect(call is not None and call.type == "function" and call.function.name == "add", answer)
+    parameters = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=100, **asked)
+    [call] = answer.choices[0].message.tool_calls
+    expect(call.type == "function" and call.function.name == "add", answer)
 
 
 def an_output_that_keeps_to_a_schema() -> None:
