@@ -37,7 +37,7 @@ BODIES: tuple[type[ModelRequest], ...] = (
     TokenizeChatRequest,
     DetokenizeRequest,
 )
-BATCH_BODIES: tuple[type[ModelRequest], ...] = (BatchRequest, PromptListRequest)
+BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",
