@@ -274,6 +274,9 @@ class SchedulerConfig(Settings):
         le=1_000_000,
         description="prompt tokens of one step that get log-probabilities, at most: each takes a row of logits",
     )
+    background_prefill_tokens: int = Field(
+        64, ge=1, le=1_000_000, description="tokens of background prompts in one step while others are served, at most"
+    )
 
     @property
     def max_requests(self) -> int:

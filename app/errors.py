@@ -18,6 +18,7 @@
     │   │   └── DeviceFault     it raised for every request alike
     │   ├── EngineStopped        the engine is shutting down or has died
     │   └── Unavailable          no replica can take the request now
+    │       └── ReplicasLost     several were lost while they served it, so it may be what they died of
     └── InvalidSetup             the operator's mistake, found at start
         └── UnsupportedModel     the model cannot be served, with the reason
 
@@ -138,6 +139,10 @@ class EngineStopped(Failure):
 
 class Unavailable(Failure):
     """No replica can take the request now."""
+
+
+class ReplicasLost(Unavailable):
+    """As many replicas were lost while they served this request as one may cost."""
 
 
 class InvalidSetup(CarouselError):

@@ -23,6 +23,7 @@ from app.errors import (
     NotPermitted,
     Overloaded,
     Quarantined,
+    ReplicasLost,
     Unauthenticated,
     Unavailable,
 )
@@ -59,6 +60,7 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (DeadlineMissed, _Kind(408, "timeout_error", "deadline_exceeded")),
     (LimitReached, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
     (Overloaded, _Kind(429, "rate_limit_error", "overloaded")),
+    (ReplicasLost, _Kind(503, "server_error", "replicas_lost")),
     (Unavailable, _Kind(503, "server_error", "unavailable")),
     (EngineStopped, _Kind(503, "server_error", "unavailable")),
 )

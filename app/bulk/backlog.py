@@ -9,18 +9,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from app.bulk.record import Record
 from app.bulk.row_set import RowSet
-from app.bulk.rows import PreparedRow
 
 DEATHS_BEFORE_ALONE = 2
 MAX_DEATHS = 4
 
 
+class WaitingRow(Protocol):
+    """A row that can be computed, in whatever form: `PreparedRow` for an engine, `Question` for a service."""
+
+    @property
+    def number(self) -> int: ...
+
+    def failed(self, reason: str) -> Record: ...
+
+
+RowT = TypeVar("RowT", bound=WaitingRow)
+
+
 @dataclass(slots=True)
-class _OnEngine:
-    rows: dict[int, PreparedRow] = field(default_factory=dict)
+class _OnEngine(Generic[RowT]):
+    rows: dict[int, RowT] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     is_alone: bool = False
 
@@ -30,18 +42,18 @@ class Loss:
     """What the death of an engine comes to."""
 
     given_up: tuple[Record, ...]  # rows that are not tried again
-    num_recomputed: int  # rows that had begun and are tried again
+    begun: tuple[int, ...]  # rows that had begun and are tried again
 
 
-class Backlog:
+class Backlog(Generic[RowT]):
     """The rows of a run between the input and their records. One event loop uses it."""
 
     def __init__(self, settled: RowSet) -> None:
         """`settled` are the rows that have a record; the caller adds to it, this class only asks."""
         self._settled = settled
-        self._waiting: deque[PreparedRow] = deque()
-        self._suspects: deque[PreparedRow] = deque()
-        self._engines: dict[int, _OnEngine] = {}
+        self._waiting: deque[RowT] = deque()
+        self._suspects: deque[RowT] = deque()
+        self._engines: dict[int, _OnEngine[RowT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
         self._deaths: dict[int, int] = {}  # row → engines that died with it
 
@@ -59,7 +71,7 @@ class Backlog:
         """Neither waiting nor on an engine."""
         return not self._known
 
-    def add(self, rows: Iterable[PreparedRow]) -> None:
+    def add(self, rows: Iterable[RowT]) -> None:
         """Rows from the input; one that is settled or known already is passed over."""
         for row in rows:
             if row.number not in self._settled and row.number not in self._known:
@@ -76,7 +88,7 @@ class Backlog:
         takes_suspect = input_is_over and bool(self._suspects) and not on_engine.rows
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
-    def take(self, engine: int, *, room: int, input_is_over: bool) -> list[PreparedRow]:
+    def take(self, engine: int, *, room: int, input_is_over: bool) -> list[RowT]:
         """The next rows for an engine that has room for so many; a suspect only for an empty engine, and alone."""
         if not self.has_rows_for(engine, input_is_over=input_is_over):
             return []
@@ -101,6 +113,14 @@ class Backlog:
             self._forget(number)
         on_engine.is_alone = on_engine.is_alone and bool(on_engine.rows)
 
+    def give_back(self, engine: int, row: int) -> bool:
+        """The row waits again, before others; nobody is blamed. Whether it had begun."""
+        on_engine = self._on(engine)
+        had_begun = row in on_engine.begun
+        on_engine.begun.discard(row)
+        self._waiting.appendleft(on_engine.rows.pop(row))
+        return had_begun
+
     def lose(self, engine: int) -> Loss:
         """The engine is dead: its rows wait again, those that were there first first."""
         on_engine = self._engines.pop(engine, _OnEngine())
@@ -116,12 +136,12 @@ class Backlog:
             else:
                 again.append(row)
         self._waiting.extendleft(reversed(again))
-        num_again = len(on_engine.begun - {record.row for record in given_up})
-        return Loss(given_up=tuple(given_up), num_recomputed=num_again)
+        begun = on_engine.begun - {record.row for record in given_up}
+        return Loss(given_up=tuple(given_up), begun=tuple(begun))
 
     def _forget(self, number: int) -> None:
         self._known.discard(number)
         self._deaths.pop(number, None)
 
-    def _on(self, engine: int) -> _OnEngine:
+    def _on(self, engine: int) -> _OnEngine[RowT]:
         return self._engines.setdefault(engine, _OnEngine())

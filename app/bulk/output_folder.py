@@ -3,6 +3,7 @@
     run.json               what runs here: the input's fingerprint and what the answers depend on
     results.partial.jsonl  the journal: one record a line, appended; after a crash it is valid up to a torn last line
     begun.bits             which rows have been begun, one bit each, kept by the kernel when this process is killed
+    under_way.tokens       what is known of rows that have begun and not ended, see `app/bulk/under_way.py`
     recovery.json          what deaths have cost so far
     results.jsonl          the journal once it is whole (or results.parquet, made from it)
     summary.json           written last: whoever sees it sees a finished run
@@ -15,9 +16,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from pyarrow import parquet
 from app.bulk.record import COLUMNS, COUNTING_COLUMNS, Record
 from app.bulk.row_set import RowSet
 from app.bulk.summary import Counts, Summary
+from app.bulk.under_way import UnderWay
 from app.disk import sync_folder
 from app.errors import Failure, InvalidSetup
 
-MANIFEST, JOURNAL, BEGUN, RECOVERY, SUMMARY = (
-    "run.json", "results.partial.jsonl", "begun.bits", "recovery.json", "summary.json",
+MANIFEST, JOURNAL, BEGUN, UNDER_WAY, RECOVERY, SUMMARY = (
+    "run.json", "results.partial.jsonl", "begun.bits", "under_way.tokens", "recovery.json", "summary.json",
 )  # fmt: skip
 RESULTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
 _PARQUET_ROWS = 10_000
@@ -46,7 +48,8 @@ class Recovery:
 
     runs: int = 0
     engines_lost: int = 0
-    recomputed_rows: int = 0  # rows that had begun when their engine or the driver died
+    continued_rows: int = 0  # rows that had begun when their engine or the driver died, and went on after their tokens
+    recomputed_rows: int = 0  # such rows of which no token was known, so that they began again
 
 
 class OutputFolder:
@@ -56,17 +59,19 @@ class OutputFolder:
         """Not for callers: `open_folder` checks and locks first."""
         self._lock = lock
         self._path = path
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._format = output_format
         self.settled = RowSet(num_rows)
         self.counts = Counts()
+        self.under_way = UnderWay(path / UNDER_WAY)
         self._journal = _open_journal(path, output_format)
         self._end = self._recover()
         self.begun = RowSet.in_file(path / BEGUN, num_rows)
         self.recovery = _read_recovery(path)
+        self._saved_recovery = replace(self.recovery)
         self.recovery.runs += 1
-        self.recovery.recomputed_rows += self.begun.num_beside(self.settled)
-        self.save_recovery()
+        self.note_interrupted(self.begun.beside(self.settled))
+        self._save_recovery()
 
     def close(self) -> None:
         """Let the folder go; the run in it can be resumed."""
@@ -90,20 +95,38 @@ class OutputFolder:
         for record in new.values():
             self._settle(record)
 
+    def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Rows that have not ended have got further tokens. Raises Failure when they cannot be written."""
+        self.under_way.add(token_ids)
+        try:
+            self.under_way.save()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def note_interrupted(self, rows: Iterable[int]) -> None:
+        """Rows that had begun have lost whoever computed them."""
+        for row in rows:
+            if row in self.under_way:
+                self.recovery.continued_rows += 1
+            else:
+                self.recovery.recomputed_rows += 1
+
     def sync(self) -> None:
-        """Bring what was appended to the disk. Raises Failure."""
+        """Bring what was appended, and `recovery`, to the disk. Raises Failure."""
         try:
             os.fsync(self._journal)
         except OSError as error:
             raise self._failure(error) from error
+        self._save_recovery()
 
-    def save_recovery(self) -> None:
-        """Write `recovery` down. Raises Failure."""
-        self._write_json(RECOVERY, asdict(self.recovery))
+    def _save_recovery(self) -> None:
+        if self.recovery != self._saved_recovery:
+            self._write_json(RECOVERY, asdict(self.recovery))
+            self._saved_recovery = replace(self.recovery)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Every row is settled: turn the journal into the results and write the summary. Raises Failure."""
-        assert len(self.settled) == self._num_rows, "a run is finished when every row has its record"
+        assert len(self.settled) == self.num_rows, "a run is finished when every row has its record"
         self.sync()
         try:
             if self._format == "parquet":
@@ -112,7 +135,7 @@ class OutputFolder:
                 os.rename(self._path / JOURNAL, self._path / RESULTS[self._format])
             sync_folder(self._path)
             self._write_json(SUMMARY, summary)
-            for name in (JOURNAL, BEGUN, RECOVERY):
+            for name in (JOURNAL, BEGUN, UNDER_WAY, RECOVERY):
                 (self._path / name).unlink(missing_ok=True)
         except OSError as error:
             raise self._failure(error) from error
@@ -120,13 +143,14 @@ class OutputFolder:
     def _settle(self, record: Record) -> None:
         self.settled.add(record.row)
         self.counts.add(record)
+        self.under_way.drop(record.row)
 
     def _recover(self) -> int:
         """Take up the records of earlier runs; what is behind the first unreadable line is cut off."""
         end = 0
         with open(self._journal, "rb", closefd=False) as journal:
             for line in journal:
-                record = _record(line, self._num_rows)
+                record = _record(line, self.num_rows)
                 if record is None or record.row in self.settled:
                     break
                 self._settle(record)
@@ -142,7 +166,7 @@ class OutputFolder:
 
     def _failure(self, error: OSError) -> Failure:
         return Failure(
-            f"{self._path}: cannot be written to: {error.strerror}; {len(self.settled):,} of {self._num_rows:,} "
+            f"{self._path}: cannot be written to: {error.strerror}; {len(self.settled):,} of {self.num_rows:,} "
             f"rows are safe there: make room, or whatever it needs, and go on with --resume"
         )
 

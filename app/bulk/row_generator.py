@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class Harvest:
 
     records: tuple[Record, ...]
     begun: tuple[int, ...]  # rows that have their first token
+    token_ids: Mapping[int, tuple[int, ...]]  # by row, of those that have not ended
     num_tokens: int  # generated, of rows that have not ended too
 
 
@@ -52,8 +53,8 @@ class RowGenerator:
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
-        self._answers: dict[str, _Answer] = {}  # by request id; the thread's own
-        self._entering: list[_Entering] = []  # guarded by _changed, as all below
+        self._answers: dict[str, _Answer] = {}  # by request id; guarded by _changed, as all below
+        self._entering: list[_Entering] = []
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
@@ -87,10 +88,11 @@ class RowGenerator:
             ended, self._ended = self._ended, []
             begun, self._begun = self._begun, []
             num_tokens, self._num_tokens = self._num_tokens, 0
+            news = {answer.row.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
             self._num_open -= len(ended)
         # Text is made here and not in the thread that steps: the next steps are computed meanwhile.
         records = tuple(answer.record(self._tokenizer) for answer in ended)
-        return Harvest(records=records, begun=tuple(begun), num_tokens=num_tokens)
+        return Harvest(records=records, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
 
     def close(self) -> None:
         """Stop after the current step. What has not ended never will."""
@@ -115,9 +117,11 @@ class RowGenerator:
     def _run(self) -> None:
         try:
             while (rows := self._next_rows()) is not None:
-                refused = [answer for row in rows if (answer := self._enter(row)).is_ended]
-                ended, begun, num_tokens = self._step() if self._engine.idle_s == 0.0 else ([], [], 0)
-                self._hand_over(refused + ended, begun, num_tokens)
+                for row in rows:
+                    self._enter(row)
+                deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
+                with self._changed:
+                    self._book(deltas)
         except Exception as error:  # a device that fails on all it has: whoever feeds it takes the rows elsewhere
             logger.exception("the engine failed with %d rows", len(self._answers))
             with self._changed:
@@ -134,43 +138,37 @@ class RowGenerator:
             rows, self._entering = self._entering, []
             return rows
 
-    def _enter(self, entering: _Entering) -> _Answer:
+    def _enter(self, entering: _Entering) -> None:
         row = entering.row
         answer = _Answer(row, self._tokenizer)
         if entering.refusal is not None:
             answer.fail(entering.refusal)
-            return answer
-        try:
-            self._engine.add(row.request, matcher=entering.matcher)
-        except InvalidRequest as error:
-            answer.fail(error.message)
         else:
-            self._answers[row.request.request_id] = answer
-        return answer
+            try:
+                self._engine.add(row.request, matcher=entering.matcher)
+            except InvalidRequest as error:
+                answer.fail(error.message)
+        with self._changed:
+            if answer.is_ended:
+                self._ended.append(answer)
+            else:
+                self._answers[row.request.request_id] = answer
 
-    def _step(self) -> tuple[list[_Answer], list[int], int]:
-        """(rows that ended, rows that began, tokens generated) in one step."""
-        ended, begun, num_tokens = [], [], 0
-        for delta in self._engine.step():
+    def _book(self, deltas: Sequence[TokenDelta]) -> None:
+        """What a step has brought. Whoever harvests sees all of it or nothing: `_changed` is held."""
+        for delta in deltas:
             answer = self._answers[delta.request_id]
-            num_tokens += len(delta.token_ids)
+            self._num_tokens += len(delta.token_ids)
             if not answer.has_begun:
-                begun.append(answer.row.number)
+                self._begun.append(answer.row.number)
             answer.push(delta)
             if answer.is_ended:
                 del self._answers[delta.request_id]
-                ended.append(answer)
+                self._ended.append(answer)
                 if delta.finish_reason is None:  # a stop string, of which the engine knows nothing
                     self._engine.abort(delta.request_id)
-        return ended, begun, num_tokens
-
-    def _hand_over(self, ended: list[_Answer], begun: list[int], num_tokens: int) -> None:
-        with self._changed:
-            self._ended += ended
-            self._begun += begun
-            self._num_tokens += num_tokens
-            if ended and self._is_worth_taking(self._wanted):
-                self._changed.notify_all()
+        if self._ended and self._is_worth_taking(self._wanted):
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,28 +188,40 @@ class _Answer:
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
+        self._num_told = len(row.request.generated_token_ids)
         self._num_tokens = 0
         self._stopping = _stopping_text(row, tokenizer) if row.stop else None
         self._pieces: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
+        if row.request.generated_token_ids:  # on another engine, which is gone
+            self._take(TokenDelta(row.request.request_id, row.request.generated_token_ids))
 
     def push(self, delta: TokenDelta) -> None:
         self.has_begun = True
         if delta.error is not None:
             self.fail(delta.error.message)
             return
+        self._take(delta)
+        self.is_ended = self._finish_reason is not None
+
+    def news(self) -> tuple[int, ...]:
+        """The tokens since the last call."""
+        news = tuple(self._token_ids[self._num_told :])
+        self._num_told += len(news)
+        return news
+
+    def _take(self, delta: TokenDelta) -> None:
+        is_shown = delta.stop_token_id is None or self.row.include_stop
+        self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
-            is_shown = delta.stop_token_id is None or self.row.include_stop
-            self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
             self._finish_reason = delta.finish_reason
-        else:
-            added = self._stopping.push(delta)
-            self._num_tokens += added.num_tokens
-            self._pieces.append(added.text)
-            self._finish_reason = added.finish_reason
-        self.is_ended = self._finish_reason is not None
+            return
+        added = self._stopping.push(delta)
+        self._num_tokens += added.num_tokens
+        self._pieces.append(added.text)
+        self._finish_reason = added.finish_reason
 
     def fail(self, reason: str) -> None:
         self._error = reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -50,10 +50,11 @@ class RowSet:
         """Whether so many rows from `first` on are all in it."""
         return all(row in self for row in range(first, first + num_rows))
 
-    def num_beside(self, other: RowSet) -> int:
-        """How many rows are in this set and not in the other."""
-        mine, others = self.to_bytes(), other.to_bytes()
-        return sum((left & ~right & 0xFF).bit_count() for left, right in zip(mine, others, strict=True))
+    def beside(self, other: RowSet) -> Iterator[int]:
+        """The rows that are in this set and not in the other, in order."""
+        for place, (mine, others) in enumerate(zip(self.to_bytes(), other.to_bytes(), strict=True)):
+            if left := mine & ~others & 0xFF:
+                yield from (8 * place + bit for bit in range(8) if left >> bit & 1)
 
 
 def _num_bytes(num_rows: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from app.api.completions import Call, ServedModel, prepare_chat, prepare_completion
+from app.api.completions import SEED_MASK, Call, ServedModel, prepare_chat, prepare_completion
 from app.api.parameters import refuse_unavailable
 from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, from_validation_error
 from app.bulk.record import Record
@@ -23,7 +23,7 @@ from app.engine.request import Request
 from app.errors import CarouselError, InvalidRequest
 
 MAX_ROW_ID_LENGTH = 512
-_SEED_MASK = 2**63 - 1
+CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
@@ -121,7 +121,7 @@ async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: A
         return Record(row=row.number, id=row.row_id, error=row.error)
     try:
         body = _typed(row.fields, settings, model)
-        seeded = body if body.seed is not None else body.model_copy(update={"seed": _seed(row.row_id)})
+        seeded = body if body.seed is not None else body.model_copy(update={"seed": seed_of(row.row_id)})
         if isinstance(seeded, ChatRequest):
             call = await prepare_chat(seeded, model, limits)
         else:
@@ -134,13 +134,28 @@ async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: A
         return Record(row=row.number, id=row.row_id, error=f"the row cannot be prepared: {error!r:.500}")
 
 
-def _typed(fields: Mapping[str, Any], settings: RowSettings, model: ServedModel) -> GenerationRequest:
-    schema, body = _batch_line(fields) if _is_batch_line(fields) else _plain_row(fields, settings)
+def question_of(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, dict[str, Any]]:
+    """The URL and the body of the HTTP request that means the same as a row; nothing in the body is checked.
+
+    Raises InvalidRequest for a row that is neither a batch line nor has the column that it should have.
+    """
+    url, body = _batch_line(fields) if _is_batch_line(fields) else _plain_row(fields, settings)
     given = {name: value for name, value in body.items() if value is not None}
     if settings.max_tokens is not None and "max_completion_tokens" not in given:
         given.setdefault("max_tokens", settings.max_tokens)
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
+    return url, given
+
+
+def seed_of(row_id: str) -> int:
+    """A row without a seed has one that follows from its id: computed again after a crash, it says the same."""
+    return int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "replace"), digest_size=8).digest(), "big") & SEED_MASK
+
+
+def _typed(fields: Mapping[str, Any], settings: RowSettings, model: ServedModel) -> GenerationRequest:
+    url, given = question_of(fields, settings)
+    schema = _SCHEMAS[url]
     refuse_unavailable(given, schema)
     try:
         typed = schema.model_validate(given)
@@ -154,38 +169,33 @@ def _is_batch_line(fields: Mapping[str, Any]) -> bool:
     return "custom_id" in fields and "body" in fields
 
 
-_SCHEMAS: dict[str, type[GenerationRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
+_SCHEMAS: dict[str, type[GenerationRequest]] = {CHAT_URL: ChatRequest, COMPLETIONS_URL: CompletionRequest}
 
 
-def _batch_line(fields: Mapping[str, Any]) -> tuple[type[GenerationRequest], Mapping[str, Any]]:
+def _batch_line(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if own_id({"custom_id": fields["custom_id"]}) is None:
         raise InvalidRequest(f"custom_id should be a text of 1 to {MAX_ROW_ID_LENGTH} characters", param="custom_id")
     if fields.get("method", "POST") != "POST":
         raise InvalidRequest(f"method should be POST; got {str(fields['method'])[:40]!r}", param="method")
-    schema = _SCHEMAS.get(str(fields.get("url")))
-    if schema is None:
-        raise InvalidRequest(
-            f"url should be one of {', '.join(_SCHEMAS)}; got {str(fields.get('url'))[:100]!r}", param="url"
-        )
+    url = str(fields.get("url"))
+    if url not in _SCHEMAS:
+        raise InvalidRequest(f"url should be one of {', '.join(_SCHEMAS)}; got {url[:100]!r}", param="url")
     body = fields["body"]
     if not isinstance(body, dict):
         raise InvalidRequest("body should be a JSON object", param="body")
-    return schema, body
+    return url, body
 
 
-def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[type[GenerationRequest], Mapping[str, Any]]:
+def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, Mapping[str, Any]]:
     sampling = {name: fields[name] for name in SAMPLING_COLUMNS if name in fields}
     has_messages = settings.prompt_column is None and fields.get("messages") is not None
     if settings.messages_column is not None or has_messages:
         messages = _column(fields, settings.messages_column or "messages")
         if isinstance(messages, str):  # one turn of a user
             messages = [{"role": "user", "content": messages}]
-        return ChatRequest, sampling | {"messages": messages}
+        return CHAT_URL, sampling | {"messages": messages}
     prompt = _column(fields, settings.prompt_column or "prompt")
-    return CompletionRequest, sampling | {"prompt": prompt}
+    return COMPLETIONS_URL, sampling | {"prompt": prompt}
 
 
 def _column(fields: Mapping[str, Any], name: str) -> Any:
@@ -236,8 +246,3 @@ def _prepared(row: Row, call: Call) -> PreparedRow:
         skip_special_tokens=call.skip_special_tokens,
         include_stop=call.include_stop,
     )
-
-
-def _seed(row_id: str) -> int:
-    """A row without a seed has one that follows from its id: computed again after a crash, it says the same."""
-    return int.from_bytes(hashlib.blake2b(row_id.encode(), digest_size=8).digest(), "big") & _SEED_MASK

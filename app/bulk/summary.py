@@ -40,6 +40,7 @@ class Summary:
     tokens_per_s: float  # generated
     runs: int
     engines_lost: int
+    continued_rows: int
     recomputed_rows: int
 
     def __str__(self) -> str:
@@ -48,10 +49,10 @@ class Summary:
             f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated; "
             f"{self.rows_per_s:,.1f} rows/s, {self.tokens_per_s:,.0f} tokens/s in {self.seconds:,.1f} s",
         ]
-        if self.engines_lost or self.runs > 1:
+        if self.engines_lost or self.runs > 1 or self.recomputed_rows:
             lines.append(
-                f"{self.runs:,} runs, {self.engines_lost:,} engines lost, {self.recomputed_rows:,} rows recomputed "
-                f"({self.recomputed_rows / self.rows:.2%})"
+                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows went on where "
+                f"they were, {self.recomputed_rows:,} began again ({self.recomputed_rows / self.rows:.2%})"
             )
         return "\n".join(lines)
 

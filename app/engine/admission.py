@@ -36,22 +36,33 @@ class Admission:
         self._totals = totals
 
     def in_the_way(self) -> list[Sequence]:
-        """The running sequences to preempt because the first waiting one may take their places."""
+        """The running sequences to preempt because waiting ones may take their places."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
         # The last in rank is a background request if any is: whatever the policy, others may take its place.
         if not (self._policy.preempts or self._running.last.request.is_background):
             return []
-        return self._running.in_the_way_of(
-            self._waiting.peek(), may_preempt=self._policy.may_preempt, max_running=self._max_running
+        first = self._waiting.peek()
+        victims = self._running.in_the_way_of(
+            first, may_preempt=self._policy.may_preempt, max_running=self._max_running
         )
+        return victims if first.request.is_background else victims + self._in_the_way_of_others(victims)
+
+    def _in_the_way_of_others(self, victims: list[Sequence]) -> list[Sequence]:
+        """Background sequences, beside the victims, in whose slots the others may run: a burst comes in at once."""
+        num_slots = self._max_running - len(self._running) + len(victims)
+        num_missing = self._waiting.num_foreground - num_slots
+        if num_slots <= 0 or num_missing <= 0:
+            return []
+        background = [each for each in self._running if each.request.is_background and each not in victims]
+        return background[-num_missing:]
 
     def admit(self, step: Step, plan: StepPlan) -> HoldUp:
         """Let in as many as may join, and say why the next in order does not."""
         for _ in range(plan.num_admissible):
-            if not step.has_room_for_prefill:
-                return HoldUp.BUDGET
             sequence = self._waiting.peek(plan.bucket)
+            if not step.has_room_for_prefill(sequence):
+                return HoldUp.BUDGET
             if not self._strategy.admits(sequence):
                 return HoldUp.STRATEGY
             if sequence.has_unknown_token:

@@ -28,7 +28,7 @@ from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import SPEED_STEP_TOKENS, EngineStats
 from app.engine.step import Step
 from app.engine.strategies.named import strategy_of
-from app.engine.strategies.strategy import BatchingStrategy, Situation
+from app.engine.strategies.strategy import BatchingStrategy, Situation, StepPlan
 from app.engine.totals import Totals
 from app.engine.waiting import WaitingRoom
 from app.errors import CarouselError
@@ -175,6 +175,7 @@ class Scheduler:
         step = Step(
             budget=self._config.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
+            max_background_tokens=(self._config.background_prefill_tokens if self._serves_foreground(plan) else None),
             chunk_tokens=self._config.prefill_chunk_tokens,
             max_scored_tokens=self._config.max_scored_tokens,
             eos_token_ids=self._eos_token_ids,
@@ -192,6 +193,13 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_free_blocks=self._pool.num_free,
         )
+
+    def _serves_foreground(self, plan: StepPlan) -> bool:
+        """Whether somebody waits for anything in this step: background requests are last in any order."""
+        first = self._running.by_rank[:1]
+        if plan.num_admissible:
+            first = [*first, self._waiting.peek(plan.bucket)]
+        return any(not sequence.request.is_background for sequence in first)
 
     def _situation(self, now: float) -> Situation:
         return Situation(

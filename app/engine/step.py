@@ -15,17 +15,20 @@ class Step:
         *,
         budget: int,
         max_prefill_tokens: int | None,
+        max_background_tokens: int | None,
         chunk_tokens: int,
         max_scored_tokens: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them.
+        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them, `max_background_tokens`
+        to those of background requests.
 
         At most `max_scored_tokens` prompt tokens get log-probabilities: each takes a row of logits.
         """
         self._budget = budget
         self.num_tokens_left = budget
         self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
+        self._num_background_tokens_left = budget if max_background_tokens is None else max_background_tokens
         self._chunk_tokens = chunk_tokens
         self._num_scored_tokens_left = max_scored_tokens
         self._has_logprobs = False
@@ -36,9 +39,9 @@ class Step:
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
         self.joined: list[Sequence] = []
 
-    @property
-    def has_room_for_prefill(self) -> bool:
-        return self.num_tokens_left > 0 and self._num_prefill_tokens_left > 0
+    def has_room_for_prefill(self, sequence: Sequence) -> bool:
+        """Whether the step may take any of a prompt."""
+        return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
     @property
     def has_room_for_scores(self) -> bool:
@@ -50,7 +53,7 @@ class Step:
             sequence.num_uncomputed_tokens,
             self._chunk_tokens,
             self.num_tokens_left - num_reserved,
-            self._num_prefill_tokens_left,
+            self._num_prompt_tokens_left(sequence),
         )
         return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
 
@@ -59,6 +62,11 @@ class Step:
         start = sequence.num_computed_tokens
         end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
         return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
+
+    def _num_prompt_tokens_left(self, sequence: Sequence) -> int:
+        if sequence.request.is_background:
+            return min(self._num_prefill_tokens_left, self._num_background_tokens_left)
+        return self._num_prefill_tokens_left
 
     def add_decoding(self, sequence: Sequence) -> None:
         """The last token of a sequence; its block is there."""
@@ -74,6 +82,7 @@ class Step:
         self.sequences.append(sequence)
         self.num_tokens_left -= num_tokens
         self._num_prefill_tokens_left -= num_tokens
+        self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
     def batch(
         self, *, now: float, preempted: list[Sequence], hold_up: HoldUp | None, num_waiting: int, num_free_blocks: int

@@ -19,6 +19,7 @@ class WaitingRoom:
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}  # as many as the strategy has, once each was needed
         self._num_waiting = 0
+        self.num_foreground = 0  # sequences that somebody waits for
         self.num_tokens = 0  # of prompts
         self.work = 0  # estimated tokens to compute, prompt and output
 
@@ -66,6 +67,7 @@ class WaitingRoom:
 
     def _count(self, sequence: Sequence, number: int) -> None:
         self._num_waiting += number
+        self.num_foreground += 0 if sequence.request.is_background else number
         self.num_tokens += number * sequence.num_prompt_tokens
         self.work += number * sequence.estimated_work
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.engine.request import Queued, Request, TokenDelta
-from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, Unavailable
+from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, ReplicasLost, Unavailable
 from app.fleet.attempt import Attempt, Lost
 from app.fleet.board import Board
 from app.fleet.frame import Frame
@@ -106,7 +106,7 @@ class Fleet:
         Raises:
             InvalidRequest, DeadlineMissed, StepFailed: as the engine says.
             Overloaded: every replica is full.
-            Unavailable: there was no replica, or too many were lost under this request.
+            Unavailable: there was no replica; ReplicasLost: too many were lost under this request.
         """
         journal = Journal(request, began_at=self._clock())
         avoid: frozenset[str] = frozenset()
@@ -227,7 +227,7 @@ class Fleet:
         if is_culprit:
             self._explained.extend(journal.fruitless_on)
         if is_culprit or num_resumes > self._limits.max_resumes:
-            raise Unavailable(
+            raise ReplicasLost(
                 f"{num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)

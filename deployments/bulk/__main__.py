@@ -1,7 +1,8 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-The same under `ray job submit --working-dir . -- python -m deployments.bulk ...`; without a cluster to join it starts
-one of its own. Mistakes are told before Ray is even imported. Killed at any moment, it goes on with --resume.
+With --through fleet the rows go to a service that runs, in its lowest class. Otherwise to engines of their own: without
+a cluster to join (`ray job submit --working-dir . -- python -m deployments.bulk ...`) it starts one. Mistakes are told
+before Ray is even imported. Killed at any moment, it goes on with --resume.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from app.bulk import through_service
 from app.bulk.input_files import find_files, look_through
 from app.bulk.output_folder import RESULTS, finished_summary, open_folder
 from app.bulk.summary import Summary
+from app.bulk.through_service import ServiceSettings
 from app.errors import CarouselError
-from deployments.bulk.options import Options, read_options
+from deployments.bulk.options import Options, PoolSettings, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
 INTERRUPTED = 130
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> Summary:
-    """The summary of the run; of one that is finished already, what it came to. Raises as `answer_rows`."""
+    """The summary of the run; of one that is finished already, what it came to. Raises as both `answer_rows`."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
@@ -51,13 +54,15 @@ def _run(options: Options) -> Summary:
         resume=options.resume,
     )
     with closing(folder):
-        _set_environment(options)
-        from deployments.bulk.job import answer_rows  # Ray reads the environment when it is imported
+        if isinstance(options.through, ServiceSettings):
+            return through_service.answer_rows(found, folder, options.rows, options.through)
+        _set_environment(options.through)
+        from deployments.bulk import through_pool  # Ray reads the environment when it is imported
 
-        return answer_rows(found, folder, options)
+        return through_pool.answer_rows(found, folder, options.rows, options.through)
 
 
-def _set_environment(options: Options) -> None:
+def _set_environment(pool: PoolSettings) -> None:
     """What Ray and the model hub read; whatever the caller has set stays."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,7 +70,7 @@ def _set_environment(options: Options) -> None:
     }
     if "RAY_ADDRESS" not in os.environ:  # a cluster of our own, on this machine alone: see deployments/launcher.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if options.is_local_model:
+    if pool.is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 
 from app.assembly import build_matchers, build_sync_engine, resolve_model_path
@@ -11,6 +12,8 @@ from app.bulk.rows import PreparedRow
 from app.config import EngineConfig
 from app.engine.facts import ModelFacts
 from app.text import Tokenizer
+
+SWITCH_INTERVAL_S = 0.0002
 
 
 class EngineActor:
@@ -27,6 +30,9 @@ class EngineActor:
         model = self._config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._rows = RowGenerator(engine, tokenizer, build_matchers(self._config, engine.facts))
+        # A step of a small model takes a millisecond: its thread must not wait five, as is the default, for the one
+        # that makes texts and answers calls.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
         return engine.facts

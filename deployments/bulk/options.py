@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,28 @@ from typing import Any
 
 from app.assembly import resolve_model_path
 from app.bulk.rows import RowSettings
+from app.bulk.through_service import ServiceSettings
 from app.config import ApiConfig, ServedModelConfig
 from app.errors import InvalidSetup
 from deployments.settings import parse, read_serve_file
+
+DEFAULT_PORT = 8000  # as in deployments/serve.yaml
+DEFAULT_MAX_IN_FLIGHT = 1024
+DEFAULT_PATIENCE_S = 600.0
+API_KEY_VARIABLE = "CAROUSEL_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Engines of the run's own."""
+
+    served: ServedModelConfig
+    limits: ApiConfig
+
+    @property
+    def is_local_model(self) -> bool:
+        path = self.served.engine.model.path
+        return resolve_model_path(path) != path or Path(path).is_dir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +42,15 @@ class Options:
     input: str
     output: Path
     output_format: str  # jsonl, parquet
-    served: ServedModelConfig
-    limits: ApiConfig
+    through: PoolSettings | ServiceSettings
     rows: RowSettings
     resume: bool
     fail_on_row_errors: bool
 
-    @property
-    def is_local_model(self) -> bool:
-        path = self.served.engine.model.path
-        return resolve_model_path(path) != path or Path(path).is_dir()
-
     def description(self) -> dict[str, Any]:
-        """What the answers depend on: a resumed run must have the same. How many engines there are is not among it."""
-        model = self.served.engine.model
-        return {
-            "model": model.path,
-            "model_name": self.served.name,
-            "revision": model.revision,
-            "dtype": model.dtype,
-            "max_model_len": model.max_model_len,
+        """What the answers depend on: a resumed run must have the same. Neither how many engines there are nor where
+        the service listens is among it."""
+        return _who_answers(self.through) | {
             "prompt_column": self.rows.prompt_column,
             "messages_column": self.rows.messages_column,
             "max_tokens": self.rows.max_tokens,
@@ -52,17 +61,14 @@ class Options:
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
     """Raises InvalidSetup for what is wrong in the config file; argparse answers for the rest, with status 2."""
-    given = _parser().parse_args(arguments)
-    served, limits = _served(given.config, given.model)
-    if given.engines is not None:
-        replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
-        served = served.model_copy(update={"replicas": replicas})
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    _check_they_go_together(parser, given)
     return Options(
         input=given.input,
         output=given.output,
         output_format=given.format,
-        served=served,
-        limits=limits,
+        through=_pool(given) if given.through == "pool" else _service(given),
         rows=RowSettings(
             prompt_column=given.prompt_column,
             messages_column=given.messages_column,
@@ -74,14 +80,75 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
+def _who_answers(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
+    if isinstance(through, ServiceSettings):
+        return {"through": "fleet", "model_name": through.model}
+    model = through.served.engine.model
+    return {
+        "through": "pool",
+        "model": model.path,
+        "model_name": through.served.name,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _check_they_go_together(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    names = ("engines",) if given.through == "fleet" else ("base_url", "api_key", "max_in_flight", "wait_for_service")
+    for name in names:
+        if getattr(given, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} means nothing with --through {given.through}")
+
+
+def _pool(given: argparse.Namespace) -> PoolSettings:
+    served, limits = _served(given.config, given.model)
+    if given.engines is not None:
+        replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
+        served = served.model_copy(update={"replicas": replicas})
+    return PoolSettings(served=served, limits=limits)
+
+
+def _service(given: argparse.Namespace) -> ServiceSettings:
+    port = DEFAULT_PORT if given.config is None else read_serve_file(given.config).port
+    return ServiceSettings(
+        base_url=given.base_url or f"http://127.0.0.1:{port}",
+        api_key=given.api_key or os.environ.get(API_KEY_VARIABLE),
+        model=given.model,
+        max_under_way=given.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
+        patience_s=given.wait_for_service or DEFAULT_PATIENCE_S,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployments.bulk", description="Answer every row of some files.")
     parser.add_argument("--input", required=True, metavar="FILE", help="JSONL or Parquet: a file, folder, glob or URI")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the run's own folder")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the results")
-    parser.add_argument("--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices")
-    parser.add_argument("--engines", type=_positive, metavar="N", help="instead of the config's num_replicas")
+    parser.add_argument(
+        "--through",
+        choices=("pool", "fleet"),
+        default="pool",
+        help="engines of its own, or a running service's idle slots",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id; fleet: a served model"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices, port"
+    )
+    parser.add_argument("--engines", type=_positive, metavar="N", help="pool: instead of the config's num_replicas")
+    parser.add_argument(
+        "--base-url", metavar="URL", help=f"fleet: the service; default: this machine, port {DEFAULT_PORT}"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help=f"fleet; others cannot read it in ${API_KEY_VARIABLE}")
+    parser.add_argument(
+        "--max-in-flight", type=_positive, metavar="N", help=f"fleet: rows at once, at most {DEFAULT_MAX_IN_FLIGHT:,}"
+    )
+    parser.add_argument(
+        "--wait-for-service", type=_positive, metavar="S",
+        help=f"fleet: seconds until a service that does not answer is given up; default {DEFAULT_PATIENCE_S:g}",
+    )  # fmt: skip
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--prompt-column", metavar="NAME", help="text to go on with, as /v1/completions does")
     columns.add_argument("--messages-column", metavar="NAME", help="a list of messages, or the text of a user's turn")

@@ -1,22 +1,25 @@
 """Keeps a number of engines at work on a backlog, and replaces those that die.
 
-Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds twice
-the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each other.
-Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in docs/operations.md.
+Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds three
+times the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each
+other. Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
+docs/operations.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.bulk.backlog import Backlog, Loss
+from app.bulk.backlog import Backlog
 from app.bulk.row_generator import Harvest
+from app.bulk.rows import PreparedRow
+from app.bulk.workers import Account, Workers
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
 from deployments.bulk.engine_actor import EngineActor
@@ -28,33 +31,42 @@ HANG_S = 120.0
 MAX_DEATHS_IN_A_ROW = 8
 
 
-class EnginePool:
-    """The engines of a run. Everything happens in one event loop."""
+class EnginePool(Workers[PreparedRow]):
+    """The engines of a run."""
 
     def __init__(
         self,
         served: ServedModelConfig,
-        backlog: Backlog,
+        backlog: Backlog[PreparedRow],
+        account: Account,
         *,
-        on_harvest: Callable[[Harvest], None],
-        on_loss: Callable[[Loss], None],
-        on_ready: Callable[[], None],
+        continued: Callable[[PreparedRow], PreparedRow],
     ) -> None:
-        """`on_harvest` hears what engines bring, `on_loss` of each death, `on_ready` of each engine that has loaded."""
+        """`continued` gives a row the tokens that are known of it."""
+        super().__init__(backlog, account)
         self._served = served
-        self._backlog = backlog
-        self._on_harvest = on_harvest
-        self._on_loss = on_loss
-        self._on_ready = on_ready
-        self._window = 2 * served.engine.scheduler.max_running
-        self.num_ready = 0  # engines that have loaded and not died
+        self._continued = continued
+        self._window = 3 * served.engine.scheduler.max_running
+        self._num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
-        self._input_is_over = False
-        self._changed = asyncio.Condition()
         self._facts: Any = None  # reference to a ModelFacts
 
+    def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """See `Workers`: the engines."""
+        return [self._work(number) for number in range(self._size)]
+
     @property
-    def size(self) -> int:
+    def state(self) -> str:
+        """See `Workers`."""
+        return f"{self._num_ready} of {self._size} engines are ready"
+
+    @property
+    def num_wanted(self) -> int:
+        """See `Workers`."""
+        return self._size * self._window
+
+    @property
+    def _size(self) -> int:
         return self._served.replicas.num_replicas
 
     async def facts(self) -> Any:
@@ -63,27 +75,7 @@ class EnginePool:
             await self._changed.wait_for(lambda: self._facts is not None)
         return self._facts
 
-    async def wait_for_room(self) -> None:
-        """Return when the backlog is shorter than what the engines take next."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.size * self._window)
-
-    async def has_changed(self) -> None:
-        """Wake whoever waits: rows were added or taken, or the input is over."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def end_of_input(self) -> None:
-        """No more rows will be added."""
-        self._input_is_over = True
-        await self.has_changed()
-
-    async def over(self) -> None:
-        """Return when the input is over and no row waits or is on an engine."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_over)
-
-    async def work(self, number: int) -> None:
+    async def _work(self, number: int) -> None:
         """Run one engine, or one after the other when they die, until nothing is left to do.
 
         Raises:
@@ -97,16 +89,12 @@ class EnginePool:
                 try:
                     await self._exchange_until_over(number, actor)
                 finally:
-                    self.num_ready -= 1
+                    self._num_ready -= 1
             except (RayError, TimeoutError) as error:
                 self._lose(number, error)
                 await self.has_changed()
             finally:
                 ray.kill(actor)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._input_is_over and self._backlog.is_empty
 
     def _start(self) -> Any:
         replicas = self._served.replicas
@@ -127,8 +115,8 @@ class EnginePool:
         except RayError:
             self._facts = None if self._facts is facts else self._facts
             raise
-        self.num_ready += 1
-        self._on_ready()
+        self._num_ready += 1
+        self._account.ready()
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
         while True:
@@ -140,7 +128,7 @@ class EnginePool:
             rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if rows:
                 await self.has_changed()  # whoever reads on has room to
-            call = actor.exchange.remote(rows, self._window // 4, HARVEST_WITHIN_S)
+            call = actor.exchange.remote(list(map(self._continued, rows)), self._window // 3, HARVEST_WITHIN_S)
             await self._book(number, await asyncio.wait_for(call, HANG_S))
 
     async def _wait_for_rows(self, number: int) -> None:
@@ -152,7 +140,7 @@ class EnginePool:
 
     async def _book(self, number: int, harvest: Harvest) -> None:
         self._backlog.begin(number, harvest.begun)
-        self._on_harvest(harvest)
+        self._account.book(harvest)
         self._backlog.settle(number, [record.row for record in harvest.records])
         if harvest.records:
             self._num_deaths_in_a_row = 0
@@ -164,7 +152,7 @@ class EnginePool:
         num_rows = len(self._backlog.rows_on(number))
         logger.warning("engine %d is lost with %d rows, which go elsewhere: %s", number, num_rows, _reason(error))
         loss = self._backlog.lose(number)
-        self._on_loss(loss)
+        self._account.lost(loss)
         if loss.given_up:
             self._num_deaths_in_a_row = 0
         if self._num_deaths_in_a_row > MAX_DEATHS_IN_A_ROW:

@@ -50,8 +50,20 @@ def test_the_rows_of_a_dead_engine_go_first_to_another_and_only_those_begun_coun
     backlog.begin(0, [0, 1])
     backlog.settle(0, [0])
     loss = backlog.lose(0)
-    assert (loss.given_up, loss.num_recomputed) == ((), 1)
+    assert (loss.given_up, loss.begun) == ((), (1,))
     assert taken(backlog, 1, 9) == [1, 2, 3]
+
+
+def test_a_row_that_is_given_back_goes_first_and_is_not_to_blame() -> None:
+    backlog: Backlog[PreparedRow] = Backlog(RowSet(10))
+    backlog.add(rows(0, 1, 2))
+    for _ in range(MAX_DEATHS + 1):
+        assert taken(backlog, 0, 2) == [0, 1]
+        backlog.begin(0, [0])
+        assert [backlog.give_back(0, row) for row in (1, 0)] == [False, True]
+    assert taken(backlog, 0, 9) == [0, 1, 2]
+    assert backlog.lose(0).given_up == ()
+    assert taken(backlog, 0, 9) == [0, 1, 2]
 
 
 def test_whoever_lost_two_engines_runs_alone_after_all_others() -> None:

@@ -20,7 +20,8 @@ from app.errors import InvalidSetup
 RUN = {"model": "models/demo", "fingerprint": "abc"}
 SUMMARY_FIELDS: dict[str, Any] = {
     "rows": 4, "ok": 4, "failed": 0, "prompt_tokens": 0, "completion_tokens": 0, "seconds": 1.0, "rows_per_s": 4.0,
-    "tokens_per_s": 0.0, "runs": 1, "engines_lost": 0, "recomputed_rows": 0,
+    "tokens_per_s": 0.0, "runs": 1, "engines_lost": 0, "continued_rows": 0,
+    "recomputed_rows": 0,
 }  # fmt: skip
 
 
@@ -79,12 +80,23 @@ def test_cut_anywhere_the_journal_gives_the_whole_records_before_the_cut(tmp_pat
             assert len(folder.settled) == content[:length].count(b"\n")
 
 
-def test_rows_that_were_begun_and_not_settled_count_as_recomputed(tmp_path: Path) -> None:
+def test_rows_that_were_begun_and_not_settled_begin_again_or_go_on_where_their_tokens_are_known(tmp_path: Path) -> None:
     with opened(tmp_path / "out") as folder:
-        folder.begun.update([0, 1, 2])
+        folder.begun.update([0, 1, 2, 3])
+        folder.progress({1: (7, 8), 2: (9,)})
         folder.append([record(1)])
     with opened(tmp_path / "out", resume=True) as folder:
-        assert folder.recovery.recomputed_rows == 2
+        assert (folder.recovery.continued_rows, folder.recovery.recomputed_rows) == (1, 2)
+        assert [row in folder.under_way for row in range(4)] == [False, False, True, False]
+
+
+def test_what_interruptions_cost_outlives_the_process(tmp_path: Path) -> None:
+    with opened(tmp_path / "out") as folder:
+        folder.recovery.engines_lost += 1
+        folder.note_interrupted([0, 3])
+        folder.sync()
+    with opened(tmp_path / "out", resume=True) as folder:
+        assert (folder.recovery.engines_lost, folder.recovery.recomputed_rows, folder.recovery.runs) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet"])

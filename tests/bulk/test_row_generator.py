@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,12 @@ class Room:
     def generator(self, engine: Engine | None = None) -> RowGenerator:
         self._open.append(RowGenerator(engine or build_fake_engine(), self._tokenizer, MadeMatchers()))
         return self._open[-1]
+
+    def generator_of(self, row: PreparedRow) -> RowGenerator:
+        """A generator on an engine of its own, with a row."""
+        generator = self.generator(build_fake_engine(num_blocks=300))
+        generator.add([row])
+        return generator
 
     def close(self) -> None:
         for generator in self._open:
@@ -98,6 +105,30 @@ def test_a_harvest_tells_which_rows_began_and_how_many_tokens_came(room: Room) -
     harvest = generator.harvest(at_least=2, within_s=ENOUGH_S)
     assert sorted(harvest.begun) == [0, 1]
     assert harvest.num_tokens == 10
+
+
+def test_harvests_tell_the_tokens_of_rows_that_go_on(room: Room) -> None:
+    generator = room.generator(build_fake_engine(runner=SlowRunner(), num_blocks=300))
+    generator.add([row(0, max_tokens=900)])
+    token_ids: list[int] = []
+    while len(token_ids) < 20:
+        token_ids += generator.harvest(at_least=1, within_s=0.005).token_ids.get(0, ())
+    assert token_ids == expected_tokens((5, 6, 7), 900)[: len(token_ids)]
+
+
+@pytest.mark.parametrize("with_stop", [False, True])
+def test_a_row_goes_on_after_the_tokens_of_another_engine_wherever_that_was(
+    room: Room, tokenizer: Tokenizer, with_stop: bool
+) -> None:
+    """Text, counts and stop strings are those of a row that nobody has interrupted."""
+    token_ids = expected_tokens((5, 6, 7), 40)
+    whole = row(0, stop=(plain_text(tokenizer, token_ids)[10:12],) if with_stop else (), max_tokens=40)
+    [expected] = harvested(room.generator_of(whole), 1)
+    for num_known in range(1, expected.completion_tokens):
+        request = replace(whole.request, generated_token_ids=tuple(token_ids[:num_known]))
+        harvest = room.generator_of(replace(whole, request=request)).harvest(at_least=1, within_s=ENOUGH_S)
+        assert harvest.records == (expected,)
+        assert harvest.num_tokens >= expected.completion_tokens - num_known
 
 
 def test_a_harvest_returns_in_time_without_a_record(room: Room) -> None:

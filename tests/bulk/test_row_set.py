@@ -15,7 +15,7 @@ def test_it_is_a_set(rows: list[int], others: list[int]) -> None:
     other_set.update(others)
     assert {row for row in range(100) if row in row_set} == set(rows)
     assert len(row_set) == len(set(rows))
-    assert row_set.num_beside(other_set) == len(set(rows) - set(others))
+    assert list(row_set.beside(other_set)) == sorted(set(rows) - set(others))
     assert {row for row in range(100) if row in RowSet.from_bytes(row_set.to_bytes())} == set(rows)
 
 

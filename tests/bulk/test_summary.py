@@ -37,8 +37,8 @@ def test_the_pace_forgets_what_was_long_ago() -> None:
 def test_a_summary_tells_of_deaths_only_if_there_were_any() -> None:
     settings = {"rows": 10, "ok": 9, "failed": 1, "prompt_tokens": 5, "completion_tokens": 6, "seconds": 2.0}
     rates = {"rows_per_s": 5.0, "tokens_per_s": 3.0}
-    smooth = Summary(**settings, **rates, runs=1, engines_lost=0, recomputed_rows=0)  # type: ignore[arg-type]
-    rough = Summary(**settings, **rates, runs=2, engines_lost=1, recomputed_rows=1)  # type: ignore[arg-type]
+    smooth = Summary(**settings, **rates, runs=1, engines_lost=0, continued_rows=0, recomputed_rows=0)  # type: ignore[arg-type]
+    rough = Summary(**settings, **rates, runs=2, engines_lost=1, continued_rows=3, recomputed_rows=1)  # type: ignore[arg-type]
     assert "9 ok, 1 failed" in str(smooth)
     assert "lost" not in str(smooth)
-    assert "2 runs, 1 engines lost, 1 rows recomputed (10.00%)" in str(rough)
+    assert "2 runs, 1 engines lost; 3 rows went on where they were, 1 began again (10.00%)" in str(rough)

@@ -36,7 +36,8 @@ _FILE = ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={})
 _TESTS_ONLY = {
     "RAY_AUTH_MODE": "disabled",
     # Time for HAProxy to hear that an ingress goes; by default it is 30 s, and every test that deploys would take them.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # 1 s was too short on a machine that had much else to do: connections were refused.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
     "RAY_SERVE_PORT_QUARANTINE_S": "0",
 }
 os.environ.update(environment(_FILE, RUN_FOLDER, PLAIN_ENVIRONMENT) | _TESTS_ONLY)

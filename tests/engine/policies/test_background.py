@@ -45,7 +45,7 @@ def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> N
     day = [make_request((9, n), max_tokens=6, tenant="day") for n in range(2, 4)]
     for request in day:
         engine.add(request)
-    for _ in range(7):  # what they need when nobody is in their way, and one: a step makes way for one request
+    for _ in range(6):  # what they need when nobody is in their way
         outcome.book(engine.step())
     assert {request.request_id for request in day} <= outcome.reasons.keys()
     rest = run_to_end(engine, clock=clock)
@@ -79,6 +79,25 @@ def test_background_work_is_what_goes_when_memory_runs_short(policy: str) -> Non
     reasons = run_to_end(engine, clock=clock).reasons
     assert list(reasons) == [day.request_id, night.request_id]
     assert engine.stats().total_preemptions >= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_of_background_work_take_little_of_a_step_while_others_are_served(policy: str) -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock)
+    settings = {"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64, "background_prefill_tokens": 5}
+    engine = build_fake_engine(runner=runner, clock=clock, policy=policy, **settings)
+    night = [background((5, n, *range(6, 26)), max_tokens=3) for n in range(2, 4)]
+    engine.add(night[0])
+    engine.step()
+    for request in (night[1], make_request((9, 8, 7), max_tokens=8)):
+        engine.add(request)
+    outcome = run_to_end(engine, clock=clock)
+    alone, first, *others = [batch.num_scheduled_tokens for batch in runner.batches]
+    assert alone == 22
+    assert first == 1 + 3 + 5  # whoever decodes, the prompt that somebody waits for, a part of the other
+    assert max(others) <= 1 + 1 + 5
+    assert len(outcome.reasons) == 3
 
 
 def test_background_work_costs_its_tenant_no_share() -> None:

@@ -1,0 +1,198 @@
+"""What a service lends to a bulk run, and what that costs its online clients.
+
+    python -m benchmarks.bulk.lending --rounds 2 --seconds 20 --step-ms 20
+
+Starts the service as `make serve` does, with replicas that only sleep, and drives it with `benchmarks.online`: without
+a bulk run and beside one (`python -m deployments.bulk --through fleet`), in turn. Once the bulk run has the service for
+itself: that is its whole capacity. Progress goes to stderr; the last line of stdout is one JSON object:
+
+    off, on           the online client's times without and beside the bulk run, the median of the rounds, seconds
+    ratio             of the two, for each
+    alone_tokens_per_s, online_tokens_per_s
+    idle_share        the bulk run's tokens over what online clients leave of the whole capacity
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from app.versions import commit
+from benchmarks import machine
+from benchmarks.errors import BenchmarkError, refused
+from benchmarks.fleet import MODEL_NAME
+from benchmarks.options import num_usable_cores, positive
+from benchmarks.output import write_json
+from benchmarks.progress import tell
+from benchmarks.service import Service, service
+
+TIMES = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+_FILL_S = 5.0  # until a bulk run has found out how much it gets
+_FIRST_TOKEN, _LAST_TOKEN = 300, 600
+_NUM_ROWS = 20_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="carousel-lending-") as folder, service(application(given)) as running:
+            found = measure(running, Path(folder), given)
+        line = json.dumps(found)
+        if given.json is not None:
+            write_json(given.json, line)
+    except BenchmarkError as error:
+        return refused(error)
+    print(line, flush=True)
+    return 0
+
+
+def application(given: argparse.Namespace) -> dict[str, Any]:
+    """Replicas whose steps cost the time that is asked for."""
+    costs = {"step_ms": given.step_ms, "per_token_ms": given.per_token_ms}
+    engine = {
+        "model": {"path": "models/demo", "simulated": costs},
+        "scheduler": {"max_running": given.slots} | json.loads(given.scheduler),
+    }
+    replicas = {"num_replicas": given.replicas, "num_cpus": 0.1}
+    return {"models": [{"name": MODEL_NAME, "engine": engine, "replicas": replicas}], "ingress": {"num_cpus": 0.1}}
+
+
+def measure(running: Service, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """All rounds. Raises BenchmarkError when a part of it fails."""
+    rows, requests = folder / "rows.jsonl", folder / "requests.jsonl"
+    _write(rows, _NUM_ROWS, ("id", "prompt"), given.bulk_prompt, given.bulk_output, seed="rows")
+    _write(requests, 500, ("id", "prompt_token_ids"), given.prompt, given.output, seed="requests")
+    url = f"http://{running.target.host}:{running.target.port}"
+    with bulk_run(rows, folder / "alone", url) as alone:
+        time.sleep(_FILL_S)
+        alone.mark()
+        time.sleep(given.seconds / 2)
+        alone_tokens, alone_s = alone.since_mark()
+        alone_tokens_per_s = alone_tokens / alone_s
+    tell(f"the bulk run alone: {alone_tokens_per_s:,.0f} tokens/s")
+    off, on, bulk, left = [], [], [], []
+    for number in range(given.rounds):
+        off.append(online(url, requests, given, seed=number))
+        with bulk_run(rows, folder / f"beside-{number}", url) as beside:
+            time.sleep(_FILL_S)
+            beside.mark()
+            on.append(online(url, requests, given, seed=number))
+            bulk_tokens, window_s = beside.since_mark()
+        # Over one stretch of time, in which the client also starts and waits for its last answers.
+        left.append(alone_tokens_per_s * window_s - on[-1]["num_output_tokens"])
+        bulk.append(bulk_tokens)
+        tell(f"round {number + 1}: " + ", ".join(f"{name} {off[-1][name]:.4f} -> {on[-1][name]:.4f}" for name in TIMES))
+    medians = {name: (_median(off, name), _median(on, name)) for name in TIMES}
+    return {
+        "off": {name: without for name, (without, _) in medians.items()},
+        "on": {name: beside for name, (_, beside) in medians.items()},
+        "ratio": {name: round(beside / without, 3) for name, (without, beside) in medians.items()},
+        "alone_tokens_per_s": round(alone_tokens_per_s, 1),
+        "online_tokens_per_s": round(_median(on, "output_tokens_per_s"), 1),
+        "idle_share": round(sum(bulk) / sum(left), 3),
+        "settings": {name: value for name, value in vars(given).items() if name != "json"},
+        "cpu": machine.cpu_name(),
+        "num_cores": num_usable_cores(),
+        "commit": commit(),
+    }
+
+
+class BulkRun:
+    """A bulk run in a process of its own, and what its journal has."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._marked_at, self._marked_tokens = 0.0, 0
+
+    def mark(self) -> None:
+        """From now on tokens count."""
+        self._marked_at, self._marked_tokens = time.perf_counter(), self._num_tokens()
+
+    def since_mark(self) -> tuple[int, float]:
+        """Tokens of rows that have ended since then, and the seconds."""
+        return self._num_tokens() - self._marked_tokens, time.perf_counter() - self._marked_at
+
+    def _num_tokens(self) -> int:
+        lines = self._journal.read_bytes().splitlines(keepends=True) if self._journal.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be torn
+        return sum(json.loads(line)["completion_tokens"] for line in whole)
+
+
+@contextmanager
+def bulk_run(rows: Path, out: Path, url: str) -> Iterator[BulkRun]:
+    """Run it until the end of the block. Raises BenchmarkError when it ends before."""
+    command = [sys.executable, "-m", "deployments.bulk", "--through", "fleet", "--base-url", url]
+    process = subprocess.Popen([*command, "--input", str(rows), "--output", str(out)], stdout=sys.stderr)
+    try:
+        yield BulkRun(out / "results.partial.jsonl")
+        if process.poll() is not None:
+            raise BenchmarkError(f"the bulk run ended too soon, with status {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def online(url: str, requests: Path, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
+    """The figures of `benchmarks.online`. Raises BenchmarkError when it fails."""
+    command = [sys.executable, "-m", "benchmarks.online", "--base-url", url, "--model", MODEL_NAME]
+    command += ["--workload", str(requests), "--rate", str(given.rate), "--duration", str(given.seconds)]
+    done = subprocess.run([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"the online client ended with status {done.returncode}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _write(path: Path, number: int, names: tuple[str, str], prompt: int, output: int, *, seed: str) -> None:
+    """Rows of random tokens: prompts and outputs of half to one and a half times the length that is asked for."""
+    chance = random.Random(seed)
+    row_id, tokens = names
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(number):
+            length = chance.randint(max(1, prompt // 2), prompt * 3 // 2)
+            row = {
+                row_id: f"{seed}-{index}",
+                tokens: chance.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=length),
+                "max_tokens": chance.randint(max(1, output // 2), output * 3 // 2),
+                "ignore_eos": True,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _median(runs: Sequence[dict[str, Any]], name: str) -> float:
+    return float(statistics.median(run[name] for run in runs))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bulk.lending",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--replicas", type=positive, default=2, metavar="N")
+    parser.add_argument("--slots", type=positive, default=16, metavar="N", help="of each replica (max_running)")
+    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
+    parser.add_argument("--per-token-ms", type=float, default=0.0, metavar="MS", help="more, for each token of a step")
+    parser.add_argument("--scheduler", default="{}", metavar="JSON", help="more settings of the scheduler")
+    parser.add_argument("--rate", type=float, default=12.0, metavar="R", help="online requests a second")
+    parser.add_argument("--prompt", type=positive, default=32, metavar="N", help="tokens, on average")
+    parser.add_argument("--output", type=positive, default=64, metavar="N", help="tokens, on average")
+    parser.add_argument("--bulk-prompt", type=positive, default=64, metavar="N", help="tokens, on average")
+    parser.add_argument("--bulk-output", type=positive, default=64, metavar="N", help="tokens, on average")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each online run")
+    parser.add_argument("--rounds", type=positive, default=2, metavar="N")
+    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The pages about bulk runs: their inputs and judgements. The runs themselves are tested with the Ray tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import ApplicationConfig
+from benchmarks.bulk import kills, lending, pool
+
+
+def record(row: int, text: str = "so", error: str | None = None) -> dict[str, Any]:
+    return {"row": row, "text": text, "error": error}
+
+
+def test_rows_are_judged_by_a_run_in_which_nothing_died() -> None:
+    smooth = [record(row, f"text {row}") for row in range(5)]
+    rough = [record(0, "text 0"), record(1, "text 1"), record(1, "text 1"), record(2, "other"), record(3, "", "why")]
+    assert kills.judged(smooth, rough, 5) == {
+        "rows_lost": 1, "rows_twice": 1, "rows_failed": 1, "rows_different": 2,
+    }  # fmt: skip
+
+
+def test_the_rows_to_kill_have_ids_of_their_own_and_the_lengths_asked_for(tmp_path: Path) -> None:
+    given = kills._parser().parse_args(["--rows", "50", "--output", "8"])
+    kills.write_rows(tmp_path / "rows.jsonl", given)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == 50
+    assert all(4 <= row["max_tokens"] <= 12 for row in rows)
+
+
+def test_a_workload_becomes_rows_that_ask_the_same(tmp_path: Path) -> None:
+    line = {"id": "a", "prompt_token_ids": [5, 6], "max_tokens": 3, "ignore_eos": True}
+    (tmp_path / "workload.jsonl").write_text(json.dumps(line) + "\n")
+    [row] = map(json.loads, pool.rows_of(tmp_path / "workload.jsonl").splitlines())
+    assert row == {"id": "a", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+
+
+def test_the_service_that_lends_takes_further_settings_of_the_scheduler() -> None:
+    given = lending._parser().parse_args(["--slots", "7", "--scheduler", '{"max_waiting": 9}', "--per-token-ms", "0.5"])
+    [model] = ApplicationConfig.model_validate(lending.application(given)).models
+    assert (model.engine.scheduler.max_running, model.engine.scheduler.max_waiting) == (7, 9)
+    assert model.engine.model.simulated is not None
+    assert model.engine.model.simulated.per_token_ms == 0.5
+
+
+def test_a_bulk_runs_pace_counts_whole_records_since_the_mark(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    run = lending.BulkRun(journal)
+    run.mark()
+    assert run.since_mark()[0] == 0
+    journal.write_text('{"completion_tokens": 5}\n{"completion_tokens": 7}\n{"completion_tok')
+    run.mark()
+    with journal.open("a") as file:
+        file.write('ens": 4}\n{"completion_tokens": 2}\n')
+    tokens, seconds = run.since_mark()
+    assert tokens == 6
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("page", [kills, lending, pool])
+def test_every_page_says_what_it_takes(page: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        page.main(["--help"])
+    assert ended.value.code == 0
+    assert page.__doc__.splitlines()[0] in capsys.readouterr().out
