@@ -6,8 +6,8 @@ Starts the service as `make serve` does, with simulated replicas, and sends malf
 every endpoint that takes JSON, `--rate` a second, while honest clients stream. Times with and without the attack take
 turns. Progress goes to stderr; the last line of stdout is one JSON object:
 
-    outcomes            answers by status; `closed`: the connection ended without one; `hung_up`: the attacker did, who
-                        waits 2 s for the end of an answer, and 0.2 s where the request was cut off
+    outcomes            answers by status; `closed`: the connection ended without one; `hung_up`: the attacker did,
+                        without one after 2 s, or 0.2 s where the request was cut off
     server_errors       answers of 500 and above, a 503 too
     restarts            processes of ingresses and replicas that were there before and not after
     honest_*_ms         from request to last token, of all honest requests in times of that kind; and how many failed
