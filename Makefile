@@ -3,6 +3,7 @@
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make chaos    faults made on purpose, three to four hours: the reliability table
+#   make clients  other people's clients, installed into .clients, against the live service: the table of docs/clients.md
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
@@ -11,10 +12,10 @@ OUTPUT ?= bulk_results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test check chaos format clean
+.PHONY: help serve bulk test check chaos clients format clean
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 serve: .venv/runtime.done
 	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
@@ -35,12 +36,15 @@ check: .venv/dev.done
 chaos: .venv/runtime.done
 	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
 
+clients: .venv/runtime.done
+	$(BIN)/python -m benchmarks.clients --environments .clients
+
 format: .venv/dev.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .clients
 
 .venv/python.done:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

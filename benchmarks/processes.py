@@ -46,6 +46,14 @@ def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> 
     return dict(spent)
 
 
+def resident_bytes(pid: int) -> int:
+    """The memory that a process holds; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def _all() -> Iterator[Process]:
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     for folder in Path("/proc").glob("[0-9]*"):

@@ -21,6 +21,7 @@ from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
+from deployments.odd_headers import accept_odd_headers
 from deployments.settings import check_exposure
 
 READY_CACHE_S = 1.0
@@ -42,6 +43,7 @@ class Ingress:
         """
         log_where_serve_does()
         keep_calls_on_loopback()
+        accept_odd_headers()
         self._config = config
         self._paths = paths
         self._batches = batches

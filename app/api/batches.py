@@ -19,6 +19,7 @@ from app.batches import BatchService, NewBatch, NewWebhook
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
+MAX_BATCHES_OF_PAGE = 100
 _MAX_BODY_BYTES = 64 * 1024
 _BODY_TIMEOUT_S = 60.0
 
@@ -56,7 +57,7 @@ class BatchRequest(Schema):
     """The body of POST /v1/batches."""
 
     input_file_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
-    endpoint: str
+    endpoint: str = Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -106,7 +107,7 @@ class BatchRoutes:
 
     async def list(self, request: Request) -> Response:
         """A page of batches, the newest first."""
-        page = page_of(self._owner_of(request), request.query_params, max_limit=100, default_limit=20)
+        page = page_of(self._owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.batches(page))
 
     async def retrieve(self, request: Request) -> Response:

@@ -18,6 +18,7 @@ from app.batches import BatchService, NewFile
 from app.errors import InvalidRequest
 
 MAX_FILENAME_LENGTH = 255
+MAX_FILES_OF_PAGE = 10_000
 _READ_BYTES = 1024 * 1024
 
 
@@ -62,7 +63,9 @@ class FileRoutes:
 
     async def list(self, request: Request) -> Response:
         """A page of files, the newest first unless asked otherwise."""
-        page = page_of(self._owner_of(request), request.query_params, max_limit=10_000, default_limit=10_000)
+        page = page_of(
+            self._owner_of(request), request.query_params, max_limit=MAX_FILES_OF_PAGE, default_limit=MAX_FILES_OF_PAGE
+        )
         return JSONResponse(await self._service.files(page))
 
     async def retrieve(self, request: Request) -> Response:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from app.api.batches import BatchRequest
+from app.api.batches import MAX_BATCHES_OF_PAGE, BatchRequest
+from app.api.files import MAX_FILES_OF_PAGE
+from app.api.parameters import unavailable
 from app.api.prompt_list import PromptListRequest
 from app.api.reply_schemas import ResponsesRequest
 from app.api.schemas import (
@@ -14,6 +17,7 @@ from app.api.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    ModelRequest,
     Schema,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -24,7 +28,7 @@ from app.versions import versions
 
 Json = dict[str, Any]
 
-BODIES: tuple[type[Schema], ...] = (
+BODIES: tuple[type[ModelRequest], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -118,10 +122,11 @@ def _batch_paths() -> Json:
         {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in ("file_id", "batch_id")
     )
     of_file, of_batch = {"parameters": [file_id]}, {"parameters": [batch_id]}
-    page = [
+    after = [
         {"name": "after", "in": "query", "schema": _TEXT, "description": "the id behind which the page begins"},
-        {"name": "limit", "in": "query", "schema": _WHOLE_NUMBER},
     ]
+    file_page = [*after, _limit(MAX_FILES_OF_PAGE)]
+    batch_page = [*after, _limit(MAX_BATCHES_OF_PAGE)]
     order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
     purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
     form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
@@ -130,7 +135,7 @@ def _batch_paths() -> Json:
     return {
         "/v1/files": {
             "post": _operation("Upload a file", "File", _OF_AN_UPLOAD, upload),
-            "get": _operation("The files", "FileList", _OF_A_LIST) | {"parameters": [*page, order, purpose]},
+            "get": _operation("The files", "FileList", _OF_A_LIST) | {"parameters": [*file_page, order, purpose]},
         },
         "/v1/files/{file_id}": {
             "get": _operation("One file", "File", _OF_A_LIST) | of_file,
@@ -145,7 +150,7 @@ def _batch_paths() -> Json:
         },
         "/v1/batches": {
             "post": _operation("Begin a batch over a file", "Batch", _OF_GENERATION, _body(BatchRequest)),
-            "get": _operation("The batches", "BatchList", _OF_A_LIST) | {"parameters": [*page, order]},
+            "get": _operation("The batches", "BatchList", _OF_A_LIST) | {"parameters": [*batch_page, order]},
         },
         "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST) | of_batch},
         "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST) | of_batch},
@@ -157,6 +162,10 @@ def _batch_paths() -> Json:
         "/v1/batch/{batch_id}": {"get": _operation("A batch and its results", "BatchResults", _OF_A_LIST) | of_batch},
         "/v1/batch/stats": {"get": _operation("What batches have to do and have done", "BatchStats", _OF_A_LIST)},
     }
+
+
+def _limit(most: int) -> Json:
+    return {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}}
 
 
 def _operation(
@@ -190,6 +199,8 @@ def _schemas(config: ApiConfig, *, has_batches: bool) -> Json:
     schemas: Json = document["$defs"]
     for schema in schemas.values():
         _accept_null(schema)
+    for body in BODIES:
+        _leave_out(schemas[body.__name__]["properties"], unavailable(body))
     for generation in (ChatRequest, CompletionRequest, ResponsesRequest):
         limited = schemas[generation.__name__]["properties"]
         for name in ("n", "best_of"):
@@ -208,6 +219,13 @@ def _accept_null(schema: Json) -> None:
         if name not in schema.get("required", ()):
             options = field.pop("anyOf", None) or [{key: field.pop(key) for key in list(field) if key not in _NOTES}]
             field["anyOf"] = [*(option for option in options if option != {"type": "null"}), {"type": "null"}]
+
+
+def _leave_out(properties: Json, unavailable: Mapping[str, tuple[Any, ...]]) -> None:
+    """Fields that a schema shares with others but that its endpoint takes only where they ask for nothing."""
+    for name in properties.keys() & unavailable.keys():
+        harmless = list(unavailable[name])
+        properties[name]["anyOf"] = [*([{"enum": harmless}] if harmless else []), {"type": "null"}]
 
 
 _NOTES = ("title", "default", "description")

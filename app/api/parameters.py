@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
-from app.api.schemas import ModelRequest, Schema
+from app.api.schemas import ModelRequest, Schema, whole
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -76,14 +76,20 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 MAX_REMEMBERED_NAMES = 1000
+MAX_NAME_LENGTH = 100  # more of it is not remembered: a thousand names as long as bodies may be are gigabytes
 MAX_NAMED = 20
 STRICT_HEADER = "x-strict"
 
 
+def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
+    """The fields that ask for something that this version does not do, with the values that do not ask for it."""
+    return _UNAVAILABLE[schema.ENDPOINT]
+
+
 def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
     """Raise InvalidRequest when the body asks for something that this version does not do."""
-    for name, harmless in _UNAVAILABLE[schema.ENDPOINT].items():
-        value = body.get(name)
+    for name, harmless in unavailable(schema).items():
+        value = whole(body.get(name))
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
             raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
@@ -136,8 +142,8 @@ class UnknownFields:
     def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
         """Log the names in `body` that are new; their values have no effect."""
         known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
-        for name in body.keys() - known:
+        for name in {name[:MAX_NAME_LENGTH] for name in body} - known:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
             self._seen.add(name)
-            logger.info("ignoring the unknown field %r of a %s request", name[:100], schema.ENDPOINT)
+            logger.info("ignoring the unknown field %r of a %s request", name, schema.ENDPOINT)

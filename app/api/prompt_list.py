@@ -51,7 +51,7 @@ class PromptListRequest(Schema):
                         "type": "array",
                         "minItems": 1,
                         "maxItems": MAX_PROMPTS,
-                        "items": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Message"}},
+                        "items": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}},
                     },
                 ]
             }

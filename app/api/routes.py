@@ -100,7 +100,10 @@ def build_app(
     (open_routes if config.open_metrics else routes).append(Route("/metrics", api.expose_metrics, methods=["GET"]))
     if doorkeeper is None:
         doorkeeper = KeyRing(config.keys) if config.keys else OpenDoor()
-    app = Starlette(middleware=[Middleware(_Border)], exception_handlers={HTTPException: _on_http_exception})
+    app = Starlette(
+        middleware=[Middleware(_Border)],
+        exception_handlers={HTTPException: _on_http_exception_of([*open_routes, *routes])},
+    )
     app.router = guarded(open_routes, routes, doorkeeper)
     return app
 
@@ -318,12 +321,22 @@ def _of_this_process(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
     return expose
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """The router's own 404 and 405, in our words and with its headers (Allow)."""
-    assert isinstance(error, HTTPException), "registered for HTTPException only"
-    response = error_response(from_http_exception(error), request.state.request_id)
-    response.headers.update(error.headers or {})
-    return response
+def _on_http_exception_of(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers the router's own 404 and 405 in our words; `Allow` names the methods of all routes with that path."""
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        methods.setdefault(route.path, set()).update(route.methods or ())
+    allow = {route.endpoint: ", ".join(sorted(methods[route.path])) for route in routes}
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for HTTPException only"
+        response = error_response(from_http_exception(error), request.state.request_id)
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:  # the router itself names those of the first route with that path
+            response.headers["Allow"] = allow[request.scope["endpoint"]]
+        return response
+
+    return answer
 
 
 class _Border:

@@ -129,6 +129,13 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {name: item for name, item in value.items() if item is not None}
+        return value
+
 
 class StreamOptions(Schema):
     include_usage: bool | None = None
@@ -365,7 +372,9 @@ class GenerationRequest(QueuedRequest):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)  # the last so many; -1: as many as fit
+    truncate_prompt_tokens: int | None = Field(  # the last so many; -1: as many as fit
+        None, ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}
+    )
     prompt_logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -541,7 +550,10 @@ class CompletionRequest(GenerationRequest):
         ),
     ]
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, echoed or scored
-    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = Field(None, ge=0)
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        BeforeValidator(_unless_false, json_schema_input_type=TokenId | Literal[False] | None),
+    ] = None
     echo: bool = False
     add_special_tokens: bool = True
 

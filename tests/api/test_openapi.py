@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.routing import Route, Router
 
 from app.api.guard import Guard
 from app.api.openapi import BODIES, openapi_document
+from app.api.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
+from app.api.schemas import CompletionRequest
 from app.config import ApiConfig
 from app.text import Tokenizer
+from tests.api.batch_services import with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 
@@ -108,3 +113,32 @@ def test_many_unknown_fields_are_counted(service: Service) -> None:
     body = {"prompt": "Hi"} | {f"field{number}": 1 for number in range(100)}
     answer = service.call("POST", "/v1/completions", body, STRICT)
     assert "and 80 more" in answer.error["message"]
+
+
+def test_fields_that_an_endpoint_does_not_take_are_published_so() -> None:
+    fields = openapi_document(ApiConfig())["components"]["schemas"]["ResponsesRequest"]["properties"]
+    assert fields["n"]["anyOf"] == [{"enum": [1]}, {"type": "null"}]
+    assert fields["prompt_logprobs"]["anyOf"] == [{"type": "null"}]
+
+
+def test_null_inside_of_fields_is_not_given(service: Service) -> None:
+    call = {"id": "a", "type": None, "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert service.call("POST", "/tokenize", {"messages": [message]}).status == 200
+    assert service.call("POST", "/v1/responses", {"input": "Hi", "n": 1.0}).status == 200
+
+
+def test_a_refused_method_names_those_of_all_routes_with_the_path(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = await client.request("PUT", "/v1/files")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+
+    with_http(service, tmp_path, use)
+
+
+def test_unknown_names_are_remembered_in_bounded_memory() -> None:
+    unknown = UnknownFields()
+    for number in range(2000):
+        unknown.note({f"{number:04}" + "x" * 10_000: 1}, CompletionRequest)
+    assert len(unknown._seen) == MAX_REMEMBERED_NAMES
+    assert max(map(len, unknown._seen)) == MAX_NAME_LENGTH

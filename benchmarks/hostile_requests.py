@@ -1,0 +1,179 @@
+"""Requests that nobody honest sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HOST = "127.0.0.1"
+MAX_TEXT = 1_000_000  # characters of one string: many fit into the default limit of a body
+MAX_DEPTH = 100_000
+_SMALL, _OFTEN = 20_000, 0.98  # most strings are this long at most, or a run would only copy bytes
+
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 2, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "n": 1,
+        "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}, "stream": False,
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+        "tool_choice": "none", "chat_template_kwargs": {},
+    },
+    "/v1/completions": {
+        "prompt": ["one two", "three"], "max_tokens": 2, "logprobs": 1, "echo": True, "best_of": 1, "stop": "y",
+        "stop_token_ids": [7], "bad_words": ["bad"], "ignore_eos": True, "truncate_prompt_tokens": 50, "priority": 0,
+        "stream": True, "stream_options": {"include_usage": True}, "user": "somebody", "deadline_s": 30,
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": "Hi"}], "instructions": "Be short.", "max_output_tokens": 2,
+        "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False,
+    },
+    "/v1/embeddings": {"input": ["one", "two"], "encoding_format": "base64", "dimensions": 4},
+    "/tokenize": {"prompt": "one two", "add_special_tokens": True, "return_token_strs": True},
+    "/detokenize": {"tokens": [5, 6, 7]},
+}  # fmt: skip
+_HEADERS = (
+    "x-carousel-deadline-s: nan", "x-carousel-deadline-s: -1", "x-carousel-deadline-s: 1e999", "x-strict: true",
+    "Authorization: Bearer \x80\xff", "Authorization: ", "x-request-id: " + "r" * 5000, "Content-Encoding: gzip",
+    "Content-Type: text/plain; charset=utf-16", "Content-Type: multipart/form-data", "Expect: 100-continue",
+    "Accept: application/xml", "x-forwarded-for: " + "1," * 2000, "x-session-id: \xe9\xe8", "Range: bytes=0-1",
+    "Connection: upgrade\r\nUpgrade: h2c", "Cookie: " + "c" * 3000,
+)  # fmt: skip
+_BROKEN_HEADS = (
+    "Content-Length: -1", "Content-Length: 99999999999999999999", "Content-Length: 5\r\nContent-Length: 6",
+    "Content-Length: abc", "Transfer-Encoding: chunked\r\nContent-Length: 5", "Transfer-Encoding: gibberish",
+    "no colon here", "\x00: \x01", "Transfer-Encoding: chunked, chunked", "h: " + "h" * 100_000,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HostileRequest:
+    """The bytes of one connection; what is `cut` promises more than it sends."""
+
+    kind: str
+    data: bytes
+    is_cut: bool = False
+
+
+def hostile_requests(seed: int) -> Iterator[HostileRequest]:
+    """Without end; the same ones for the same seed."""
+    source = random.Random(seed)
+    makers: tuple[tuple[int, Callable[[random.Random, str, Any], HostileRequest]], ...] = (
+        (60, _mutated), (10, _not_json), (8, _broken_text), (8, _twice_the_same_key), (6, _odd_header), (4, _cut_short),
+        (2, _broken_head), (2, _stopped_chunks),
+    )  # fmt: skip
+    weights = [weight for weight, _ in makers]
+    while True:
+        path = source.choice(list(VALID))
+        [(_, make)] = source.choices(makers, weights)
+        yield make(source, path, copy.deepcopy(VALID[path]))
+
+
+def _mutated(source: random.Random, path: str, body: Any) -> HostileRequest:
+    """One to three fields, however deep, gone or something else."""
+    for _ in range(source.randint(1, 3)):
+        _mutate(source, body)
+    return _post("mutated", path, json.dumps(body).encode())
+
+
+def _mutate(source: random.Random, body: Any) -> None:
+    inside = body
+    while True:
+        places = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        if not places:
+            return
+        place = source.choice(places)
+        if isinstance(inside[place], dict | list) and inside[place] and source.random() < 0.6:
+            inside = inside[place]
+            continue
+        if source.random() < 0.1:
+            del inside[place]
+        else:
+            inside[place] = _hostile_value(source)
+        return
+
+
+def _hostile_value(source: random.Random) -> Any:
+    numbers = (0, -1, 1.5, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -1e-320, float("nan"), float("inf"), True)
+    kind = source.randrange(6)
+    if kind == 0:
+        return source.choice(numbers)
+    if kind == 1:
+        return _text(source)
+    if kind == 2:
+        return [source.choice(numbers) for _ in range(source.choice((0, 1, 100, 5_000)))]
+    if kind == 3:
+        return {_text(source)[:50]: source.choice(numbers) for _ in range(source.choice((0, 1, 50, 2_000)))}
+    if kind == 4:
+        nested: Any = 1
+        for _ in range(source.choice((5, 50, 300))):
+            nested = [nested] if source.random() < 0.5 else {"a": nested}
+        return nested
+    return source.choice((None, "", "null", [], {}, [[]], [None], [{}], {"type": None}, "inf", "1"))
+
+
+def _text(source: random.Random) -> str:
+    unit = source.choice(("a", "\x00", "\ud800", "\U0001f9ff", "é", "<|end|>", "{{", "\u202e", "\\", '"', " ", "(a*)*"))
+    most = _SMALL if source.random() < _OFTEN else MAX_TEXT
+    return unit * (source.randint(1, most) // len(unit))
+
+
+def _not_json(source: random.Random, path: str, body: Any) -> HostileRequest:
+    written = json.dumps(body)
+    depth = source.choice((100, 1_000, 10_000, MAX_DEPTH if source.random() > _OFTEN else 500))
+    texts = (
+        written[: source.randrange(len(written))], "", "null", "[]", '"text"', "1", "{", "{}", "}" + written,
+        written + written, written.replace(":", "=", 1), "[" * depth, '{"a":' * depth, "[" * depth + "]" * depth,
+        written.replace("2", "1" * source.choice((20, 400, 5_000))), written.replace("2", "NaN"), "\ufeff" + written,
+        written.replace('"', "'"), written[:-1] + ",}", "9" * depth,
+    )  # fmt: skip
+    return _post("not_json", path, source.choice(texts).encode())
+
+
+def _broken_text(source: random.Random, path: str, body: Any) -> HostileRequest:
+    """Bytes that are no UTF-8, or another character set altogether."""
+    written = json.dumps(body)
+    data = bytearray(written.encode())
+    if source.random() < 0.1:
+        return _post("broken_text", path, written.encode(source.choice(("utf-16", "utf-32", "cp037"))))
+    for _ in range(source.randint(1, 8)):
+        data[source.randrange(len(data))] = source.randrange(256)
+    data[source.randrange(len(data)) : 0] = source.choice((b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5", b"\x00"))
+    return _post("broken_text", path, bytes(data))
+
+
+def _twice_the_same_key(source: random.Random, path: str, body: Any) -> HostileRequest:
+    name = source.choice(list(body))
+    again = f',"{name}":{json.dumps(_hostile_value(source))}' + f',"{name}":1' * source.choice((0, 1, 500))
+    return _post("same_key", path, (json.dumps(body)[:-1] + again + "}").encode())
+
+
+def _odd_header(source: random.Random, path: str, body: Any) -> HostileRequest:
+    lines = source.sample(_HEADERS, source.randint(1, 3))
+    return _post("odd_header", path, json.dumps(body).encode(), "\r\n".join(lines))
+
+
+def _cut_short(source: random.Random, path: str, body: Any) -> HostileRequest:
+    data = _post("cut_short", path, json.dumps(body).encode()).data
+    return HostileRequest("cut_short", data[: source.randrange(len(data))], is_cut=True)
+
+
+def _broken_head(source: random.Random, path: str, body: Any) -> HostileRequest:
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n{source.choice(_BROKEN_HEADS)}\r\n\r\n"
+    return HostileRequest("broken_head", head.encode("latin-1") + json.dumps(body).encode(), is_cut=True)
+
+
+def _stopped_chunks(source: random.Random, path: str, body: Any) -> HostileRequest:
+    written = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    chunk = b"%x\r\n%s\r\n" % (len(written), written)
+    ends = (b"", b"zz\r\n", b"ffffffffffffffffff\r\n", b"-5\r\n", b"5\r\nab", b"0\r\nbad trailer\r\n\r\n")
+    return HostileRequest("stopped_chunks", head + chunk + source.choice(ends), is_cut=True)
+
+
+def _post(kind: str, path: str, body: bytes, more: str = "Content-Type: application/json") -> HostileRequest:
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{more}\r\n\r\n"
+    return HostileRequest(kind, head.encode("latin-1") + body)

@@ -1,0 +1,52 @@
+"""What is made of a client's checks; the checks of the openai package against the API itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.clients import checks
+from benchmarks.clients.__main__ import CLIENTS, Client, check, with_tools
+from tests.benchmarks.servers import simulated_service
+
+
+def test_checks_go_on_after_one_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    def fine() -> None:
+        checks.expect(True, "never said")
+
+    def wrong() -> None:
+        checks.expect(False, "what was wrong")
+
+    checks.run(wrong, fine)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"check": "wrong", "problem": "AssertionError: what was wrong"},
+        {"check": "fine", "problem": None},
+    ]
+
+
+def test_a_client_that_does_not_start_has_not_passed() -> None:
+    outcome = check(Client("pytest", "benchmarks.clients.there_is_none"), Path(sys.executable), "http://127.0.0.1:1")
+    assert outcome.num_checks == 1
+    assert "there_is_none" in outcome.problems[0]
+    assert "| 0 of 1 |" in outcome.row()
+
+
+def test_the_openai_package_makes_its_checks(demo_path: Path) -> None:
+    with simulated_service(demo_path, step_ms=1) as url:
+        outcome = check(CLIENTS[0], Path(sys.executable), url, model="simulated")
+    assert outcome.num_checks == 11
+    passed = {"chat_and_its_stream_agree", "several_choices_and_prompts", "errors_are_typed", "a_reply_and_its_stream"}
+    failed = {problem.split(": ")[1] for problem in outcome.problems}
+    assert not passed & failed, outcome.problems
+
+
+def test_a_model_gets_a_place_for_tools(demo_path: Path) -> None:
+    before = (demo_path / "chat_template.jinja").read_text()
+    with with_tools(demo_path) as copy:
+        assert (copy / "chat_template.jinja").read_text().endswith(before)
+        assert "tools" in (copy / "chat_template.jinja").read_text()
+    assert not copy.exists()
