@@ -12,7 +12,14 @@ from tests.test_imports import imported_modules, is_within
 
 PACKAGE = Path(benchmarks.__file__).parent
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
-EXTRA = {"pictures": ("matplotlib",)}  # of the extra `plots`; nobody imports these pages before they are asked for
+# Nobody imports these pages before they are asked for: of the extra `plots`, and clients that `make clients` runs, each in
+# an environment of its own.
+EXTRA = {
+    "pictures": ("matplotlib",),
+    "with_langchain": ("langchain_openai",),
+    "with_litellm": ("litellm",),
+    "with_openai": ("openai",),
+}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
