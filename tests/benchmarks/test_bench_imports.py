@@ -12,8 +12,8 @@ from tests.test_imports import imported_modules, is_within
 
 PACKAGE = Path(benchmarks.__file__).parent
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
-# Nobody imports these pages before they are asked for: of the extra `plots`, and clients, which `make clients` runs each in
-# an environment of its own.
+# Nobody imports these pages before they are asked for. The first is of the extra `plots`; the others are run by `make
+# clients`, each in an environment of its own.
 EXTRA = {
     "pictures": ("matplotlib",),
     "with_langchain": ("langchain_openai",),
