@@ -10,9 +10,11 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
+from app.api.admin import ProcessReport
 from app.batches import LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
+from deployments.admin import Insight
 from deployments.client import ModelClient, served_model
 from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
@@ -49,6 +51,10 @@ class Batches:
     def metrics_report(self) -> IngressReport:
         """What this process has measured of the lines that it sent."""
         return self._metrics.report()
+
+    def admin_report(self) -> ProcessReport:
+        """What this process knows of keys and replicas, for the ingress that an admin has asked."""
+        return Insight(self._config.models, self._keys.doorkeeper).report()
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""

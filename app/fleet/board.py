@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.dispatch import (
     Decision,
@@ -22,6 +23,24 @@ from app.engine.pace import RetryTimes
 from app.engine.request import Request
 from app.errors import Overloaded
 from app.fleet.frame import Report
+
+
+class ReplicaState(NamedTuple):
+    """One replica as this process sees it, for people."""
+
+    replica: str
+    group: str
+    is_suspect: bool  # it broke off or is silent
+    is_full: bool
+    requests: int  # ours, and those of others as far as it has reported them of late
+    max_requests: int | None  # None, as below: it has not been heard of
+    max_running: int | None
+    prefill_tokens: int  # of these requests, still to compute
+    decode_tokens: int  # that they are expected to generate
+    kv_tokens: int | None  # that fit into its KV memory
+    tokens_per_s: float  # in steps of one size, the same on all replicas; 0: not known
+    ended_per_s: float | None  # requests, of late
+    step_age_s: float | None  # of the step that ran when it spoke last
 
 
 @dataclass(slots=True)
@@ -215,6 +234,28 @@ class Board:
     def reports(self) -> dict[str, Report]:
         """The last report of each replica that has made one."""
         return {replica_id: report for replica_id, report in self._reports.items() if report is not None}
+
+    def states(self) -> list[ReplicaState]:
+        """All replicas that take requests now."""
+        return [self._state(load) for load in self._loads(list(self._reports), {})]
+
+    def _state(self, load: ReplicaLoad) -> ReplicaState:
+        report = self._reports[load.replica_id]
+        return ReplicaState(
+            replica=load.replica_id,
+            group=load.group,
+            is_suspect=load.replica_id in self._suspects,
+            is_full=load.is_full,
+            requests=load.num_requests,
+            max_requests=None if report is None else report.max_requests,
+            max_running=None if report is None else report.max_running,
+            prefill_tokens=load.num_prefill_tokens,
+            decode_tokens=load.num_decode_tokens,
+            kv_tokens=None if report is None else report.num_kv_tokens,
+            tokens_per_s=load.tokens_per_s,
+            ended_per_s=None if report is None else report.ended_per_s,
+            step_age_s=None if report is None else report.step_age_s,
+        )
 
     @property
     def suspects(self) -> frozenset[str]:
