@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.api.admin import ProcessReport
 from app.batches import LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
+from app.metrics import BatchCounts
 from deployments.admin import Insight
 from deployments.client import ModelClient, served_model
 from deployments.keys_file import Keys
@@ -48,9 +50,11 @@ class Batches:
             raise Unavailable("files and batches are being opened or are another process's; try again")
         return await getattr(self._opening.result(), method)(*arguments)
 
-    def metrics_report(self) -> IngressReport:
-        """What this process has measured of the lines that it sent."""
-        return self._metrics.report()
+    async def metrics_report(self) -> IngressReport:
+        """What this process has measured of the lines that it sent, and what has come of them."""
+        is_open = self._opening.done() and not self._opening.exception()
+        counts = await self._opening.result().counts() if is_open else {}
+        return replace(self._metrics.report(), batches=BatchCounts(**counts) if counts else None)
 
     def admin_report(self) -> ProcessReport:
         """What this process knows of keys and replicas, for the ingress that an admin has asked."""

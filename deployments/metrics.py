@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.config import MetricsConfig
-from app.metrics import KnownReplicas, ReplicaReport, RequestMetrics, Scrape, Snapshot, exposition
+from app.metrics import BatchCounts, KnownReplicas, ReplicaReport, RequestMetrics, Scrape, Snapshot, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class IngressReport:
     ingress_id: str
     requests: Snapshot
     replicas: Mapping[str, Mapping[str, ReplicaReport]]  # the last that it heard of each, by model and id
+    batches: BatchCounts | None = None  # where it works batches off
 
 
 class MetricsCollector:
@@ -67,6 +68,7 @@ class MetricsCollector:
         requests = {report.ingress_id: report.requests for report in (*ingresses, self.report())}
         scrape = Scrape(
             requests=list(requests.values()),
+            batches=[report.batches for report in ingresses if report.batches is not None],
             replicas=replicas,
             gone={
                 name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()

@@ -18,6 +18,7 @@ from ray import serve
 
 from deployments.application import build
 from deployments.settings import parse
+from tests.metrics.test_exposition import value
 
 MODEL = "night"
 CHAT = "/v1/chat/completions"
@@ -146,6 +147,8 @@ def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
         if sample.name == "vllm:request_success_total" and sample.labels["model_name"] == MODEL
     ]
     assert sum(finished) > 0
+    assert value(text.encode(), "carousel_batch_lines_completed_total") >= NUM_LINES
+    assert value(text.encode(), "carousel_webhooks_pending") == 0
 
 
 def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:
