@@ -55,7 +55,7 @@ class Usage:
     """What came of one key since the process that counts has started, or has first heard of it."""
 
     num_requests: int = 0  # that came in, those that run too
-    num_refused: int = 0  # that were turned away at the door, for a limit of the key
+    num_refused: int = 0  # that were turned away for a limit of the key
     num_running: int = 0
     num_tokens: int = 0  # of prompts and outputs of requests that have ended
 
@@ -108,6 +108,10 @@ class Account:
         visit = Visit(self)
         try:
             yield visit
+        except LimitReached:  # it needed more tokens than there were
+            self._num_requests -= 1
+            self._num_refused += 1
+            raise
         finally:
             self._num_running -= 1
             num_used = visit.num_used()
@@ -123,8 +127,6 @@ class Account:
             except LimitReached:
                 if self._requests:
                     self._requests.take(-1)
-                self._num_requests -= 1
-                self._num_refused += 1
                 raise
 
     def check_model(self, name: str) -> None:

@@ -202,9 +202,8 @@ class AsyncEngine:
 
     def _leave(self, request_id: str) -> _Place | None:
         """A request has no reader any more; None if it had none. Any thread."""
-        place = self._readers.pop(request_id, None)
-        self._foreground.discard(request_id)
-        return place
+        self._foreground.discard(request_id)  # first: once it has no reader, its id may be another request's
+        return self._readers.pop(request_id, None)
 
     def _check_room(self, request: Request, now: float) -> None:
         """Raise Overloaded when there is no room.

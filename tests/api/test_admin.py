@@ -83,3 +83,14 @@ def test_a_line_that_has_to_wait_counts_as_refused_and_not_as_a_request() -> Non
     with pytest.raises(LimitReached), account.line() as visit:
         visit.reserve(1)
     assert account.usage == Usage(num_requests=1, num_refused=1, num_running=0, num_tokens=10)
+
+
+def test_a_request_that_needs_more_tokens_than_there_are_is_told_as_refused(tokenizer: Tokenizer) -> None:
+    keys = [entry(tokens_per_minute=20), entry(ADMIN_KEY, "root", admin=True)]
+    service = Service(tokenizer, say(tokenizer, "3 4 5."), keys=keys)
+    statuses = [
+        service.call("POST", "/v1/completions", {"prompt": "Hi", "max_tokens": 19}, bearer()).status for _ in range(2)
+    ]
+    assert statuses == [200, 429]
+    alice = service.call("GET", "/admin/keys", headers=bearer(ADMIN_KEY)).json["data"][0]
+    assert (alice["requests"], alice["refused"], alice["running"]) == (1, 1, 0)
