@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,7 +56,9 @@ def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, sh
         return True
 
     model = ServedModel(name="demo", tokenizer=tokenizer, facts=engine.facts, generate=generate, created=0)
-    keys = [{"name": f"t{n}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for n, key in enumerate(KEYS)]
+    run = uuid.uuid4().hex  # tenants of its own: the engine, and what it has cached, is that of other tests too
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
+    keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
     config = ApiConfig.model_validate({"keys": keys, "share_prefixes": share_prefixes})
     with serving(build_app([model], config, is_ready)) as url:
         yield url
