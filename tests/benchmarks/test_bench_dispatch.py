@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_prefix_affinity_finds_more_cached_and_nobody_waits_longer_for_it(figure
 
 def test_an_ingress_counts_on_prompts_that_it_has_sent_and_not_on_what_was_replied() -> None:
     """As the service's own: `Board` learns of no reply."""
-    ingress = SimulatedIngress(make_policy("least_loaded"), ["a"], kv_tokens=4096)
+    ingress = SimulatedIngress(make_policy("least_loaded", random.Random(0)), ["a"], kv_tokens=4096)
     first = Job(request_id="first", prompt=range(64), reply=range(64, 128), max_tokens=64, arrival_s=0.0)
     first.replica_id = ingress.place(first, 0.0)
     ingress.end(first)
