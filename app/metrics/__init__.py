@@ -2,7 +2,7 @@
 
 from app.metrics.batches import BatchCounts
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition
-from app.metrics.replicas import KnownReplicas, ReplicaReport
+from app.metrics.replicas import EngineReport, KnownReplicas
 from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot
 
 __all__ = [
@@ -10,9 +10,9 @@ __all__ = [
     "NO_MODEL",
     "BatchCounts",
     "CallMetrics",
+    "EngineReport",
     "KnownReplicas",
     "ModelMetrics",
-    "ReplicaReport",
     "RequestMetrics",
     "Scrape",
     "Snapshot",
