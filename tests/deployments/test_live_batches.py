@@ -143,7 +143,8 @@ def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
         if sample.name == "vllm:request_success_total" and sample.labels["model_name"] == MODEL
     ]
     assert sum(finished) > 0
-    assert value(text.encode(), "carousel_batch_lines_completed_total") >= NUM_LINES
+    # Since the process began that came after the killed one.
+    assert 0 < value(text.encode(), "carousel_batch_lines_completed_total") < NUM_LINES
     assert value(text.encode(), "carousel_webhooks_pending") == 0
 
 
