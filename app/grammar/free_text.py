@@ -1,0 +1,142 @@
+"""Text that is free until a trigger is complete in it: which trigger that is, and which tokens would write past one.
+
+All of it is about bytes, so that a text is as free as it is without a grammar: what is no UTF-8 may be written too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.engine.matcher import with_tokens, without_tokens
+from app.grammar.vocabulary import Vocabulary
+
+_BLANKS = b" \t\r\n"
+
+
+class FreePlace(NamedTuple):
+    """Where a text stands: what has begun of triggers."""
+
+    tail: bytes  # the end of the text that is the beginning of a trigger, the longest
+    openings: tuple[tuple[int, int], ...]  # the openings that the whole text may become, and how much of each there is
+
+
+class TokenTable:
+    """A vocabulary as texts are looked through with it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.special = vocabulary.special_texts
+        hidden = set(vocabulary.special_token_ids)
+        # Special tokens are no text: whoever hides them reads what is on both sides of one as it stands together.
+        self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
+        self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
+        self._longer: dict[int, list[int]] = {}
+
+    def going_on_behind(self, byte: int) -> list[int]:
+        """The tokens that have this byte and more behind it."""
+        found = self._longer.get(byte)
+        if found is None:
+            found = [token_id for token_id, text in enumerate(self.texts) if byte in text[:-1]]
+            self._longer[byte] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """The text at which a piece begins; an opening only at the beginning of the text, with blanks in between."""
+
+    text: bytes
+    is_opening: bool
+
+
+class FreeText:
+    """Says for each place in a text which tokens may be drawn, and where one leads."""
+
+    def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
+        self._table = table
+        self._triggers = [(number, each.text) for number, each in enumerate(triggers) if not each.is_opening]
+        self._openings = {number: _Opening(each.text) for number, each in enumerate(triggers) if each.is_opening}
+        self._by_token = {
+            table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
+        }
+        ends = {text[-1] for _, text in self._triggers} | {each.text[-1] for each in self._openings.values()}
+        self._candidates = sorted({token_id for byte in ends for token_id in table.going_on_behind(byte)})
+        self._banned: dict[FreePlace, tuple[int, ...]] = {}
+        self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
+        self.middle = FreePlace(b"", ())  # behind a piece
+        for place in (self.beginning, self.middle):
+            self.allowed(place)  # takes longest the first time
+
+    def allowed(self, place: FreePlace) -> bytes:
+        """All tokens but those that write past the end of a trigger, where its content would have begun within them."""
+        banned = self._banned.get(place)
+        if banned is None:
+            banned = tuple(token_id for token_id in self._candidates if self._writes_past(place, token_id))
+            self._banned[place] = banned
+        return without_tokens(self._table.all, banned) if banned else self._table.all
+
+    def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
+        """The place behind a token, or the number of the trigger that it completes."""
+        if token_id in self._by_token:
+            return self._by_token[token_id]
+        text = self._table.texts[token_id]
+        if not text:
+            return place
+        for number, position in place.openings:
+            if self._openings[number].advance(position, text) == len(self._openings[number].text):
+                return number
+        whole = place.tail + text
+        ends = [
+            (at + len(trigger), -len(trigger), n) for n, trigger in self._triggers if (at := whole.find(trigger)) >= 0
+        ]
+        return min(ends)[2] if ends else FreePlace(self._tail(whole), self._still_openings(place, text))
+
+    def _still_openings(self, place: FreePlace, text: bytes) -> tuple[tuple[int, int], ...]:
+        reached = ((number, self._openings[number].advance(position, text)) for number, position in place.openings)
+        return tuple((number, position) for number, position in reached if position is not None)
+
+    def _tail(self, text: bytes) -> bytes:
+        longest = b""
+        for _, trigger in self._triggers:
+            at = text.find(trigger[:1], max(0, len(text) - len(trigger) + 1))
+            while at >= 0:
+                if trigger.startswith(text[at:]):
+                    longest = max(longest, text[at:], key=len)
+                    break
+                at = text.find(trigger[:1], at + 1)
+        return longest
+
+    def _writes_past(self, place: FreePlace, token_id: int) -> bool:
+        text = self._table.texts[token_id]
+        whole = place.tail + text
+        return any(trigger in whole[:-1] for _, trigger in self._triggers) or any(
+            self._openings[number].ends_within(position, text) for number, position in place.openings
+        )
+
+
+class _Opening:
+    """A text that may have blanks wherever it is not in quotes."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        quotes = [text[:position].count(b'"') for position in range(len(text))]
+        self._may_be_blank = [count % 2 == 0 for count in quotes]
+
+    def advance(self, position: int, text: bytes) -> int | None:
+        """How much of it there is behind more text, of which nothing goes beyond it; None where it is none."""
+        for index in range(len(text)):
+            if position == len(self.text):
+                return None
+            if text[index] == self.text[position]:
+                position += 1
+            elif not (self._may_be_blank[position] and text[index] in _BLANKS):
+                return None
+        return position
+
+    def ends_within(self, position: int, text: bytes) -> bool:
+        """Whether it is complete before the text ends."""
+        needed = self.text[position:].replace(b" ", b"")
+        return needed[:1] in text and any(
+            self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text))
+        )
