@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJs
 from app.api.answering import Answering
 from app.api.batches import Metadata, WebhookRequest
 from app.api.limits import Visit
+from app.api.parameters import refuse_unknown
 from app.api.schemas import MAX_PROMPTS, Schema, from_validation_error
 from app.batches import Json
 from app.errors import InvalidRequest
@@ -81,6 +82,8 @@ async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visi
     """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+    if is_strict:
+        refuse_unknown(own, PromptListRequest)
     try:
         asked = PromptListRequest.model_validate(own)
     except ValidationError as error:
