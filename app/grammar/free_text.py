@@ -5,7 +5,9 @@ All of it is about bytes, so that a text is as free as it is without a grammar: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
 _BLANKS = b" \t\r\n"
+_MAX_PLACES = 32  # remembered of one grammar: those within one trigger are a dozen
 
 
 class FreePlace(NamedTuple):
@@ -31,15 +34,19 @@ class TokenTable:
         # Special tokens are no text: whoever hides them reads what is on both sides of one as it stands together.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
-        self._longer: dict[int, list[int]] = {}
+        self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
+        self._sorted = [self.texts[token_id] for token_id in self._by_text]
 
-    def going_on_behind(self, byte: int) -> list[int]:
-        """The tokens that have this byte and more behind it."""
-        found = self._longer.get(byte)
-        if found is None:
-            found = [token_id for token_id, text in enumerate(self.texts) if byte in text[:-1]]
-            self._longer[byte] = found
-        return found
+    def longer_than(self, beginning: bytes) -> Iterator[int]:
+        """The tokens that begin so and go on."""
+        at = bisect_right(self._sorted, beginning)
+        while at < len(self._sorted) and self._sorted[at].startswith(beginning):
+            yield self._by_text[at]
+            at += 1
+
+    def going_on_behind(self, part: bytes) -> tuple[int, ...]:
+        """The tokens that have this within them, and more behind it. Takes a look at each."""
+        return tuple(token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +67,19 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        ends = {text[-1] for _, text in self._triggers} | {each.text[-1] for each in self._openings.values()}
-        self._candidates = sorted({token_id for byte in ends for token_id in table.going_on_behind(byte)})
-        self._banned: dict[FreePlace, tuple[int, ...]] = {}
+        self._whole = {number: table.going_on_behind(text) for number, text in self._triggers}
+        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
+        self._banned: OrderedDict[FreePlace, tuple[int, ...]] = OrderedDict()  # the longest unused first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # behind a piece
-        for place in (self.beginning, self.middle):
-            self.allowed(place)  # takes longest the first time
 
     def allowed(self, place: FreePlace) -> bytes:
         """All tokens but those that write past the end of a trigger, where its content would have begun within them."""
         banned = self._banned.get(place)
         if banned is None:
-            banned = tuple(token_id for token_id in self._candidates if self._writes_past(place, token_id))
-            self._banned[place] = banned
+            banned = self._banned[place] = tuple(self._writing_past(place))
+            if len(self._banned) > _MAX_PLACES:
+                self._banned.popitem(last=False)
         return without_tokens(self._table.all, banned) if banned else self._table.all
 
     def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
@@ -107,12 +113,20 @@ class FreeText:
                 at = text.find(trigger[:1], at + 1)
         return longest
 
-    def _writes_past(self, place: FreePlace, token_id: int) -> bool:
-        text = self._table.texts[token_id]
-        whole = place.tail + text
-        return any(trigger in whole[:-1] for _, trigger in self._triggers) or any(
-            self._openings[number].ends_within(position, text) for number, position in place.openings
-        )
+    def _writing_past(self, place: FreePlace) -> set[int]:
+        """The tokens that go on behind a trigger that is wholly in them, or whose beginning the text ends with."""
+        table, tail = self._table, place.tail
+        found = {token_id for number, _ in self._triggers for token_id in self._whole[number]}
+        for _, trigger in self._triggers:
+            for begun in range(1, min(len(tail), len(trigger) - 1) + 1):
+                if tail.endswith(trigger[:begun]):
+                    found.update(table.longer_than(trigger[begun:]))
+        for number, position in place.openings:
+            opening = self._openings[number]
+            rest = opening.text[position:]
+            candidates = table.longer_than(rest) if opening.last_word.endswith(rest) else self._names[number]
+            found.update(each for each in candidates if opening.ends_within(position, table.texts[each]))
+        return found
 
 
 class _Opening:
@@ -122,6 +136,7 @@ class _Opening:
         self.text = text
         quotes = [text[:position].count(b'"') for position in range(len(text))]
         self._may_be_blank = [count % 2 == 0 for count in quotes]
+        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote behind it
 
     def advance(self, position: int, text: bytes) -> int | None:
         """How much of it there is behind more text, of which nothing goes beyond it; None where it is none."""
@@ -136,7 +151,4 @@ class _Opening:
 
     def ends_within(self, position: int, text: bytes) -> bool:
         """Whether it is complete before the text ends."""
-        needed = self.text[position:].replace(b" ", b"")
-        return needed[:1] in text and any(
-            self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text))
-        )
+        return any(self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text)))

@@ -78,8 +78,9 @@ class Grammars:
         self._config = config
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None  # this, and the next three, belong to the compiling thread
-        self._table: TokenTable | None = None
+        self._tokenizer: LLTokenizer | None = None  # these five belong to the compiling thread
+        self._vocabulary: Vocabulary | None = None
+        self._table: TokenTable | None = None  # made when the first grammar with tags comes
         self._taster: Taster | None = None
         self._is_unreadable = False
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
@@ -176,21 +177,21 @@ class Grammars:
         tools = self._tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
-        tokenizer, table, taster = tools
+        tokenizer, taster = tools
         matchers = [new_matcher(tokenizer, lark) for lark in taster.taste(grammar)]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         has_tags = grammar.kind is GrammarKind.TAGS
-        compiled = _tagged(grammar.text, table, matchers) if has_tags else _Plain(matchers[0])
+        compiled = self._tagged(grammar.text, matchers) if has_tags else _Plain(matchers[0])
         with self._lock:
             self._remember(key, compiled)
         return compiled
 
-    def _tools(self) -> tuple[LLTokenizer, TokenTable, Taster] | None:
+    def _tools(self) -> tuple[LLTokenizer, Taster] | None:
         """What grammars are compiled with, made when the first comes; None where the tokenizer is of no use."""
         if self._is_unreadable:
             return None
-        if self._tokenizer is None or self._table is None or self._taster is None:
+        if self._tokenizer is None or self._taster is None:
             try:
                 vocabulary = self._read_vocabulary()
             except InvalidSetup as error:
@@ -202,9 +203,19 @@ class Grammars:
                 timeout_s=self._config.compile_timeout_s,
                 memory_bytes=self._config.compile_megabytes * 1_000_000,
             )
-            self._table = TokenTable(vocabulary)
+            self._vocabulary = vocabulary
             self._tokenizer = vocabulary.for_matching()
-        return self._tokenizer, self._table, self._taster
+        return self._tokenizer, self._taster
+
+    def _tagged(self, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
+        assert self._vocabulary is not None, "matchers were made of it"
+        tags = tags_of(text, self._vocabulary.special_texts)
+        if not tags[0].trigger:
+            return _Plain(matchers[0])
+        if self._table is None:
+            self._table = TokenTable(self._vocabulary)
+        free = FreeText(self._table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
+        return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
 
     def _refuse(self, key: Key, reason: str) -> None:
         with self._lock:
@@ -234,14 +245,6 @@ class Grammars:
         """Whoever comes next begins with a matcher that nobody has brought to its limits."""
         with self._lock:
             self._forget(key)
-
-
-def _tagged(text: str, table: TokenTable, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
-    tags = tags_of(text, table.special)
-    if not tags[0].trigger:
-        return _Plain(matchers[0])
-    free = FreeText(table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
-    return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
