@@ -536,12 +536,6 @@ class ChatRequest(GenerationRequest):
             )
         return self
 
-    @model_validator(mode="after")
-    def _logprobs_are_asked_for(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs: true; send both or neither", param="top_logprobs")
-        return self
-
     @property
     def begins_message(self) -> bool:
         """Whether the template opens a new message for the answer."""

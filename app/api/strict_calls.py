@@ -39,11 +39,12 @@ def strict_calls_grammar(functions: Sequence[FunctionDefinition], form: ToolForm
 
 
 def document_or_calls_grammar(
-    schema: Json, functions: Sequence[FunctionDefinition], form: ToolFormat, *, is_lenient: bool
+    schema: Json, functions: Sequence[FunctionDefinition], form: ToolFormat, *, param: str, is_lenient: bool
 ) -> Grammar:
-    """A document of the schema, or calls and nothing else, as above. Raises InvalidRequest as above.
+    """A document of the schema, which came in the field `param`, or calls and nothing else, as above.
 
-    Where nothing marks a call there may be one: it and the document are objects, told apart by their schemas.
+    Where nothing marks a call there may be one: it and the document are objects, told apart by their schemas. Raises
+    InvalidRequest as above.
     """
     contents: list[Content] = [[{"schema": len(functions)}]]
     for content in _marked(form, functions, _calls(form, functions)):
@@ -51,12 +52,12 @@ def document_or_calls_grammar(
         contents.append([form.begin, *content, *again])
     schemas = _schemas(functions)
     if form.may_begin_bare:
-        schema, is_lenient = (
-            _document_or_call(schema, schemas, functions),
-            is_lenient or any(each for _, each in schemas),
-        )
+        schema = _document_or_call(schema, schemas, functions)
+        is_lenient = is_lenient or any(each for _, each in schemas)
     tags = [tag("", content, is_last=True) for content in contents]
-    return tags_grammar(tags, [*schemas, (schema, is_lenient)], param="tools")
+    # Only strict functions have schemas of their own that may be wrong.
+    param = "tools" if any(each.strict for each in functions) else param
+    return tags_grammar(tags, [*schemas, (schema, is_lenient)], param=param)
 
 
 def _document_or_call(

@@ -120,6 +120,8 @@ def _free_calls_grammar(
 ) -> Grammar | None:
     """Of an output in which calls may be made; None where nothing but the request's own grammar has to be kept to."""
     if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
-        return document_or_calls_grammar(json.loads(document.text), functions, form, is_lenient=document.is_lenient)
+        return document_or_calls_grammar(
+            json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient
+        )
     is_strict = document is None and any(each.strict for each in functions)
     return strict_calls_grammar(functions, form) if is_strict else None
