@@ -52,7 +52,8 @@ class PromptListRequest(Schema):
                         "type": "array",
                         "minItems": 1,
                         "maxItems": MAX_PROMPTS,
-                        "items": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}},
+                        # Of messages; a conversation that is none fails alone, so it is no mistake of the list.
+                        "items": {"type": "array", "description": "the messages of a chat"},
                     },
                 ]
             }
