@@ -25,14 +25,9 @@ def strict_calls_grammar(functions: Sequence[FunctionDefinition], form: ToolForm
     calls = _calls(form, functions)
     is_last = not form.end
     tags = [tag(form.begin, content, is_last=is_last) for content in _marked(form, functions, calls)]
-    if form.may_begin_bare:
+    if form.may_begin_bare:  # one call: to name all of them behind each would take too long to compile
         tags += [
-            tag(
-                f'{{"name":"{each.name}"',
-                [*_arguments(form, number), *_more(form, calls)],
-                is_opening=True,
-                is_last=True,
-            )
+            tag(f'{{"name":"{each.name}"', _arguments(form, number), is_opening=True, is_last=True)
             for number, each in enumerate(functions)
         ]
     return tags_grammar(tags, _schemas(functions), param="tools")
