@@ -41,10 +41,10 @@ SCHEMA = {
 }
 
 
-# Behind each of three letters comes such an object; all else is free.
+# Behind each of three digits, which simulated replicas like to say, comes such an object; all else is free.
 TAGS = {
-    "structures": [{"begin": trigger, "schema": SCHEMA["items"], "end": "!"} for trigger in "aei"],
-    "triggers": list("aei"),
+    "structures": [{"begin": trigger, "schema": SCHEMA["items"], "end": "!"} for trigger in "135"],
+    "triggers": list("135"),
 }
 
 
@@ -82,7 +82,7 @@ def replicas() -> list[int]:
 def test_what_was_asked_for_comes(traffic: Traffic) -> None:
     for name, stream in traffic.reference.items():
         if name.startswith("t"):
-            assert '"kind"' in stream.texts[0]
+            assert re.match(r"[^135]*[135]\{\s*(\"|$)", stream.texts[0]), stream.texts
             continue
         assert stream.finish_reasons == {0: "stop"}
         if name.startswith("r"):
