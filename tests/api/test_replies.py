@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -20,6 +19,7 @@ from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, Step, say
+from tests.api.openai_clients import with_client
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -217,19 +217,6 @@ def test_strict_replies_look_into_items_of_all_types(service: Service) -> None:
     assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
 
 
-def with_client(service: Service, use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with (
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
-            await use(client)
-
-    asyncio.run(main())
-
-
 def test_the_openai_package_reads_replies(service: Service) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         reply = await client.responses.create(model="demo", input="Hi", instructions="Count.")
@@ -243,7 +230,7 @@ def test_the_openai_package_reads_replies(service: Service) -> None:
         assert kinds[-1] == "response.completed"
         assert final.output_text == "3 4 5."
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
@@ -261,7 +248,7 @@ def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> N
         assert again.type == "function_call"
         assert json.loads(again.arguments) == {"a": 1}
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
@@ -271,7 +258,7 @@ def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
         events = [event async for event in await client.responses.create(model="demo", input="Hi", stream=True)]
         assert events[-1].type == "response.failed"
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:
@@ -354,29 +341,23 @@ def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: T
 
 
 def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
-    asked = likely(service.tokenizer, "3 4 5.")
+    async def use(client: openai.AsyncOpenAI) -> None:
+        wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
+        reply = await client.responses.create(**wanted)
+        item = reply.output[0]
+        assert item.type == "message"
+        part = item.content[0]
+        assert part.type == "output_text"
+        assert part.logprobs is not None
+        assert [each.logprob for each in part.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert part.logprobs[1].top_logprobs[0].token == part.logprobs[1].token
+        streamed = []
+        async with client.responses.stream(**wanted) as stream:
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    streamed += [each.logprob for each in event.logprobs]
+            final = await stream.get_final_response()
+        assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert final.output_text == reply.output_text == "3 4 5."
 
-    async def main() -> None:
-        async with (
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=asked.app)) as http,
-            openai.AsyncOpenAI(base_url="http://carousel/v1", api_key="none", http_client=http) as client,
-        ):
-            wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
-            reply = await client.responses.create(**wanted)
-            item = reply.output[0]
-            assert item.type == "message"
-            part = item.content[0]
-            assert part.type == "output_text"
-            assert part.logprobs is not None
-            assert [each.logprob for each in part.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
-            assert part.logprobs[1].top_logprobs[0].token == part.logprobs[1].token
-            streamed = []
-            async with client.responses.stream(**wanted) as stream:
-                async for event in stream:
-                    if event.type == "response.output_text.delta":
-                        streamed += [each.logprob for each in event.logprobs]
-                final = await stream.get_final_response()
-            assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
-            assert final.output_text == reply.output_text == "3 4 5."
-
-    asyncio.run(main())
+    with_client(likely(service.tokenizer, "3 4 5.").app, use)
