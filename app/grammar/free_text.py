@@ -69,7 +69,7 @@ class FreeText:
         }
         self._whole = {number: table.going_on_behind(text) for number, text in self._triggers}
         self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
-        self._banned: OrderedDict[FreePlace, tuple[int, ...]] = OrderedDict()  # the longest unused first
+        self._banned: OrderedDict[FreePlace, tuple[int, ...]] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # behind a piece
 
