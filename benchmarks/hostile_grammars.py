@@ -19,7 +19,28 @@ def cases() -> list[Case]:
         ("no JSON", GrammarKind.JSON_SCHEMA, '{"type": '),
         ("a list", GrammarKind.JSON_SCHEMA, "[]"),
         *((name, GrammarKind.GRAMMAR, text) for name, text in _grammars().items()),
+        *((name, GrammarKind.TAGS, json.dumps(tags)) for name, tags in _tags().items()),
     ]
+
+
+def _tags() -> dict[str, Any]:
+    """Free text with pieces, as `app/grammar/tags.py` describes it."""
+
+    def tag(trigger: str) -> dict[str, Any]:
+        return {"trigger": trigger, "is_opening": False, "content": [{"schema": 0}], "is_last": False}
+
+    hostile = {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}
+    return {
+        "a hostile schema in a piece": {"schemas": [{"schema": hostile, "is_lenient": False}], "tags": [tag("<a>")]},
+        "triggers within triggers": {
+            "schemas": [{"schema": {"type": "null"}, "is_lenient": False}],
+            "tags": [tag("e" * length + "!") for length in range(112, 128)],
+        },
+        "a trigger in every token": {
+            "schemas": [{"schema": {}, "is_lenient": False}],
+            "tags": [tag(letter) for letter in "etaoinshrdlucmfw"],
+        },
+    }
 
 
 def _regexes() -> dict[str, str]:

@@ -45,6 +45,17 @@ GRAMMARS = {
     "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "items": _RECORD, "minItems": 1000})),
     "any object": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "object"}, "minItems": 1000}'),
     "regex": Grammar(GrammarKind.REGEX, r"([A-Z][a-z]{1,15}(,? [a-z]{1,15}){2,20}\. ){1000}"),
+    "free until a tag": Grammar(
+        GrammarKind.TAGS,
+        json.dumps(
+            {
+                "schemas": [{"schema": _RECORD, "is_lenient": False}],
+                "tags": [
+                    {"trigger": "<tool_call>", "is_opening": False, "content": [{"schema": 0}], "is_last": False},
+                ],
+            }
+        ),
+    ),
 }
 
 
@@ -109,9 +120,8 @@ def generate(
 ) -> float:
     """Seconds from the first step to the last; grammars are compiled before."""
     for index in range(batch):
-        sampling = SamplingParams(
-            max_tokens=tokens, seed=seed * batch + index, ignore_eos=grammar is None, grammar=grammar
-        )
+        is_free = grammar is None or grammar.kind is GrammarKind.TAGS
+        sampling = SamplingParams(max_tokens=tokens, seed=seed * batch + index, ignore_eos=is_free, grammar=grammar)
         prompt = tuple(range(FIRST_TOKEN, FIRST_TOKEN + PROMPT_TOKENS))
         request = Request(request_id=f"{index}", prompt_token_ids=prompt, sampling=sampling)
         engine.add(request, matcher=matchers.matcher_of(request).result())

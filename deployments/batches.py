@@ -17,7 +17,7 @@ from app.config import ApplicationConfig
 from app.errors import Unavailable
 from app.metrics import BatchCounts
 from deployments.admin import Insight
-from deployments.client import ModelClient, served_model
+from deployments.client import ModelClient, cascades_of, served_model
 from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
@@ -74,7 +74,8 @@ class Batches:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
             models.append(await served_model(model, self._paths[model.name], client))
-        answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper)
+        cascades = cascades_of(config.cascades, models)
+        answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper, cascades=cascades)
         self._following = asyncio.create_task(self._keys.follow())
         service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer)
         service.start()

@@ -99,7 +99,7 @@ class Ingress:
         api = self._config.api
         return batch_routes(
             RemoteBatchService(self._batches),
-            Answering(models, api, self._metrics.requests),
+            Answering(models, api, self._metrics.requests, cascades=cascades_of(self._config.cascades, models)),
             api,
             max_file_bytes=self._config.batches.max_file_bytes,
             owner_of=owner_of,

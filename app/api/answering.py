@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.body import parse
 from app.api.callers import in_the_name_of, model_for
+from app.api.cascades import Cascade, Verdict, judge
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion, prepare_reply
 from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import error_body, error_status, log_error
 from app.api.hints import with_hints
 from app.api.keys import Doorkeeper, OpenDoor
-from app.api.limits import Visit
+from app.api.limits import Account, Visit
 from app.api.parameters import UnknownFields
 from app.api.replies import ReplyWriter
 from app.api.reply_schemas import ResponsesRequest
@@ -54,9 +56,10 @@ class _Asker:
     visit: Visit
     headers: Mapping[str, str] = field(default_factory=dict)
     begun: list[Progress] = field(default_factory=list)
+    num_tokens_in_vain: int = 0  # of small models in cascades, where the large one answers
 
     def __post_init__(self) -> None:
-        self.visit.num_used = lambda: sum(progress.num_tokens() for progress in self.begun)
+        self.visit.num_used = lambda: sum(progress.num_tokens() for progress in self.begun) + self.num_tokens_in_vain
 
 
 class Answering:
@@ -68,9 +71,15 @@ class Answering:
         limits: ApiConfig,
         metrics: RequestMetrics,
         doorkeeper: Doorkeeper | None = None,
+        *,
+        cascades: Sequence[Cascade] = (),
     ) -> None:
-        """`metrics` measures lines as it does requests; it knows the models. `doorkeeper` knows their owners' keys."""
+        """`metrics` measures lines as it does requests; it knows the models. `doorkeeper` knows their owners' keys.
+
+        `cascades` are of these models.
+        """
         self._models = by_any_name(models)
+        self._cascades = {cascade.name: cascade for cascade in cascades}
         self._limits = limits
         self._metrics = metrics
         self._doorkeeper = doorkeeper or OpenDoor()
@@ -87,9 +96,10 @@ class Answering:
         try:
             parsed = parse(body, asked.schema, self._unknown_fields, is_strict=is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
-            model = model_for(visit.account, parsed.model, self._models)
+            models = self._models_for(parsed, visit.account)
             visit.account.max_tokens(parsed.asked_tokens, parsed.length_param)
-            await asked.prepare(parsed, model, self._limits)
+            for model in models:
+                await asked.prepare(parsed, model, self._limits)
         except CarouselError as error:
             self._metrics.model(NO_MODEL).refused(error)
             raise
@@ -146,19 +156,43 @@ class Answering:
     async def _response(self, endpoint: str, body: Mapping[str, Any], request_id: str, asker: _Asker) -> Json:
         arrived_at = self._metrics.arrived()
         asked = _ENDPOINTS[endpoint]
-        call, parsed = await self._call(asked, body, asker)
-        progress = Progress.measured(call, request_id, self._metrics, arrived_at=arrived_at)
+        with self._counting_refusals(NO_MODEL):
+            parsed = parse(body, asked.schema, self._unknown_fields)
+            models = self._models_for(parsed, asker.visit.account)
+        calls = [await self._call(asked, parsed, model, asker) for model in models]
+        if len(calls) == 1:
+            progress = Progress.measured(calls[0], request_id, self._metrics, arrived_at=arrived_at)
+            pieces = generate_pieces(calls[0])
+        else:
+            verdict = await self._verdict(parsed, *calls, arrived_at=arrived_at)
+            asker.num_tokens_in_vain += verdict.num_tokens_in_vain
+            progress = verdict.progress(request_id, self._metrics, arrived_at=arrived_at)
+            pieces = verdict.pieces
         asker.begun.append(progress)
-        return await asked.writer(parsed).whole(progress, generate_pieces(call))
+        return await asked.writer(parsed).whole(progress, pieces)
 
-    async def _call(self, endpoint: _Endpoint, body: Mapping[str, Any], asker: _Asker) -> tuple[Call, QueuedRequest]:
-        model_name = NO_MODEL
-        try:
-            parsed = parse(body, endpoint.schema, self._unknown_fields)
-            model = model_for(asker.visit.account, parsed.model, self._models)
-            model_name = model.name
+    def _models_for(self, parsed: QueuedRequest, account: Account) -> tuple[ServedModel, ...]:
+        """The one that answers, or the two of a cascade. Raises InvalidRequest, NotFound, NotPermitted."""
+        cascade = self._cascades.get(parsed.model or "") if isinstance(parsed, GenerationRequest) else None
+        if cascade is None:
+            return (model_for(account, parsed.model, self._models),)
+        cascade.check_account(account)
+        return cascade.small, cascade.large
+
+    async def _verdict(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> Verdict:
+        prompt_tokens = [len(request.prompt_token_ids) for request in small.requests]
+        metrics = self._metrics.model(small.model.name).call(prompt_tokens, arrived_at=arrived_at)
+        return await judge(self._cascades[parsed.model or ""], small, large, metrics)
+
+    async def _call(self, endpoint: _Endpoint, parsed: QueuedRequest, model: ServedModel, asker: _Asker) -> Call:
+        with self._counting_refusals(model.name):
             call = with_hints(await endpoint.prepare(parsed, model, self._limits), asker.headers)
-            return in_the_name_of(asker.visit, call, parsed, share_prefixes=self._limits.share_prefixes), parsed
+            return in_the_name_of(asker.visit, call, parsed, share_prefixes=self._limits.share_prefixes)
+
+    @contextmanager
+    def _counting_refusals(self, model_name: str) -> Iterator[None]:
+        try:
+            yield
         except CarouselError as error:
             self._metrics.model(model_name).refused(error)
             raise

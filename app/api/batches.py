@@ -13,7 +13,9 @@ from starlette.routing import Route
 from app.api.answering import BATCH_ENDPOINTS
 from app.api.body import read_json_object
 from app.api.files import ExpiresAfter
+from app.api.hints import is_strict
 from app.api.pages import page_of
+from app.api.parameters import refuse_unknown
 from app.api.schemas import MAX_ID_LENGTH, Schema, from_validation_error
 from app.batches import BatchService, NewBatch, NewWebhook
 
@@ -90,6 +92,8 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
         body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES, timeout_s=_BODY_TIMEOUT_S)
+        if is_strict(request.headers):
+            refuse_unknown(body, BatchRequest)
         try:
             asked = BatchRequest.model_validate(body)
         except ValidationError as error:

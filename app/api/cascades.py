@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from app.api.choices import Piece, generate_pieces
 from app.api.completions import Call, ServedModel
 from app.api.limits import Account
-from app.api.responses import Json, model_entry
+from app.api.responses import Json, Progress, model_entry
 from app.api.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed
-from app.metrics import CallMetrics
+from app.metrics import NO_MODEL, CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ class Cascade:
     def is_for(self, account: Account) -> bool:
         """Whether both models are."""
         return account.may_use(self.small.name) and account.may_use(self.large.name)
+
+    def check_account(self, account: Account) -> None:
+        """Raises NotPermitted where one of the models is not."""
+        account.check_model(self.small.name)
+        account.check_model(self.large.name)
 
     def entry(self) -> Json:
         """What /v1/models says of it."""
@@ -62,6 +67,15 @@ class Verdict:
             "mean_logprob": self.mean_logprob,
             "small_completion_tokens": self.num_small_tokens,
         }
+
+    def progress(self, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
+        """Of the answer. That of the small model is measured already, and only said again."""
+        measuring = RequestMetrics() if self.is_small else metrics
+        name = NO_MODEL if self.is_small else self.call.model.name
+        prompt_tokens = [len(request.prompt_token_ids) for request in self.call.requests]
+        progress = Progress(self.call, request_id, measuring.model(name).call(prompt_tokens, arrived_at=arrived_at))
+        progress.extra_usage = {"cascade": self.report()}
+        return progress
 
     def headers(self) -> dict[str, str]:
         return {

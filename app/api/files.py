@@ -11,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from app.api.hints import is_strict
 from app.api.multipart import Form, read_form
 from app.api.pages import page_of
+from app.api.parameters import refuse_names
 from app.api.schemas import Schema, from_validation_error
 from app.batches import BatchService, NewFile
 from app.errors import InvalidRequest
@@ -20,6 +22,7 @@ from app.errors import InvalidRequest
 MAX_FILENAME_LENGTH = 255
 MAX_FILES_OF_PAGE = 10_000
 _READ_BYTES = 1024 * 1024
+_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
 
 
 class ExpiresAfter(Schema):
@@ -55,6 +58,8 @@ class FileRoutes:
             form = await read_form(
                 request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
             )
+            if is_strict(request.headers):
+                refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form, self._owner_of(request))))
         except BaseException:
             with suppress(Exception):  # it is forgotten anyway, some minutes later

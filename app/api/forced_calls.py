@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from app.api.grammars import schema_grammar
 from app.api.schemas import FunctionDefinition
-from app.api.structured_output import schema_grammar
 from app.engine.request import Grammar
 
 Json = dict[str, Any]
-_ANY_ARGUMENTS: Json = {"type": "object"}
+ANY_ARGUMENTS: Json = {"type": "object"}
 
 
 def arguments_grammar(function: FunctionDefinition) -> Grammar:
     """The arguments of this function. Raises InvalidRequest when its schema is too long."""
-    return schema_grammar(_parameters(function), param="tools", is_lenient=not function.strict)
+    return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
 
 
 def calls_grammar(functions: Sequence[FunctionDefinition], *, only_one: bool) -> Grammar:
@@ -24,13 +24,16 @@ def calls_grammar(functions: Sequence[FunctionDefinition], *, only_one: bool) ->
         "type": "array",
         "minItems": 1,
         **({"maxItems": 1} if only_one else {}),
-        "items": {"anyOf": [_call(each, number) for number, each in enumerate(functions)]},
-        "$defs": {str(number): moved(_parameters(each), f"#/$defs/{number}") for number, each in enumerate(functions)},
+        "items": {"anyOf": [call_schema(each, number) for number, each in enumerate(functions)]},
+        "$defs": {
+            str(number): moved(parameters_of(each), f"#/$defs/{number}") for number, each in enumerate(functions)
+        },
     }
     return schema_grammar(schema, param="tools", is_lenient=not all(each.strict for each in functions))
 
 
-def _call(function: FunctionDefinition, number: int) -> Json:
+def call_schema(function: FunctionDefinition, number: int) -> Json:
+    """A call as an object, in a schema that defines its arguments by this number."""
     return {
         "type": "object",
         "properties": {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},
@@ -39,8 +42,9 @@ def _call(function: FunctionDefinition, number: int) -> Json:
     }
 
 
-def _parameters(function: FunctionDefinition) -> Json:
-    return _ANY_ARGUMENTS if function.parameters is None else {**_ANY_ARGUMENTS, **function.parameters}
+def parameters_of(function: FunctionDefinition) -> Json:
+    """The schema of its arguments."""
+    return ANY_ARGUMENTS if function.parameters is None else {**ANY_ARGUMENTS, **function.parameters}
 
 
 def moved(schema: Any, place: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from app.api.schemas import ModelRequest, Schema, whole
@@ -39,8 +39,6 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
     "reply": _UNAVAILABLE_EVERYWHERE
     | {
-        "top_logprobs": (0,),
-        "include": ([], ["reasoning.encrypted_content"]),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
@@ -95,10 +93,14 @@ def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> N
             raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
 
 
-def refuse_unknown(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
+def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
     """Raise InvalidRequest with the paths of all fields that nobody knows, those inside other fields too."""
-    known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT
-    unknown = [path for path in _unknown(body, schema) if path not in known]
+    known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
+    refuse_names([path for path in _unknown(body, schema) if path not in known])
+
+
+def refuse_names(unknown: Sequence[str]) -> None:
+    """Raise InvalidRequest with these paths of fields that nobody knows, if there are any."""
     if unknown:
         shown = ", ".join(path[:100] for path in unknown[:MAX_NAMED])
         more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJs
 from app.api.answering import Answering
 from app.api.batches import Metadata, WebhookRequest
 from app.api.limits import Visit
+from app.api.parameters import refuse_unknown
 from app.api.schemas import MAX_PROMPTS, Schema, from_validation_error
 from app.batches import Json
 from app.errors import InvalidRequest
@@ -51,8 +52,8 @@ class PromptListRequest(Schema):
                         "type": "array",
                         "minItems": 1,
                         "maxItems": MAX_PROMPTS,
-                        # Of any kind here, for one with mistakes is no refusal of the others: it fails alone.
-                        "items": {"type": "array", "description": "messages, as those of a chat"},
+                        # Of messages; a conversation that is none fails alone, so it is no mistake of the list.
+                        "items": {"type": "array", "description": "the messages of a chat"},
                     },
                 ]
             }
@@ -82,6 +83,8 @@ async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visi
     """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+    if is_strict:
+        refuse_unknown(own, PromptListRequest)
     try:
         asked = PromptListRequest.model_validate(own)
     except ValidationError as error:

@@ -13,6 +13,7 @@ from app.api.errors import error_body, log_error
 from app.api.reply_schemas import ResponsesRequest
 from app.api.responses import Json, Progress
 from app.api.sse import named_event
+from app.api.token_details import TokenNames, ToldToken, chat_logprobs
 from app.api.tool_calls import ToolCallPiece
 
 
@@ -70,6 +71,8 @@ class Reply:
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
+        self._names = TokenNames(progress.call.model.tokenizer)
+        self._untold: list[ToldToken] = []  # tokens whose text is yet to come, or that have none
         self.has_begun = False
 
     def add(self, piece: Piece) -> Iterator[Json]:
@@ -78,11 +81,15 @@ class Reply:
         if not piece.num_tokens and piece.finish_reason is None:
             return  # it is queued; no word goes out before there is a token
         yield from self._begin()
+        if piece.details is not None:
+            self._untold += piece.details.told
         if piece.text:
             yield from self._say(piece.text)
         for call in piece.calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
+            if self._untold and not (self._output and isinstance(self._output[-1], _Call)):
+                yield from self._say("")  # the end token counts, and has no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
     def fail(self, error: Json) -> Iterator[Json]:
@@ -119,6 +126,7 @@ class Reply:
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if self._status == "in_progress" else self._usage(),
@@ -148,13 +156,17 @@ class Reply:
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
         message.text += text
-        yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=[])
+        logprobs = chat_logprobs(self._untold, self._names, self._body.top_logprobs or 0)["content"]
+        self._untold = []
+        message.logprobs += logprobs
+        yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
 
     def _call(self, piece: ToolCallPiece) -> Iterator[Json]:
         if piece.name is not None:
             yield from self._open(_Call(piece.call_id, piece.name))
         call = self._output[-1]
         assert isinstance(call, _Call), "a call is not interrupted"
+        self._untold = []  # logprobs are those of text
         call.arguments += piece.arguments
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
@@ -164,7 +176,7 @@ class Reply:
         self._output.append(item)
         yield self._item_event("response.output_item.added")
         if isinstance(item, _Message):
-            yield self._event("response.content_part.added", **self._place(), content_index=0, part=item.part(""))
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=item.empty_part())
 
     def _close(self, *, is_complete: bool) -> Iterator[Json]:
         """End the last item."""
@@ -174,8 +186,8 @@ class Reply:
         item.status = "completed" if is_complete else "incomplete"
         if isinstance(item, _Message):
             place = self._place() | {"content_index": 0}
-            yield self._event("response.output_text.done", **place, text=item.text, logprobs=[])
-            yield self._event("response.content_part.done", **place, part=item.part(item.text))
+            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            yield self._event("response.content_part.done", **place, part=item.part())
         else:
             yield self._event(
                 "response.function_call_arguments.done", **self._place(), name=item.name, arguments=item.arguments
@@ -206,14 +218,18 @@ class _Message:
     """Text of the assistant."""
 
     text: str = ""
+    logprobs: list[Json] = field(default_factory=list)  # of its tokens, where they are wanted
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
-    def part(self, text: str) -> Json:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def part(self) -> Json:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def empty_part(self) -> Json:
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
     def as_json(self) -> Json:
-        content = [self.part(self.text)] if self.text or self.status != "in_progress" else []
+        content = [self.part()] if self.text or self.status != "in_progress" else []
         return {
             "id": self.item_id,
             "type": "message",

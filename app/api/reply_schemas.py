@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator, model_validator
 
 from app.api.schemas import (
     MAX_ID_LENGTH,
@@ -22,6 +22,7 @@ from app.api.schemas import (
     Schema,
     whole,
 )
+from app.errors import InvalidRequest
 
 _PARTS = ("input_text", "output_text", "refusal")
 _ITEMS = ("message", "function_call", "function_call_output")
@@ -168,6 +169,10 @@ def _nothing(what: str) -> Any:
     return BeforeValidator(refuse)
 
 
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of the second there never is any
+
+
 class ResponsesRequest(GenerationRequest):
     """The body of POST /v1/responses."""
 
@@ -186,15 +191,28 @@ class ResponsesRequest(GenerationRequest):
     ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    include: list[Includable] = Field(default_factory=list, max_length=16)
+    top_logprobs: int | None = Field(None, ge=0)
     metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # comes back as it is
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
     previous_response_id: Annotated[str | None, _nothing("names a reply"), WithJsonSchema({"type": "null"})] = None
 
-    @field_validator("max_output_tokens", mode="before")
+    @field_validator("max_output_tokens", "top_logprobs", mode="before")
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
         return whole(value)
+
+    @model_validator(mode="after")
+    def _logprobs_are_included(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.wants_logprobs:
+            raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]; send both', param="top_logprobs")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of the text's tokens are to come back."""
+        return LOGPROBS in self.include
 
     @property
     def length_param(self) -> str:
@@ -226,6 +244,8 @@ class ResponsesRequest(GenerationRequest):
             else {"type": "function", "function": {"name": choice.name}},
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
             "response_format": self.text.format.for_chat(),
         }
         return _ReplyChat.model_validate(given)

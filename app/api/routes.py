@@ -249,20 +249,15 @@ class _Api:
         self, request: Request, parsed: RequestT, prepare: Prepare[RequestT], cascade: Cascade, arrived_at: float
     ) -> Verdict:
         """Whose answer it will be; the small model's call is over then."""
-        account = visit_of(request).account
-        account.check_model(cascade.small.name)
-        account.check_model(cascade.large.name)
+        cascade.check_account(visit_of(request).account)
         small = await self._call(request, parsed, prepare, cascade.small)
         large = await self._call(request, parsed, prepare, cascade.large)
         metrics = self._call_metrics(small, arrived_at)
         return await unless_disconnected(request.receive, judge(cascade, small, large, metrics))
 
     def _progress_under(self, verdict: Verdict, request: Request, arrived_at: float) -> Progress:
-        """Of the answer to a call on a cascade. That of the small model is measured and only said again."""
-        progress = self._progress(request, verdict.call, arrived_at)
-        if verdict.is_small:
-            progress.metrics = RequestMetrics().model(NO_MODEL).call([0] * len(verdict.call.requests), arrived_at=0.0)
-        progress.extra_usage = {"cascade": verdict.report()}
+        """Of the answer to a call on a cascade, known to the caller's account."""
+        progress = verdict.progress(request.state.request_id, self._metrics, arrived_at=arrived_at)
         visit_of(request).num_used = lambda: progress.num_tokens() + verdict.num_tokens_in_vain
         return progress
 

@@ -32,6 +32,8 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 MAX_OUTPUT_CHOICES = 4096
+MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
+MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
 MAX_ID_LENGTH = 256
 # Beyond what any model reads; without them one body could keep everybody waiting while it is looked through.
 MAX_MESSAGES = 4096
@@ -151,11 +153,36 @@ class OutputSchema(Schema):
     strict: bool | None = None
 
 
-class ResponseFormat(Schema):
-    """What the output must look like, as OpenAI writes it."""
+class Structure(Schema):
+    """A document of a schema between two texts."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str = Field(min_length=1, max_length=MAX_MARKER_LENGTH)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    end: str = Field("", max_length=MAX_MARKER_LENGTH)
+
+
+Structures = Annotated[list[Structure], Field(min_length=1, max_length=MAX_STRUCTURES)]
+Triggers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_LENGTH)]],
+    Field(min_length=1, max_length=MAX_TRIGGERS),
+]
+
+
+class StructuralTag(Schema):
+    """Free text in which what begins with a trigger is one of the structures, as vLLM writes it."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: Structures
+    triggers: Triggers
+
+
+class ResponseFormat(Schema):
+    """What the output must look like, as OpenAI writes it, and vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: OutputSchema | None = None
+    structures: Structures | None = None  # these two: of a structural tag
+    triggers: Triggers | None = None
 
 
 class StructuredOutputs(Schema):
@@ -166,14 +193,7 @@ class StructuredOutputs(Schema):
     choice: Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES)] | None = None
     grammar: NonEmpty | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[Any, WithJsonSchema({"type": "null"})] = None
-
-    @field_validator("structural_tag")
-    @classmethod
-    def _no_tags(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("is not supported; write it as a grammar")
-        return value
+    structural_tag: dict[str, Any] | NonEmpty | None = None  # a StructuralTag, also as JSON in a string
 
 
 class CalledFunction(Schema):
@@ -196,7 +216,7 @@ class FunctionDefinition(Schema):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # calls that are forced keep to the schema in any case, others need not
+    strict: bool | None = None  # calls keep to the schema; those that are forced do in any case
 
 
 class Tool(Schema):
@@ -624,10 +644,10 @@ class DetokenizeRequest(ModelRequest):
         return whole(value)
 
 
-def from_validation_error(error: ValidationError) -> InvalidRequest:
-    """The first thing wrong, as one sentence that starts with the field's name."""
+def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
+    """The first thing wrong, as one sentence that starts with the field's name; `within` is the field it is part of."""
     first = error.errors(include_url=False, include_context=False)[0]
-    param = _field_path(first["loc"])
+    param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from app.api.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
-from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from pydantic import ValidationError
+
+from app.api.grammars import checked_grammar, schema_grammar
+from app.api.schemas import GenerationRequest, ResponseFormat, StructuralTag, StructuredOutputs, from_validation_error
+from app.api.structural_tags import structural_tag_grammar
+from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -28,20 +32,14 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
     return from_format or from_vendor
 
 
-def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """JSON documents of a schema. `param` is the field it came in; `is_lenient`: what cannot be kept is passed over.
-
-    Raises InvalidRequest when it is too long.
-    """
-    return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), param=param, is_lenient=is_lenient)
-
-
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     """OpenAI's. Without `strict` they promise to try, and so keywords that are not known do no harm."""
     if given.type == "text":
         return None
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
+    if given.type == "structural_tag":
+        return structural_tag_grammar(_structural_tag(given.model_dump(by_alias=True, exclude_none=True), param), param)
     if given.json_schema is None:
         raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
@@ -56,6 +54,7 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
         "choice": given.choice,
         "grammar": given.grammar,
         "json_object": given.json_object or None,
+        "structural_tag": given.structural_tag,
     }
     named = [name for name, value in wishes.items() if value is not None]
     if not named:
@@ -70,18 +69,27 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
 
 def _of_wish(given: StructuredOutputs, param: str) -> Grammar:
     if given.json_ is not None:
-        return schema_grammar(_schema(given.json_, param), param=param)
+        return schema_grammar(_object(given.json_, param), param=param)
     if given.regex is not None:
-        return _grammar(GrammarKind.REGEX, given.regex, param=param)
+        return checked_grammar(GrammarKind.REGEX, given.regex, param=param)
     if given.choice is not None:
-        return _grammar(GrammarKind.CHOICE, json.dumps(given.choice), param=param)
+        return checked_grammar(GrammarKind.CHOICE, json.dumps(given.choice), param=param)
     if given.grammar is not None:
-        return _grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
+        return checked_grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
+    if given.structural_tag is not None:
+        return structural_tag_grammar(_structural_tag(_object(given.structural_tag, param), param), param)
     return schema_grammar(_ANY_OBJECT, param=param)
 
 
-def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """A schema as it is, or as JSON in a string."""
+def _structural_tag(given: dict[str, Any], param: str) -> StructuralTag:
+    try:
+        return StructuralTag.model_validate(given)
+    except ValidationError as error:
+        raise from_validation_error(error, within=param) from None
+
+
+def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """An object as it is, or as JSON in a string."""
     if isinstance(given, dict):
         return given
     try:
@@ -89,13 +97,5 @@ def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param} should be a JSON schema: an object", param=param)
+        raise InvalidRequest(f"{param} should be a JSON object", param=param)
     return schema
-
-
-def _grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequest(
-            f"{param} has {len(text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
-        )
-    return Grammar(kind, text, is_lenient=is_lenient, param=param)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.api.forced_calls import arguments_grammar, calls_grammar
-from app.api.schemas import ChatRequest, NamedTool
-from app.engine.request import Grammar
+from app.api.schemas import ChatRequest, FunctionDefinition, NamedTool
+from app.api.strict_calls import document_or_calls_grammar, strict_calls_grammar
+from app.api.structured_output import grammar_of
+from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer
 from app.text.tool_calls import LIST, CallParser, NamedFunction, ToolFormat, ToolParser
@@ -34,7 +37,7 @@ class ToolUse:
     make_parser: Callable[[], CallParser]
     form: ToolFormat
     token_ids: frozenset[int] = frozenset()  # special tokens that belong to the format and so are shown to the parser
-    grammar: Grammar | None = None  # of an output that is nothing but calls, where they are forced
+    grammar: Grammar | None = None  # of an output whose calls are forced, or have to keep to their schemas
 
     def calls(self) -> Calls:
         """For one choice."""
@@ -102,8 +105,23 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
             "or send tool_choice none",
             param="tools",
         )
+    offered = list(functions.values())
+    is_strict = any(function.strict for function in offered)
     return ToolUse(
-        make_parser=lambda: ToolParser(form, functions, only_first=only_first),
+        make_parser=lambda: ToolParser(form, functions, only_first=only_first, is_strict=is_strict),
         form=form,
         token_ids=tokenizer.special_ids(form.special_texts),
+        grammar=_free_calls_grammar(offered, form, grammar_of(body)),
     )
+
+
+def _free_calls_grammar(
+    functions: Sequence[FunctionDefinition], form: ToolFormat, document: Grammar | None
+) -> Grammar | None:
+    """Of an output in which calls may be made; None where nothing but the request's own grammar has to be kept to."""
+    if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
+        return document_or_calls_grammar(
+            json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient
+        )
+    is_strict = document is None and any(each.strict for each in functions)
+    return strict_calls_grammar(functions, form) if is_strict else None

@@ -32,12 +32,12 @@ class GrammarKind(StrEnum):
     REGEX = "regex"  # of the whole output; Rust's syntax, which has neither references back nor looking around
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # context-free: Lark as llguidance writes it, or llama.cpp's GBNF
+    TAGS = "tags"  # free text with marked pieces that keep to a form: JSON, described in `app/grammar/tags.py`
 
     @property
     def in_words(self) -> str:
-        return {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}.get(
-            self.value, "grammar"
-        )
+        words = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
+        return (words | {"tags": "form of what is marked"}).get(self.value, "grammar")
 
 
 @dataclass(frozen=True, slots=True)

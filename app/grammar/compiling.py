@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from app.engine.request import GrammarKind
+from app.grammar.tags import Tag, read_tags
 
 # Between the tokens of a JSON document: nothing, a space, or a new line and what it is indented by. More would let a
 # model write white space for ever.
@@ -30,11 +33,26 @@ class Unusable(Exception):
     """Nothing can be written by this grammar, or not at a bearable price; the message says why."""
 
 
+def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]) -> list[str]:
+    """A grammar in the one language that matchers are made of; one of each tag of those that have tags.
+
+    `special` are the model's special tokens by their texts. Raises Unusable.
+    """
+    if kind is GrammarKind.TAGS:
+        return [tag.lark for tag in tags_of(text, special)]
+    return [lark_of(kind, text, is_lenient=is_lenient)]
+
+
+def tags_of(text: str, special: Mapping[str, int]) -> list[Tag]:
+    """What a grammar of tags says, one for each trigger."""
+    return read_tags(text, special, write_schema=_json_rule, options=_OPTIONS)
+
+
 def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
-    """A grammar in the one language that matchers are made of. Raises Unusable."""
+    """A grammar without tags in that language. Raises Unusable."""
     match kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_schema(text, is_lenient=is_lenient)}{_OPTIONS}"
+            return f"start: {_json_rule(_schema(text), is_lenient)}{_OPTIONS}"
         case GrammarKind.REGEX:
             [grammar] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return f"{grammar['lark_grammar']}{_OPTIONS}"
@@ -42,16 +60,23 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
             return f"start: {' | '.join(map(json.dumps, json.loads(text)))}{_OPTIONS}"
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
+        case GrammarKind.TAGS:
+            raise AssertionError("each tag has a grammar of its own")
 
 
-def _schema(text: str, *, is_lenient: bool) -> str:
+def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
+    """Documents of a schema."""
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE, 'lenient': is_lenient}})}"
+
+
+def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Unusable(f"it is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise Unusable("it should be a JSON object")
-    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": is_lenient}})
+    return schema
 
 
 def _lark(text: str) -> str:

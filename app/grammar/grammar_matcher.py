@@ -43,6 +43,20 @@ class GrammarMatcher:
         left = without_tokens(allowed, self._stop_token_ids)
         return left if any_token(left) else allowed
 
+    @property
+    def may_end(self) -> bool:
+        """Whether what is written so far is complete."""
+        return self.failure is None and self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is, and nothing may follow."""
+        return self.may_end and self._matcher.is_stopped()
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether this token may follow."""
+        return self._matcher.validate_tokens([token_id]) == 1
+
     def advance(self, token_id: int) -> None:
         """Go on behind a drawn token; behind a stop token nothing comes."""
         if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):

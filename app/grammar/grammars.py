@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,10 @@ from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
-from app.grammar.compiling import Unusable, new_matcher
+from app.grammar.compiling import Unusable, new_matcher, tags_of
+from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.grammar_matcher import GrammarMatcher
+from app.grammar.tagged_matcher import Piece, TaggedMatcher
 from app.grammar.taster import Taster
 from app.grammar.vocabulary import Vocabulary
 
@@ -34,11 +36,37 @@ _NICENESS = 10
 Key = tuple[str, GrammarKind, str, bool]  # whoever may not share prefixes shares no grammar either
 
 
+Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request
+
+
+class _Plain:
+    """A grammar of a whole output: a matcher at its beginning, to be copied."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def begun(self, begin: Begin) -> Matcher:
+        return begin(self._matcher.deep_copy())
+
+
+class _Tagged:
+    """A grammar of pieces in a free text: a matcher at the beginning of each, to be copied when one begins."""
+
+    def __init__(self, text: FreeText, pieces: Sequence[tuple[LLMatcher, bool]]) -> None:
+        """Each piece with whether it is the last."""
+        self._text = text
+        self._pieces = pieces
+
+    def begun(self, begin: Begin) -> Matcher:
+        def piece(matcher: LLMatcher, is_last: bool) -> Piece:
+            return Piece(lambda: begin(matcher.deep_copy()), is_last)
+
+        return TaggedMatcher(self._text, [piece(matcher, is_last) for matcher, is_last in self._pieces])
+
+
 @dataclass(slots=True)
 class _Compiled:
-    """A matcher at the beginning of its grammar, to be copied."""
-
-    matcher: LLMatcher
+    grammar: _Plain | _Tagged
     num_uses: int = 0
 
 
@@ -50,7 +78,9 @@ class Grammars:
         self._config = config
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None  # this, and the next two, belong to the compiling thread
+        self._tokenizer: LLTokenizer | None = None  # these five belong to the compiling thread
+        self._vocabulary: Vocabulary | None = None
+        self._table: TokenTable | None = None  # made when the first grammar with tags comes
         self._taster: Taster | None = None
         self._is_unreadable = False
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
@@ -71,21 +101,21 @@ class Grammars:
             reason = self._refused.get(key)
             if reason is not None:
                 return _failed(_refusal(grammar, reason))
-            matcher = self._copy(key)
-            if matcher is None:
+            known = self._known(key)
+            if known is None:
                 if self._num_waiting >= self._config.max_waiting:
                     return _failed(self._too_many())
                 self._num_waiting += 1
         try:
-            if matcher is None:
+            if known is None:
                 compiling: Future[Matcher | None] = self._compiling.submit(self._compile, request, grammar, key)
                 compiling.add_done_callback(self._one_waits_less)  # also where its caller has gone
                 return compiling
             if request.generated_token_ids:
-                return self._resuming.submit(self._begin, matcher, request, key)
+                return self._resuming.submit(self._begin, known, request, key)
         except RuntimeError:
             return _failed(EngineStopped("the engine is shutting down"))
-        return _done(self._begin(matcher, request, key))
+        return _done(self._begin(known, request, key))
 
     def close(self) -> None:
         """Stop both threads and the tasting process; what waits for them is cancelled. Safe to call twice."""
@@ -110,7 +140,7 @@ class Grammars:
         with self._lock:
             self._num_waiting -= 1
 
-    def _copy(self, key: Key) -> LLMatcher | None:
+    def _known(self, key: Key) -> _Plain | _Tagged | None:
         found = self._compiled.get(key)
         if found is None:
             return None
@@ -119,11 +149,11 @@ class Grammars:
             self._forget(key)
         else:
             self._compiled.move_to_end(key)
-        return found.matcher.deep_copy()
+        return found.grammar
 
-    def _remember(self, key: Key, matcher: LLMatcher) -> None:
+    def _remember(self, key: Key, grammar: _Plain | _Tagged) -> None:
         self._forget(key)
-        self._compiled[key] = _Compiled(matcher)
+        self._compiled[key] = _Compiled(grammar)
         self._num_characters += len(key[2])
         while len(self._compiled) > self._config.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
             self._forget(next(iter(self._compiled)))
@@ -136,23 +166,26 @@ class Grammars:
 
     def _compile(self, request: Request, grammar: Grammar, key: Key) -> Matcher:
         with self._lock:
-            matcher = self._copy(key)  # another request may have brought it meanwhile
+            known = self._known(key)  # another request may have brought it meanwhile
         try:
-            return self._begin(matcher or self._compile_now(grammar, key), request, key)
+            return self._begin(known or self._compile_now(grammar, key), request, key)
         except Unusable as reason:
             self._refuse(key, str(reason))
             raise _refusal(grammar, str(reason)) from reason
 
-    def _compile_now(self, grammar: Grammar, key: Key) -> LLMatcher:
+    def _compile_now(self, grammar: Grammar, key: Key) -> _Plain | _Tagged:
         tools = self._tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
         tokenizer, taster = tools
-        matcher = new_matcher(tokenizer, taster.taste(grammar))
-        matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
+        matchers = [new_matcher(tokenizer, lark) for lark in taster.taste(grammar)]
+        for matcher in matchers:
+            matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
+        has_tags = grammar.kind is GrammarKind.TAGS
+        compiled = self._tagged(grammar.text, matchers) if has_tags else _Plain(matchers[0])
         with self._lock:
-            self._remember(key, matcher)
-        return matcher.deep_copy()
+            self._remember(key, compiled)
+        return compiled
 
     def _tools(self) -> tuple[LLTokenizer, Taster] | None:
         """What grammars are compiled with, made when the first comes; None where the tokenizer is of no use."""
@@ -170,8 +203,19 @@ class Grammars:
                 timeout_s=self._config.compile_timeout_s,
                 memory_bytes=self._config.compile_megabytes * 1_000_000,
             )
+            self._vocabulary = vocabulary
             self._tokenizer = vocabulary.for_matching()
         return self._tokenizer, self._taster
+
+    def _tagged(self, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
+        assert self._vocabulary is not None, "matchers were made of it"
+        tags = tags_of(text, self._vocabulary.special_texts)
+        if not tags[0].trigger:
+            return _Plain(matchers[0])
+        if self._table is None:
+            self._table = TokenTable(self._vocabulary)
+        free = FreeText(self._table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
+        return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
 
     def _refuse(self, key: Key, reason: str) -> None:
         with self._lock:
@@ -181,14 +225,18 @@ class Grammars:
 
     # ------------------------------------------------------------------ any thread
 
-    def _begin(self, matcher: LLMatcher, request: Request, key: Key) -> GrammarMatcher:
+    def _begin(self, grammar: _Plain | _Tagged, request: Request, key: Key) -> Matcher:
         """A matcher behind the request's generated tokens."""
-        begun = GrammarMatcher(
-            matcher,
-            stop_token_ids=set(request.sampling.stop_token_ids),
-            vocab_size=self._vocab_size,
-            on_failure=partial(self._drop, key),
-        )
+
+        def begin(matcher: LLMatcher) -> GrammarMatcher:
+            return GrammarMatcher(
+                matcher,
+                stop_token_ids=set(request.sampling.stop_token_ids),
+                vocab_size=self._vocab_size,
+                on_failure=partial(self._drop, key),
+            )
+
+        begun = grammar.begun(begin)
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
         return begun

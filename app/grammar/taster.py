@@ -7,7 +7,7 @@ import logging
 import signal
 import subprocess
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 from app.engine.request import Grammar
 from app.errors import Failure
@@ -27,8 +27,8 @@ class Taster:
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
-    def taste(self, grammar: Grammar) -> str:
-        """The grammar in Lark, once it has been compiled and walked through.
+    def taste(self, grammar: Grammar) -> list[str]:
+        """The grammar in Lark, once it has been compiled and walked through; a part for each tag of one with tags.
 
         Raises:
             Unusable: it cannot be, within the limits.
@@ -45,10 +45,11 @@ class Taster:
             line = b""
         if not line:
             raise self._cause_of_death(process)
-        answer: dict[str, str] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "unusable" in answer:
             raise Unusable(answer["unusable"])
-        return answer["lark"]
+        larks: list[str] = answer["larks"]
+        return larks
 
     def interrupt(self) -> None:
         """End the process, whatever it does; a grammar that it has is refused. Any thread may call."""

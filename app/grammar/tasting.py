@@ -4,7 +4,7 @@ Some texts make a compiler overflow its stack, take gigabytes, or run for minute
 the caller: the process ends, by its limits or by a crash, and `taster.py` starts another.
 
 It reads a line of settings and the vocabulary from its standard input, then a grammar in each line, and answers each
-with a line: the grammar in Lark, or why it cannot be used.
+with a line: the grammar in Lark, a part for each tag where it has tags, or why it cannot be used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
 
 from app.engine.request import GrammarKind
-from app.grammar.compiling import Unusable, lark_of, new_matcher, walk
+from app.grammar.compiling import Unusable, larks_of, new_matcher, walk
 from app.grammar.vocabulary import Vocabulary
 
 START_TIMEOUT_S = 60.0
@@ -35,34 +36,37 @@ def main() -> None:
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.stdin.buffer.readline())
-    tokenizer = Vocabulary.read(sys.stdin.buffer).for_matching()
+    vocabulary = Vocabulary.read(sys.stdin.buffer)
+    tokenizer = vocabulary.for_matching()
     limit = _address_space() + settings["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(_STACK_BYTES)
-    answering = threading.Thread(target=_answer_all, args=(tokenizer, settings["timeout_s"]))
+    answering = threading.Thread(target=_answer_all, args=(tokenizer, vocabulary.special_texts, settings["timeout_s"]))
     answering.start()
     answering.join()
 
 
-def _answer_all(tokenizer: LLTokenizer, timeout_s: float) -> None:
+def _answer_all(tokenizer: LLTokenizer, special: Mapping[str, int], timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        answer = _answer(tokenizer, json.loads(line))
+        answer = _answer(tokenizer, special, json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _answer(tokenizer: LLTokenizer, wanted: dict[str, Any]) -> dict[str, str]:
+def _answer(tokenizer: LLTokenizer, special: Mapping[str, int], wanted: dict[str, Any]) -> dict[str, Any]:
+    kind = GrammarKind(wanted["kind"])
     try:
-        lark = lark_of(GrammarKind(wanted["kind"]), wanted["text"], is_lenient=wanted["is_lenient"])
-        walk(new_matcher(tokenizer, lark))
+        larks = larks_of(kind, wanted["text"], is_lenient=wanted["is_lenient"], special=special)
+        for lark in larks:
+            walk(new_matcher(tokenizer, lark))
     except Unusable as reason:
         return {"unusable": str(reason)}
     except (MemoryError, RecursionError):
         return {"unusable": "it is too deep or too large to be compiled; make it simpler"}
-    return {"lark": lark}
+    return {"larks": larks}
 
 
 def _address_space() -> int:

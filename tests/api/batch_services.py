@@ -30,7 +30,8 @@ async def served(
     """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
     doorkeeper, of_lines = (KeyRing(api.keys) if api.keys else OpenDoor() for _ in range(2))
-    answering = Answering(service.models, api, RequestMetrics(model.name for model in service.models), of_lines)
+    metrics = RequestMetrics(model.name for model in service.models)
+    answering = Answering(service.models, api, metrics, of_lines, cascades=service.cascades)
     async with LocalBatchService(folder, config, answering.answer, courier=courier) as batches:
         yield build_app(
             service.models,

@@ -87,12 +87,12 @@ class Service:
             )
             for name in names
         ]
-        cascades = []
+        self.cascades: list[Cascade] = []
         if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
             small, large = self.models
-            cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
+            self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
         self.app: Starlette = build_app(
-            self.models, ApiConfig.model_validate(settings), self._is_ready, cascades=cascades
+            self.models, ApiConfig.model_validate(settings), self._is_ready, cascades=self.cascades
         )
 
     async def _is_ready(self) -> bool:

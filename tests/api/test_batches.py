@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from app.api import Answering, batch_routes, build_app
 from app.batches import LocalBatchService
 from app.config import ApiConfig, BatchesConfig
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
@@ -425,3 +427,46 @@ def test_a_line_may_name_its_model_by_an_alias(tokenizer: Tokenizer, tmp_path: P
         assert "there is no model 'gpt-5'; this server has demo" in line["response"]["body"]["error"]["message"]
 
     with_openai(Service(tokenizer, say(tokenizer, "3"), aliases=("gpt-4o",)), tmp_path, use)
+
+
+def ending(request: Request) -> list[TokenDelta]:
+    """Two tokens of some likelihood, or the vector that is wanted."""
+    if request.pooling is not None:
+        vector = struct.pack("<4f", 1.0, 0.0, 0.0, 0.0)
+        return [TokenDelta(request.request_id, (), FinishReason.STOP, embedding=vector)]
+    told = () if request.sampling.logprobs is None else (TokenLogprobs(-0.9, 1), TokenLogprobs(-0.7, 1))
+    return [TokenDelta(request.request_id, (20, 21), FinishReason.LENGTH, logprobs=told)]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (CHAT, {"model": "both", "messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"model": "both", "prompt": ["Hi", "Ho"], "n": 2}),
+        ("/v1/responses", {"model": "both", "input": "Hi", "include": ["message.output_text.logprobs"]}),
+        ("/v1/embeddings", {"model": "small", "input": ["Hi", [5, 6]], "dimensions": 2}),
+    ],
+)
+def test_lines_of_every_endpoint_are_answered_as_calls_are(
+    tokenizer: Tokenizer, tmp_path: Path, endpoint: str, body: dict[str, Any]
+) -> None:
+    service = Service(tokenizer, ending, names=("small", "large"), cascade=-0.5, pooling=Pooling.LAST)
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    online = service.call("POST", endpoint, body).json
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        file = await client.files.create(file=("mine.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=endpoint,  # type: ignore[arg-type]
+            completion_window="24h",
+        )
+        done = await ended(client, batch.id)
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
+        answer = (await lines_of(client, done.output_file_id))["a"]["response"]["body"]
+        assert answer["usage"] == online["usage"]
+        assert answer["model"] == online["model"] == ("small" if endpoint == "/v1/embeddings" else "large")
+        usage = answer["usage"]
+        assert done.usage.input_tokens == usage.get("prompt_tokens", usage.get("input_tokens"))
+
+    with_openai(service, tmp_path, use)

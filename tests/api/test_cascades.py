@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
-from app.config import ApplicationConfig
+from app.api.answering import Answering
+from app.api.keys import KeyRing
+from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.metrics import RequestMetrics, Scrape, exposition
 from app.text import Tokenizer
+from tests.api.batch_services import with_http
 from tests.api.fakes import WAIT, Connection, Service, Step, last
 from tests.api.keys import bearer, entry
 from tests.metrics.test_exposition import value
@@ -106,6 +112,53 @@ def test_both_models_count_for_a_key(tokenizer: Tokenizer) -> None:
     usage = service.call("POST", "/v1/completions", body, bearer()).json["usage"]
     left = service.call("GET", "/v1/models", headers=bearer()).headers["x-ratelimit-remaining-tokens"]
     assert int(left) == 1000 - 2 * usage["total_tokens"]
+
+
+@pytest.mark.parametrize(("logprob", "answers"), [(-0.4, "small"), (-0.6, "large")])
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_line_of_a_batch_is_answered_as_the_call_is(
+    tokenizer: Tokenizer, logprob: float, answers: str, endpoint: str
+) -> None:
+    service = cascade(tokenizer, logprob)
+    metrics = RequestMetrics(["small", "large"])
+    answering = Answering(service.models, ApiConfig(), metrics, cascades=service.cascades)
+    body: dict[str, Any] = {"model": "both"} | {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi"},
+    }[endpoint]
+    online = service.call("POST", endpoint, body).json
+    line = asyncio.run(answering.answer("", endpoint, body))
+    assert line.status_code == 200
+    assert (line.body["model"], line.body["usage"]) == (answers, online["usage"])
+    assert line.body["usage"]["cascade"]["answered_by"] == answers
+    assert all(request.is_background for request in service.generate.requests[len(service.generate.requests) // 2 :])
+    text = exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
+    for name in ("small", "large"):
+        ended = 1 if name in ("small", answers) else 0
+        assert value(text, "vllm:request_success_total", model_name=name, finished_reason="length") == ended
+
+
+def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = cascade(tokenizer, -0.6)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = (await client.post("/v1/batch", json={"model": "both", "prompts": ["a", "b"]})).json()
+        assert [each["response"]["usage"]["cascade"]["answered_by"] for each in answer["results"]] == ["large"] * 2
+        refused = await client.post("/v1/batch", json={"model": "both", "prompts": ["a"], "logprobs": 99})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
+    service = cascade(tokenizer, -0.4)
+    keys = KeyRing(ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys)
+    answering = Answering(service.models, ApiConfig(), RequestMetrics(), keys, cascades=service.cascades)
+    [owner] = [key.name for key in ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys]
+    body = {"model": "both", "prompt": "Hi"}
+    assert asyncio.run(answering.answer(owner, "/v1/completions", body)).status_code == 403
+    assert not service.generate.requests
 
 
 def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -> None:

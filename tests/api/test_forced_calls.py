@@ -10,11 +10,13 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from app.api.forced_calls import moved
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
+from app.text.tool_calls import FORMATS
 from tests.api.fakes import Service
 from tests.api.openai_clients import with_client as with_openai
 from tests.text.tool_calls.templates import TEMPLATES
@@ -42,7 +44,9 @@ def with_client(engine: AsyncEngine, demo_path: Path) -> Callable[[Callable[...,
     """The bundled model with a template that has tools: it never saw any, but it must call them."""
     pretrained = PreTrainedTokenizerFast.from_pretrained(demo_path)
     pretrained.chat_template = TEMPLATES["hermes"]
-    service = Service(Tokenizer(pretrained), generate=engine.generate, max_model_len=2000)
+    service = Service(
+        Tokenizer(pretrained), generate=engine.generate, tool_format=FORMATS["hermes"], max_model_len=2000
+    )
     return partial(with_openai, service.app)
 
 
@@ -120,6 +124,48 @@ def test_replies_have_forced_calls_and_formats_too(with_client: Callable[..., No
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(model="demo", input="?", text=form)
         assert refused.value.param == "text.format"
+
+    with_client(use)
+
+
+class Warmth(BaseModel):
+    is_warm: bool
+
+
+def test_with_tools_and_a_model_to_parse_it_is_a_document_or_a_call(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        kinds = set()
+        for seed in range(6):
+            answer = await client.chat.completions.parse(
+                **asked(tools=[WEATHER], seed=seed, parallel_tool_calls=False), response_format=Warmth
+            )
+            message = answer.choices[0].message
+            kinds.add(message.parsed is None)
+            if message.parsed is None:
+                [call] = message.tool_calls or []
+                assert call.function.parsed_arguments in PLACE_AND_UNIT
+            else:
+                assert isinstance(message.parsed, Warmth)
+                assert not message.tool_calls
+        assert kinds == {True, False}
+        broken: Any = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "nonsense"}}}
+        for tool, param in ((WEATHER, "tools"), (TIME, "response_format")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**asked(tools=[tool], response_format=broken))
+            assert refused.value.param == param
+
+    with_client(use)
+
+
+def test_strict_tools_leave_what_is_no_call_as_it_is(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        loose: Any = {"type": "function", "function": {**WEATHER["function"], "strict": False}}  # type: ignore[dict-item]
+        for seed in range(3):
+            texts = []
+            for tool in (WEATHER, loose):
+                one = asked(tools=[tool], seed=seed, max_tokens=40)
+                texts.append((await client.chat.completions.create(**one)).choices[0].message.content)
+            assert texts[0] == texts[1]
 
     with_client(use)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import openai
@@ -12,12 +13,12 @@ import pytest
 from app.api.answering import Answering
 from app.batches.line import InputLine, result_of
 from app.config import ApiConfig
-from app.engine.request import FinishReason
+from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
-from tests.api.fakes import Answer, Service, say
+from tests.api.fakes import Answer, Service, Step, say
 from tests.api.openai_clients import with_client
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
@@ -268,3 +269,95 @@ def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:
     usage = answered.body["usage"]
     counted = (result.num_input_tokens, result.num_cached_tokens, result.num_output_tokens)
     assert counted == (usage["input_tokens"], 2, 5)
+
+
+def likely(tokenizer: Tokenizer, text: str, **wanted: Any) -> Service:
+    """Says a text whose tokens have log-probabilities: each its place, below zero."""
+
+    def script(request: Request) -> Iterable[Step]:
+        token_ids = (*tokenizer.encode(text, add_special_tokens=False), 4)
+        for place, token_id in enumerate(token_ids):
+            num_top = request.sampling.logprobs or 0
+            told = TokenLogprobs(-float(place), 1, (token_id, 9, 8)[:num_top], (-float(place), -50.0, -51.0)[:num_top])
+            is_last = place == len(token_ids) - 1
+            yield TokenDelta(
+                request.request_id,
+                (token_id,),
+                finish_reason=FinishReason.STOP if is_last else None,
+                stop_token_id=4 if is_last else None,
+                logprobs=() if request.sampling.logprobs is None else (told,),
+            )
+
+    return Service(tokenizer, script, max_model_len=2000, **wanted)
+
+
+INCLUDE = ["message.output_text.logprobs"]
+
+
+def test_log_probabilities_come_whole_and_in_events(service: Service) -> None:
+    asked = likely(service.tokenizer, "3 4 5.")
+    reply = ask(asked, include=INCLUDE, top_logprobs=2).json
+    found = reply["output"][0]["content"][0]["logprobs"]
+    assert reply["top_logprobs"] == 2
+    assert len(found) == reply["usage"]["output_tokens"] == 5, "one for every token that counts, the end token too"
+    assert [each["logprob"] for each in found] == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert "".join(each["token"] for each in found) == "3 4 5.<|end|>"
+    assert all(each["bytes"] == list(each["token"].encode()) for each in found)
+    assert all(
+        len(each["top_logprobs"]) == 2 and each["top_logprobs"][0]["logprob"] == each["logprob"] for each in found
+    )
+    events = events_of(ask(asked, include=INCLUDE, top_logprobs=2, stream=True))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for event in deltas for each in event["logprobs"]] == found
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == found == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    # As in a chat of the same words.
+    chat = asked.chat(logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]["content"]
+    assert chat == found
+
+
+def test_nobody_pays_for_log_probabilities_without_asking(service: Service) -> None:
+    assert ask(service, include=[]).json["output"][0]["content"][0]["logprobs"] == []
+    assert service.request.sampling.logprobs is None
+    for fields, param in (
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": INCLUDE, "top_logprobs": 21}, "top_logprobs"),
+        ({"include": INCLUDE, "top_logprobs": -1}, "top_logprobs"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": "all"}, "include"),
+    ):
+        answer = ask(service, **fields)
+        assert (answer.status, answer.error["param"]) == (400, param), fields
+    for fields in ({"top_logprobs": 0}, {"include": None, "top_logprobs": None}, {"include": INCLUDE, "stream": None}):
+        assert ask(service, **fields).status == 200
+
+
+def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: Tokenizer) -> None:
+    service = likely(tools_tokenizer, f"Well.\n{CALL}", tool_format=FORMATS["hermes"])
+    message, call = ask(service, tools=[TOOL], include=INCLUDE).json["output"]
+    told = "".join(each["token"] for each in message["content"][0]["logprobs"])
+    assert told == "Well."
+    assert call["type"] == "function_call"
+
+
+def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
+        reply = await client.responses.create(**wanted)
+        item = reply.output[0]
+        assert item.type == "message"
+        part = item.content[0]
+        assert part.type == "output_text"
+        assert part.logprobs is not None
+        assert [each.logprob for each in part.logprobs] == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert part.logprobs[1].top_logprobs[0].token == part.logprobs[1].token
+        streamed = []
+        async with client.responses.stream(**wanted) as stream:
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    streamed += [each.logprob for each in event.logprobs]
+            final = await stream.get_final_response()
+        assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
+        assert final.output_text == reply.output_text == "3 4 5."
+
+    with_client(likely(service.tokenizer, "3 4 5.").app, use)

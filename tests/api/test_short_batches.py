@@ -443,3 +443,49 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
         await asyncio.to_thread(check)
 
     with_http(service, tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": chat("Hi"), "mood": 1}, "mood"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, "messages[0].mood"),
+        ("/v1/completions", {"prompt": "Hi", "stream_options": {"mood": 1}}, "stream_options.mood"),
+        ("/v1/responses", {"input": "Hi", "text": {"format": {"mood": 1}}}, "text.format.mood"),
+        ("/v1/embeddings", {"input": "Hi", "mood": 1}, "mood"),
+        ("/tokenize", {"prompt": "Hi", "mood": 1}, "mood"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "Hi", "mood": 1}]}, "messages[0].mood"),
+        ("/detokenize", {"tokens": [5], "mood": 1}, "mood"),
+        ("/v1/batch", {"prompts": ["Hi"], "mood": 1}, "mood"),
+        (
+            "/v1/batch",
+            {"prompts": ["Hi"], "async": True, "webhook": {"url": "https://a.example", "secret": "s", "mood": 1}},
+            "webhook.mood",
+        ),
+        (
+            "/v1/batches",
+            {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h", "mood": 1},
+            "mood",
+        ),
+    ],
+)
+def test_every_route_names_unknown_fields_to_whoever_is_strict(
+    service: Service, tmp_path: Path, path: str, body: dict[str, Any], param: str
+) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        refused = await client.post(path, json=body, headers={"x-strict": "true"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert "x-strict" in refused.json()["error"]["message"]
+
+    with_http(service, tmp_path, use)
+
+
+def test_a_strict_upload_names_unknown_fields_too(service: Service, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        upload: Any = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "batch", "mood": "good"}}
+        refused = await client.post("/v1/files", headers={"x-strict": "true"}, **upload)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
+        assert (await client.get("/v1/files")).json()["data"] == []
+        assert (await client.post("/v1/files", **upload)).status_code == 200
+
+    with_http(service, tmp_path, use)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -79,5 +79,33 @@ def test_what_cannot_be_compiled_is_a_bad_request(with_client: Callable[..., Non
                 )
             assert refused.value.code == "invalid_grammar"
             assert refused.value.param == f"structured_outputs.{next(iter(wanted))}"
+
+    with_client(use)
+
+
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "e=", "schema": {"enum": ["owl", 7]}, "end": ";"}],
+    "triggers": ["e"],
+}
+
+
+def test_a_structural_tag_holds_what_follows_its_triggers(with_client: Callable[..., None]) -> None:
+    async def use(client: openai.AsyncOpenAI) -> None:
+        asked: Any = {"model": "demo", "messages": [USER], "temperature": 0, "max_tokens": 60}
+        answers = []
+        for wanted in (
+            {"response_format": TAG},
+            {"extra_body": {"structured_outputs": {"structural_tag": json.dumps(TAG)}}},
+            {"extra_body": {"structured_outputs": {"structural_tag": TAG}}},
+        ):
+            [choice] = (await client.chat.completions.create(**asked, **wanted)).choices
+            answers.append(choice.message.content or "")
+        assert answers[0] == answers[1] == answers[2]
+        found = re.findall("e.{0,6}", answers[0])
+        assert found
+        assert all(re.match('e=("owl"|7);', each) for each in found[:-1]), answers[0]
+        free = (await client.chat.completions.create(**asked)).choices[0].message.content or ""
+        assert answers[0].startswith(free[: free.index("e") + 1]), "free until there"
 
     with_client(use)

@@ -71,6 +71,34 @@ def test_anything_will_do_where_nothing_is_said(service: Service, fields: Any) -
     assert asked(service, **fields) is None
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}, {"begin": "<ab>"}],
+    "triggers": ["<a", "<ab"],
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": TAG},
+        {"structured_outputs": {"structural_tag": TAG}},
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+    ],
+)
+def test_a_structural_tag_becomes_pieces_behind_triggers(service: Service, fields: Any) -> None:
+    grammar = asked(service, **fields)
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.TAGS
+    told = json.loads(grammar.text)
+    assert [(tag["trigger"], tag["content"]) for tag in told["tags"]] == [
+        ("<a", [">", {"schema": 0}, "</a>"]),
+        ("<a", ["b>", {"schema": 1}, ""]),
+        ("<ab", [">", {"schema": 1}, ""]),
+    ]
+    assert [each["schema"] for each in told["schemas"]] == [SCHEMA, {}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -86,6 +114,23 @@ def test_anything_will_do_where_nothing_is_said(service: Service, fields: Any) -
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": {"triggers": ["a"]}}},
+            "structured_outputs.structural_tag.structures",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": TAG | {"triggers": []}}},
+            "structured_outputs.structural_tag.triggers",
+        ),
+        ({"structured_outputs": {"structural_tag": TAG, "regex": "a"}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"structural_tag": '{"structures": [{"begin": "a\\ud800"}], "triggers": ["a"]}'}},
+            "structured_outputs.structural_tag.structures[0].begin",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
+        ({"response_format": TAG | {"triggers": ["<b"]}}, "response_format.structures"),
+        ({"response_format": TAG | {"triggers": ["<a", "<b"]}}, "response_format.triggers"),
+        ({"response_format": TAG | {"structures": [{"begin": "", "end": ">"}]}}, "response_format.structures[0].begin"),
         ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}}, "structured_outputs.regex"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

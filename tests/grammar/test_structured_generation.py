@@ -178,3 +178,36 @@ def test_only_allowed_tokens_are_drawn(engine: Engine, matchers: Matchers) -> No
     outcome = answers(engine, matchers, [some, greedy])
     assert set(outcome.token_ids["some"]) == {21, 22}
     assert set(outcome.token_ids["greedy"]) <= {21, 22}
+
+
+def tagged(trigger: str) -> str:
+    """Free text; behind the trigger stands a number in brackets."""
+    tag = {"trigger": trigger, "is_opening": False, "content": [{"schema": 0}, "]"], "is_last": False}
+    return json.dumps({"schemas": [{"schema": {"enum": [1, 22]}, "is_lenient": False}], "tags": [tag]})
+
+
+def test_free_text_is_what_it_is_without_a_grammar(engine: Engine, matchers: Matchers) -> None:
+    def free(number: int, **sampling: Any) -> Request:
+        params = SamplingParams(max_tokens=80, seed=number, temperature=(0.0, 1.0, 2.0)[number % 3], **sampling)
+        return Request(request_id=f"{number}", prompt_token_ids=(2, 40 + number, 50, 60, 3), sampling=params)
+
+    grammar = Grammar(GrammarKind.TAGS, tagged("<tool_call>"))
+    alone = answers(engine, matchers, [free(n) for n in range(24)])
+    beside = answers(engine, matchers, [free(n, grammar=grammar) for n in range(24)])
+    assert beside.token_ids == alone.token_ids
+    assert beside.reasons == alone.reasons
+
+
+def test_what_follows_a_trigger_keeps_to_its_form(engine: Engine, matchers: Matchers, tokenizer: Tokenizer) -> None:
+    requests = [asking(f"{n}", GrammarKind.TAGS, tagged("e"), seed=n, max_tokens=60, temperature=0.5) for n in range(8)]
+    outcome = answers(engine, matchers, requests)
+    written = texts(outcome, tokenizer)
+    assert sum(text.count("e") for text in written.values()) > 8
+    for name, text in written.items():
+        was_cut = outcome.reasons[name] is FinishReason.LENGTH
+        complete = re.sub("e[^e]{0,3}$", "", text) if was_cut else text
+        assert re.fullmatch(r"([^e]|e(1|22)\])*", complete), text
+    for name, token_ids in outcome.token_ids.items():
+        request = next(each for each in requests if each.request_id == name)
+        resumed = replace(request, request_id="resumed", generated_token_ids=tuple(token_ids[:17]))
+        assert answers(engine, matchers, [resumed]).token_ids["resumed"] == token_ids[17:]

@@ -17,6 +17,7 @@ class ToolFormat:
     may_begin_bare: bool = False  # the text may begin with a call that nothing marks
     may_follow_bare: bool = False  # a call may follow another without a marker
     has_plain_names: bool = False  # `f[ARGS]{…}` as well
+    arguments_key: str = "arguments"  # how its own templates call them
     special_texts: tuple[str, ...] = ()  # what may be special tokens in the vocabulary
     id_prefix: str = "call_"
     id_length: int = 24  # random characters of a call's id
@@ -38,6 +39,7 @@ LLAMA3 = ToolFormat(
     separators=";",
     may_begin_bare=True,
     may_follow_bare=True,
+    arguments_key="parameters",
     special_texts=("<|python_tag|>",),
 )
 # Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], and newer [TOOL_CALLS]f[ARGS]{…}. Templates want short ids.

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from app.text.pattern import Pattern
 from app.text.tool_calls.format import ToolFormat
-from app.text.tool_calls.readers import ObjectReader, PlainReader, Reader, Reading
+from app.text.tool_calls.readers import BLANKS, NameFirstReader, ObjectReader, PlainReader, Reader, Reading
 
 
 class CallPiece(NamedTuple):
@@ -50,11 +50,18 @@ class ToolParser:
     what separates them belongs to the format and does not come out. Nothing is ever raised.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, only_first: bool = False) -> None:
-        """`names`: of the tools on offer. `only_first`: the text ends with the first call."""
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, only_first: bool = False, is_strict: bool = False
+    ) -> None:
+        """`names`: of the tools on offer. `only_first`: the text ends with the first call.
+
+        `is_strict`: what nothing marks is a call only where it begins in the one way that a grammar of strict calls
+        knows. So no call can be made without it.
+        """
         self._form = form
         self._names = names
         self._only_first = only_first
+        self._is_strict = is_strict
         self._begin = Pattern(form.begin) if form.begin else None
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
         self._held = ""  # text that may yet belong to a call: white space, the beginning of a marker
@@ -104,8 +111,8 @@ class ToolParser:
     def _in_text(self, character: str) -> None:
         assert self._begin is not None, "without a marker there is no text before calls"
         self._held += character
-        if self._form.may_begin_bare and not self._has_text and self._held.lstrip() == "{":
-            self._begin_call(character, ObjectReader(self._names), before=self._held[:-1])
+        if self._form.may_begin_bare and not self._has_text and self._held.lstrip(self._blanks) == "{":
+            self._begin_call(character, self._unmarked_reader(), before=self._held[:-1])
         elif self._begin.advance(character):
             said = self._held[: -len(self._form.begin)].rstrip()
             self._say(said)
@@ -117,12 +124,22 @@ class ToolParser:
             self._say(certain)
             self._held = self._held[len(certain) :]
 
+    @property
+    def _blanks(self) -> str | None:
+        """What may stand before a call that nothing marks; None is all white space."""
+        return BLANKS if self._is_strict else None
+
+    def _unmarked_reader(self) -> Reader:
+        return NameFirstReader(self._names) if self._is_strict else ObjectReader(self._names)
+
     def _in_lead(self, character: str) -> None:
         """Between the marker and the first call."""
         if character.isspace() or character in self._form.lead:
             self._raw += character
         elif character == "{":
-            self._begin_call(character, ObjectReader(None if self._form.begin else self._names), before=self._raw)
+            self._begin_call(
+                character, ObjectReader() if self._form.begin else self._unmarked_reader(), before=self._raw
+            )
         elif self._form.has_plain_names and PlainReader.begins_with(character):
             self._begin_call(character, PlainReader(), before=self._raw)
         else:
@@ -173,7 +190,7 @@ class ToolParser:
         elif character.isspace() or character in form.separators:
             pass
         elif character == "{" and form.may_follow_bare:
-            self._begin_call(character, ObjectReader(self._names if form.may_begin_bare else None), before="")
+            self._begin_call(character, self._unmarked_reader() if form.may_begin_bare else ObjectReader(), before="")
         else:
             self._back_to_text(character)
 

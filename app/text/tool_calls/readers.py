@@ -9,6 +9,7 @@ from typing import Protocol
 
 from app.text.tool_calls.json_end import JsonEnd, Place
 
+BLANKS = " \t\r\n"  # the white space of JSON
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -156,6 +157,31 @@ class ObjectReader:
 
     def _is_offered(self) -> bool:
         return bool(self._written_name) and (self._names is None or self._written_name in self._names)
+
+
+class NameFirstReader(ObjectReader):
+    """An object that begins with `{"name": "f"`, spelled so, whatever blanks are in between; nothing else is a call."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._spelled = {f'{{"name":"{name}"': 0 for name in names}  # how much of each was read
+        self._is_spelled = False
+
+    def advance(self, character: str) -> Reading:
+        if not self._is_spelled:
+            reached = {text: _one_further(text, at, character) for text, at in self._spelled.items()}
+            self._spelled = {text: at for text, at in reached.items() if at is not None}
+            if not self._spelled:
+                return Reading.NO_CALL
+            self._is_spelled = any(at == len(text) for text, at in self._spelled.items())
+        return super().advance(character)
+
+
+def _one_further(text: str, at: int, character: str) -> int | None:
+    """How much of a text was read behind a character; there may be blanks where it is not in quotes."""
+    if character == text[at]:
+        return at + 1
+    return at if character in BLANKS and text.count('"', 0, at) % 2 == 0 else None
 
 
 class PlainReader:

@@ -1,0 +1,154 @@
+"""Text that is free until a trigger is complete in it: which trigger that is, and which tokens would write past one.
+
+All of it is about bytes, so that a text is as free as it is without a grammar: what is no UTF-8 may be written too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.engine.matcher import with_tokens, without_tokens
+from app.grammar.vocabulary import Vocabulary
+
+_BLANKS = b" \t\r\n"
+_MAX_PLACES = 32  # remembered of one grammar: those within one trigger are a dozen
+
+
+class FreePlace(NamedTuple):
+    """Where a text stands: what has begun of triggers."""
+
+    tail: bytes  # the end of the text that is the beginning of a trigger, the longest
+    openings: tuple[tuple[int, int], ...]  # the openings that the whole text may become, and how much of each there is
+
+
+class TokenTable:
+    """A vocabulary as texts are looked through with it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.special = vocabulary.special_texts
+        hidden = set(vocabulary.special_token_ids)
+        # Special tokens are no text: whoever hides them reads what is on both sides of one as it stands together.
+        self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
+        self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
+        self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
+        self._sorted = [self.texts[token_id] for token_id in self._by_text]
+
+    def longer_than(self, beginning: bytes) -> Iterator[int]:
+        """The tokens that begin so and go on."""
+        at = bisect_right(self._sorted, beginning)
+        while at < len(self._sorted) and self._sorted[at].startswith(beginning):
+            yield self._by_text[at]
+            at += 1
+
+    def going_on_behind(self, part: bytes) -> tuple[int, ...]:
+        """The tokens that have this within them, and more behind it. Takes a look at each."""
+        return tuple(token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """The text at which a piece begins; an opening only at the beginning of the text, with blanks in between."""
+
+    text: bytes
+    is_opening: bool
+
+
+class FreeText:
+    """Says for each place in a text which tokens may be drawn, and where one leads."""
+
+    def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
+        self._table = table
+        self._triggers = [(number, each.text) for number, each in enumerate(triggers) if not each.is_opening]
+        self._openings = {number: _Opening(each.text) for number, each in enumerate(triggers) if each.is_opening}
+        self._by_token = {
+            table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
+        }
+        self._whole = {number: table.going_on_behind(text) for number, text in self._triggers}
+        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
+        self._banned: OrderedDict[FreePlace, tuple[int, ...]] = OrderedDict()  # the oldest first
+        self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
+        self.middle = FreePlace(b"", ())  # behind a piece
+
+    def allowed(self, place: FreePlace) -> bytes:
+        """All tokens but those that write past the end of a trigger, where its content would have begun within them."""
+        banned = self._banned.get(place)
+        if banned is None:
+            banned = self._banned[place] = tuple(self._writing_past(place))
+            if len(self._banned) > _MAX_PLACES:
+                self._banned.popitem(last=False)
+        return without_tokens(self._table.all, banned) if banned else self._table.all
+
+    def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
+        """The place behind a token, or the number of the trigger that it completes."""
+        if token_id in self._by_token:
+            return self._by_token[token_id]
+        text = self._table.texts[token_id]
+        if not text:
+            return place
+        for number, position in place.openings:
+            if self._openings[number].advance(position, text) == len(self._openings[number].text):
+                return number
+        whole = place.tail + text
+        ends = [
+            (at + len(trigger), -len(trigger), n) for n, trigger in self._triggers if (at := whole.find(trigger)) >= 0
+        ]
+        return min(ends)[2] if ends else FreePlace(self._tail(whole), self._still_openings(place, text))
+
+    def _still_openings(self, place: FreePlace, text: bytes) -> tuple[tuple[int, int], ...]:
+        reached = ((number, self._openings[number].advance(position, text)) for number, position in place.openings)
+        return tuple((number, position) for number, position in reached if position is not None)
+
+    def _tail(self, text: bytes) -> bytes:
+        longest = b""
+        for _, trigger in self._triggers:
+            at = text.find(trigger[:1], max(0, len(text) - len(trigger) + 1))
+            while at >= 0:
+                if trigger.startswith(text[at:]):
+                    longest = max(longest, text[at:], key=len)
+                    break
+                at = text.find(trigger[:1], at + 1)
+        return longest
+
+    def _writing_past(self, place: FreePlace) -> set[int]:
+        """The tokens that go on behind a trigger that is wholly in them, or whose beginning the text ends with."""
+        table, tail = self._table, place.tail
+        found = {token_id for number, _ in self._triggers for token_id in self._whole[number]}
+        for _, trigger in self._triggers:
+            for begun in range(1, min(len(tail), len(trigger) - 1) + 1):
+                if tail.endswith(trigger[:begun]):
+                    found.update(table.longer_than(trigger[begun:]))
+        for number, position in place.openings:
+            opening = self._openings[number]
+            rest = opening.text[position:]
+            candidates = table.longer_than(rest) if opening.last_word.endswith(rest) else self._names[number]
+            found.update(each for each in candidates if opening.ends_within(position, table.texts[each]))
+        return found
+
+
+class _Opening:
+    """A text that may have blanks wherever it is not in quotes."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        quotes = [text[:position].count(b'"') for position in range(len(text))]
+        self._may_be_blank = [count % 2 == 0 for count in quotes]
+        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote behind it
+
+    def advance(self, position: int, text: bytes) -> int | None:
+        """How much of it there is behind more text, of which nothing goes beyond it; None where it is none."""
+        for index in range(len(text)):
+            if position == len(self.text):
+                return None
+            if text[index] == self.text[position]:
+                position += 1
+            elif not (self._may_be_blank[position] and text[index] in _BLANKS):
+                return None
+        return position
+
+    def ends_within(self, position: int, text: bytes) -> bool:
+        """Whether it is complete before the text ends."""
+        return any(self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text)))
