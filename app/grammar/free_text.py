@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
 _BLANKS = b" \t\r\n"
-_MAX_PLACES = 32  # remembered of one grammar: those within one trigger are a dozen
+_MAX_PLACES = 16  # remembered of one grammar: those within one trigger are a dozen
 
 
 class FreePlace(NamedTuple):
@@ -44,9 +45,14 @@ class TokenTable:
             yield self._by_text[at]
             at += 1
 
-    def going_on_behind(self, part: bytes) -> tuple[int, ...]:
+    def going_on_behind(self, part: bytes) -> list[int]:
         """The tokens that have this within them, and more behind it. Takes a look at each."""
-        return tuple(token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1])
+        return [token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1]]
+
+    @cached_property
+    def going_on_behind_quotes(self) -> list[int]:
+        """The tokens that go on behind a quote."""
+        return self.going_on_behind(b'"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +73,22 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        self._whole = {number: table.going_on_behind(text) for number, text in self._triggers}
-        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
-        self._banned: OrderedDict[FreePlace, tuple[int, ...]] = OrderedDict()  # the oldest first
+        # Whatever came before, these write past a trigger that is wholly in them.
+        whole = {token_id for _, text in self._triggers for token_id in table.going_on_behind(text)}
+        self._middle = without_tokens(table.all, whole)
+        self._names = {number: each.names_in(table) for number, each in self._openings.items()}
+        self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # behind a piece
 
     def allowed(self, place: FreePlace) -> bytes:
         """All tokens but those that write past the end of a trigger, where its content would have begun within them."""
-        banned = self._banned.get(place)
-        if banned is None:
-            banned = self._banned[place] = tuple(self._writing_past(place))
-            if len(self._banned) > _MAX_PLACES:
-                self._banned.popitem(last=False)
-        return without_tokens(self._table.all, banned) if banned else self._table.all
+        allowed = self._allowed.get(place)
+        if allowed is None:
+            allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
+            if len(self._allowed) > _MAX_PLACES:
+                self._allowed.popitem(last=False)
+        return allowed
 
     def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
         """The place behind a token, or the number of the trigger that it completes."""
@@ -114,9 +122,9 @@ class FreeText:
         return longest
 
     def _writing_past(self, place: FreePlace) -> set[int]:
-        """The tokens that go on behind a trigger that is wholly in them, or whose beginning the text ends with."""
+        """The tokens that go on behind a trigger whose beginning the text ends with."""
         table, tail = self._table, place.tail
-        found = {token_id for number, _ in self._triggers for token_id in self._whole[number]}
+        found: set[int] = set()
         for _, trigger in self._triggers:
             for begun in range(1, min(len(tail), len(trigger) - 1) + 1):
                 if tail.endswith(trigger[:begun]):
@@ -148,6 +156,10 @@ class _Opening:
             elif not (self._may_be_blank[position] and text[index] in _BLANKS):
                 return None
         return position
+
+    def names_in(self, table: TokenTable) -> list[int]:
+        """The tokens that have its last word in them, and more."""
+        return [each for each in table.going_on_behind_quotes if self.last_word in table.texts[each][:-1]]
 
     def ends_within(self, position: int, text: bytes) -> bool:
         """Whether it is complete before the text ends."""
