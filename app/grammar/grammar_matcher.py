@@ -26,10 +26,42 @@ class GrammarMatcher:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_bytes = -(-vocab_size // 8)
         self._on_failure = on_failure
+        self._drawn: list[int] = []  # what `matcher` has not been told yet
+        self._allowed: bytes | None = None  # behind all of those, once it is known
         self.failure: str | None = None
 
     def allowed(self) -> bytes:
         """See `Matcher`. When it fails, every token is: what is drawn then is not used."""
+        allowed = self._allowed
+        return self._find_allowed() if allowed is None else allowed
+
+    def prepare(self) -> None:
+        """See `Matcher`."""
+        if self._allowed is None:
+            self._find_allowed()
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a drawn token; behind a stop token nothing comes."""
+        self._drawn.append(token_id)
+        self._allowed = None
+
+    def catch_up(self) -> None:
+        """Go through the drawn tokens now, and not in a step."""
+        drawn, self._drawn = self._drawn, []
+        for token_id in drawn:
+            if self.failure is None and token_id not in self._stop_token_ids:
+                self._consume(token_id)
+
+    def _consume(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            self._fail(reason_of(self._matcher.get_error()))
+
+    def _find_allowed(self) -> bytes:
+        self.catch_up()
+        self._allowed = allowed = self._compute_allowed()
+        return allowed
+
+    def _compute_allowed(self) -> bytes:
         if self.failure is None:
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
             if not self._matcher.is_error():
@@ -42,11 +74,6 @@ class GrammarMatcher:
             return with_tokens(allowed, self._stop_token_ids)
         left = without_tokens(allowed, self._stop_token_ids)
         return left if any_token(left) else allowed
-
-    def advance(self, token_id: int) -> None:
-        """Go on behind a drawn token; behind a stop token nothing comes."""
-        if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
-            self._fail(reason_of(self._matcher.get_error()))
 
     def _fail(self, reason: str) -> None:
         self.failure = f"the output cannot go on in the form that was asked for: {reason}"

@@ -191,6 +191,7 @@ class Grammars:
         )
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
+        begun.catch_up()
         return begun
 
     def _drop(self, key: Key) -> None:
