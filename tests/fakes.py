@@ -188,6 +188,9 @@ class SteppingMatcher:
         token_id = self._token_ids[self.num_advanced % len(self._token_ids)]
         return with_tokens(bytes(-(-VOCAB_SIZE // 8)), [token_id])
 
+    def prepare(self) -> None:
+        """Nothing is left to find out."""
+
     def advance(self, token_id: int) -> None:
         assert token_id == self._token_ids[self.num_advanced % len(self._token_ids)], "it was not allowed"
         self.num_advanced += 1

@@ -108,6 +108,11 @@ class Batch:
         return tuple([item for item in self.scheduled if item.samples])
 
     @cached_property
+    def matchers(self) -> tuple[Matcher, ...]:
+        """Of those for which a token is drawn."""
+        return tuple([item.matcher for item in self.scheduled if item.matcher is not None])
+
+    @cached_property
     def needs_history(self) -> bool:
         """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
         return any(item.looks_back for item in self.sampled)

@@ -24,8 +24,12 @@ class Matcher(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Find out what `allowed` will say, so that it has only to be read. In any thread, but in one at a time."""
+        ...
+
     def advance(self, token_id: int) -> None:
-        """Go on behind a drawn token."""
+        """Go on behind a drawn token. Takes no time: what follows from it is found out when it is asked for."""
         ...
 
 
@@ -54,6 +58,9 @@ class TokenSet:
 
     def allowed(self) -> bytes:
         return self._allowed
+
+    def prepare(self) -> None:
+        """Nothing is left to find out."""
 
     def advance(self, token_id: int) -> None:
         """Nothing changes."""

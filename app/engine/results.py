@@ -23,7 +23,7 @@ class Results:
         """A batch was computed, with this result."""
         block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
-        drawn = iter(result.token_ids)
+        drawn, logprobs = iter(result.token_ids), result.logprobs
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
@@ -35,10 +35,11 @@ class Results:
             if batch.has_pooling:
                 _pool(sequence, result)
             if token_id is not None:
-                deltas.append(self._append(sequence, token_id))
+                likely = logprobs.get(item.request_id) if logprobs else None
+                deltas.append(self._append(sequence, token_id, likely))
             elif end == sequence.num_tokens:
                 deltas.append(self._computed(sequence))
-        return _with_logprobs(deltas, result, scores) if batch.has_logprobs else deltas
+        return _with_scores(deltas, scores) if scores else deltas
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known: -1 - n stands for the token of `batch.sampled[n]`."""
@@ -59,7 +60,7 @@ class Results:
     def book_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
         """As `book`, of a batch that has advanced: the tokens take the place of those that stand for them."""
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
-        drawn = iter(result.token_ids)
+        drawn, logprobs = iter(result.token_ids), result.logprobs
         deltas: list[TokenDelta] = []
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
@@ -73,10 +74,11 @@ class Results:
             if token_id is not None:
                 at = item.end - sequence.num_prompt_tokens
                 sequence.generated_token_ids[at] = token_id
-                deltas.append(self._drawn(sequence, token_id, num_generated=at + 1))
+                likely = logprobs.get(item.request_id) if logprobs else None
+                deltas.append(self._drawn(sequence, token_id, at + 1, likely))
             elif item.end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
                 deltas.append(self._computed(sequence))
-        return _with_logprobs(deltas, result, scores) if batch.has_logprobs else deltas
+        return _with_scores(deltas, scores) if scores else deltas
 
     def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         size = self._pool.block_size
@@ -85,14 +87,15 @@ class Results:
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
-    def _append(self, sequence: Sequence, token_id: int) -> TokenDelta:
+    def _append(self, sequence: Sequence, token_id: int, likely: TokenLogprobs | None) -> TokenDelta:
         generated = sequence.generated_token_ids
         generated.append(token_id)
-        return self._drawn(sequence, token_id, len(generated))
+        return self._drawn(sequence, token_id, len(generated), likely)
 
-    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int) -> TokenDelta:
+    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int, likely: TokenLogprobs | None) -> TokenDelta:
         """What the caller hears of a new token; ends the sequence if it was the last."""
         request = sequence.request
+        logprobs = () if likely is None else (likely,)
         if sequence.matcher is not None:
             sequence.matcher.advance(token_id)
         if token_id in sequence.end_token_ids:
@@ -100,7 +103,9 @@ class Results:
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # by position: names take twice as long, and most tokens end here
-            return TokenDelta(request.request_id, (token_id,), None, None, sequence.num_cached_tokens)
+            return TokenDelta(
+                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
+            )
         self._end(sequence, num_generated)
         return TokenDelta(
             request_id=request.request_id,
@@ -108,6 +113,7 @@ class Results:
             finish_reason=reason,
             stop_token_id=token_id if reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens,
+            logprobs=logprobs,
         )
 
     def _computed(self, sequence: Sequence) -> TokenDelta:
@@ -159,17 +165,10 @@ def _newly_scored(batch: Batch, result: StepResult) -> Scores:
     return scores
 
 
-def _with_logprobs(deltas: list[TokenDelta], result: StepResult, scores: Scores) -> list[TokenDelta]:
-    """The deltas with what their callers want to know; one more for each whose prompt is not computed to its end."""
-    logprobs = result.logprobs
-    told: list[TokenDelta] = []
-    for delta in deltas:
-        drawn, scored = logprobs.get(delta.request_id), scores.pop(delta.request_id, ()) if scores else ()
-        if drawn is not None or scored:
-            # Not by `_replace`, which takes several times as long.
-            delta = TokenDelta._make((*delta[:_NUM_OTHERS], () if drawn is None else (drawn,), scored, delta.embedding))
-        told.append(delta)
+def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
+    """The deltas with what is known of their prompts; one more for each whose prompt is not computed to its end."""
+    told = [
+        delta._replace(prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
+        for delta in deltas
+    ]
     return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]
-
-
-_NUM_OTHERS = TokenDelta._fields.index("logprobs")  # fields of a delta before those two, behind which is one more

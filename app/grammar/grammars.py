@@ -45,7 +45,7 @@ class _Plain:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
-    def begun(self, begin: Begin) -> Matcher:
+    def begun(self, begin: Begin) -> GrammarMatcher:
         return begin(self._matcher.deep_copy())
 
 
@@ -57,7 +57,7 @@ class _Tagged:
         self._text = text
         self._pieces = pieces
 
-    def begun(self, begin: Begin) -> Matcher:
+    def begun(self, begin: Begin) -> TaggedMatcher:
         def piece(matcher: LLMatcher, is_last: bool) -> Piece:
             return Piece(lambda: begin(matcher.deep_copy()), is_last)
 
@@ -239,6 +239,7 @@ class Grammars:
         begun = grammar.begun(begin)
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
+        begun.catch_up()
         return begun
 
     def _drop(self, key: Key) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.grammar.free_text import FreePlace, FreeText
 from app.grammar.grammar_matcher import GrammarMatcher
+from app.grammar.lazy_matcher import LazyMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Piece:
     is_last: bool
 
 
-class TaggedMatcher:
+class TaggedMatcher(LazyMatcher):
     """Everything may be drawn until a trigger is complete; then what its piece allows, to its end.
 
     Where a piece may end and may go on as well, free text may follow: what cannot belong to the piece is text.
@@ -25,6 +26,7 @@ class TaggedMatcher:
 
     def __init__(self, text: FreeText, pieces: Iterable[Piece]) -> None:
         """A piece for each trigger of the text."""
+        super().__init__()
         self._text = text
         self._pieces = tuple(pieces)
         self._place: FreePlace = text.beginning
@@ -35,15 +37,13 @@ class TaggedMatcher:
     def failure(self) -> str | None:
         return None if self._inside is None else self._inside.failure
 
-    def allowed(self) -> bytes:
-        """See `Matcher`."""
+    def _compute_allowed(self) -> bytes:
         if self._inside is None:
             return self._text.allowed(self._place)
         allowed = self._inside.allowed()
         return _either(allowed, self._text.allowed(self._text.middle)) if self._may_leave() else allowed
 
-    def advance(self, token_id: int) -> None:
-        """Go on behind a drawn token."""
+    def _consume(self, token_id: int) -> None:
         if self._inside is not None and self._may_leave() and not self._inside.accepts(token_id):
             self._leave()
         if self._inside is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -74,10 +75,12 @@ class WantedLogprobs:
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: ComputeLogprobs) -> Logprobs:
         """logits: all rows; token_ids: [num_sampled] int64, what was drawn."""
         device = logits.device
-        rows = [*[self._sampled_rows[at] for at in self._askers], *self._target_rows]
-        if len(self._askers) < len(self._sampled_rows):
+        rows: Sequence[int] = self._sampled_rows
+        if len(self._askers) < len(rows):
+            rows = [rows[at] for at in self._askers]
             token_ids = token_ids[to_device(self._askers, device)]
         if self._targets:
+            rows = [*rows, *self._target_rows]
             token_ids = torch.cat((token_ids, to_device(self._targets, device)))
         return compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
 
@@ -115,11 +118,12 @@ def _rows(batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
 
 def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
     """Plain numbers, with so many of the likeliest tokens in each row."""
-    columns = (column.tolist() for column in found)
+    logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found)
     if min(num_top) == max(num_top):
-        return list(map(_entry, *columns))
-    return [_entry(a, b, c[:num], d[:num]) for a, b, c, d, num in zip(*columns, num_top, strict=True)]
+        return list(map(_entry, zip(logprobs, ranks, map(tuple, top_token_ids), map(tuple, top_logprobs), strict=True)))
+    rows = zip(logprobs, ranks, top_token_ids, top_logprobs, num_top, strict=True)
+    return [_entry((a, b, tuple(c[:num]), tuple(d[:num]))) for a, b, c, d, num in rows]
 
 
-def _entry(logprob: float, rank: int, top_token_ids: list[int], top_logprobs: list[float]) -> TokenLogprobs:
-    return TokenLogprobs(logprob, rank, tuple(top_token_ids), tuple(top_logprobs))
+# TokenLogprobs of its four fields; as `_make`, which takes several times as long.
+_entry: Callable[[Iterable[object]], TokenLogprobs] = partial(tuple.__new__, TokenLogprobs)

@@ -80,7 +80,7 @@ def sample(
     logits = _adjusted(logits.float(), items, mask)
     drawn = [row for row, item in enumerate(items) if not item.sampling.is_greedy]
     if drawn and len(drawn) == len(items):
-        return draw(logits, drawn, items)
+        return draw(logits, range(len(items)), items)
     token_ids = logits.argmax(dim=-1)
     if drawn:
         token_ids[to_device(drawn, logits.device)] = draw(logits, drawn, [items[row] for row in drawn])
@@ -115,7 +115,8 @@ def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence], mask: Ma
     if not matched:
         return logits
     # Asked here and not before the forward pass: a device may still compute it.
-    return mask(logits, matched, bytearray().join([items[row].allowed() for row in matched]))
+    allowed = bytearray().join([items[row].allowed() for row in matched])
+    return mask(logits, matched if len(matched) < len(items) else range(len(items)), allowed)
 
 
 def _penalised(logits: torch.Tensor, rows: list[tuple[int, ScheduledSequence]]) -> torch.Tensor:

@@ -30,11 +30,11 @@ def write(matcher: Matcher, vocabulary: Vocabulary, seed: int, *, max_tokens: in
     draw, written = random.Random(seed), bytearray()
     for number in range(max_tokens):
         allowed = allowed_ids(matcher)
+        assert matcher.failure is None, matcher.failure
         may_end = set(allowed) & set(vocabulary.eos_token_ids)
         if may_end and (number > 60 or len(allowed) == len(may_end) or draw.random() < 0.1):
             return bytes(written)
         token_id = draw.choice([each for each in allowed if each not in may_end])
         written += vocabulary.tokens[token_id]
         matcher.advance(token_id)
-        assert matcher.failure is None, matcher.failure
     raise AssertionError(f"no end after {max_tokens} tokens: {bytes(written[:200])!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
+from app.model.preparer import Preparer
 from app.text import Tokenizer
 from tests.fakes import Outcome
 from tests.grammar.random_schemas import random_schema
@@ -96,6 +98,18 @@ def test_in_a_batch_it_writes_what_it_writes_alone(engine: Engine, matchers: Mat
     for request in requests:
         alone = answers(engine, matchers, [request])
         assert alone.token_ids[request.request_id] == together.token_ids[request.request_id]
+
+
+def test_masks_found_beside_the_model_are_those_found_in_their_turn(
+    engine: Engine, matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop tokens and bans too; some end on the way, and their places are taken."""
+    requests = [for_schema(f"{n}", random_schema(n), seed=n, min_tokens=n % 3) for n in range(20)]
+    requests += [asking(f"regex-{n}", GrammarKind.REGEX, PATTERN, seed=n, stop_token_ids=(100 + n,)) for n in range(8)]
+    beside = answers(engine, matchers, requests)
+    monkeypatch.setattr(Preparer, "preparing", lambda *_: nullcontext())
+    in_turn = answers(engine, matchers, requests)
+    assert (beside.token_ids, beside.reasons) == (in_turn.token_ids, in_turn.reasons)
 
 
 def test_preempted_it_writes_the_same(engine: Engine, matchers: Matchers) -> None:

@@ -49,3 +49,15 @@ def test_long_sequences_are_cut_into_segments() -> None:
     segments = build_segments(batch, block_size=4, max_tokens=2)
     assert segments.segments.tolist() == [[0, 2, 2, 0], [2, 2, 4, 0], [4, 1, 6, 0], [5, 1, 5, 2]]
     assert segments.tables.tolist() == [4, 7, 8, 6]  # the third block is not reached yet
+
+
+def test_a_step_in_which_all_decode_is_packed_as_any_other() -> None:
+    decoding = [scheduled((21,), 8, [1, 3, 5, 9]), scheduled((22,), 3, [2], samples=False), scheduled((23,), 4, [6, 8])]
+    alone = build_inputs(Batch(tuple(decoding), ()), block_size=4, device=torch.device("cpu"))
+    beside = Batch((*decoding, scheduled((31, 32), 0, [7])), ())
+    whole = build_inputs(beside, block_size=4, device=torch.device("cpu"))
+    assert alone.token_ids.tolist() == [whole.token_ids[0, :3].tolist()] == [[21, 22, 23]]
+    assert alone.positions.tolist() == [whole.positions[0, :3].tolist()] == [[8, 3, 4]]
+    assert alone.slots.tolist() == whole.slots[:3].tolist() == [20, 11, 32]
+    assert alone.logits_indices.tolist() == [0, 2]
+    assert whole.logits_indices.tolist() == [0, 2, 4]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from app.model.native.attention import MAX_SEGMENT_TOKENS
 from app.model.native.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
 from app.model.native.memory import NativePages
 from app.model.native.weights import NativeLayer, NativeWeights
+from app.model.preparer import Preparable, Preparer
 
 
 class NativeDecoder:
@@ -47,12 +49,14 @@ class NativeDecoder:
         )  # fmt: skip
         weakref.finalize(self, getattr(code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
+        self._preparer = Preparer()
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        """Logits in float32, rounded to the model's type."""
-        return self.compute(inputs, build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS))
+        """Logits in float32, rounded to the model's type. Meanwhile the batch's matchers are prepared."""
+        segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+        return self.compute(inputs, segments, batch.matchers)
 
-    def compute(self, inputs: ModelInputs, segments: Segments) -> Prediction:
+    def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
         cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
         cosine, sine = cosine.contiguous(), sine.contiguous()
         num_logits = inputs.logits_indices.shape[0]
@@ -66,7 +70,9 @@ class NativeDecoder:
             segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(), cosine.data_ptr(),
             sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(), None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
-        self._run(self._decoder, ctypes.byref(step))
+        # Not before: until here there is Python to run, for which the other thread would have to wait, or this one.
+        with self._preparer.preparing(matchers):
+            self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def seconds(self) -> dict[str, float]:

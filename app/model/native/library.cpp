@@ -13,6 +13,9 @@ namespace {
 
 constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers: fewer are read before the others have been woken
 
+// Row number `at` of those that a call is for; without a list they are all.
+int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }
+
 struct Strides {  // in elements; the innermost stride is 1
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
 };
@@ -69,7 +72,7 @@ void carousel_draw(void* team, const float* logits, int64_t vocab_size, const in
     Team& members = *static_cast<Team*>(team);
     members.run([&] {
         members.share(num_draws, [&](int64_t at) {
-            tokens[at] = draw_token(logits + rows[at] * vocab_size, vocab_size, draws[at]);
+            tokens[at] = draw_token(logits + row_of(rows, at) * vocab_size, vocab_size, draws[at]);
         });
     });
 }
@@ -79,7 +82,7 @@ void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, cons
                        int64_t num_rows, int64_t num_top, float* logprobs, int64_t* ranks, int64_t* top_tokens,
                        float* top_logprobs) {
     const auto compute = [&](int64_t at) {
-        row_logprobs(logits + rows[at] * vocab_size, vocab_size, tokens[at], num_top,
+        row_logprobs(logits + row_of(rows, at) * vocab_size, vocab_size, tokens[at], num_top,
                      {logprobs + at, ranks + at, top_tokens + at * num_top, top_logprobs + at * num_top});
     };
     if (num_rows * vocab_size < WORTH_SHARING) {
@@ -96,7 +99,7 @@ void carousel_mask(void* team, float* logits, int64_t vocab_size, const int64_t*
     Team& members = *static_cast<Team*>(team);
     members.run([&] {
         members.share(num_rows,
-                      [&](int64_t at) { mask_row(logits + rows[at] * vocab_size, vocab_size, allowed + at * num_bytes); });
+                      [&](int64_t at) { mask_row(logits + row_of(rows, at) * vocab_size, vocab_size, allowed + at * num_bytes); });
     });
 }
 

@@ -85,13 +85,6 @@ class DecoderStep(ctypes.Structure):
     )
 
 
-class Draw(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("seed", "position", "top_k")),
-        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
-    )
-
-
 class DecoderTimes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_double) for name in ("linear", "head", "attention", "rest"))
 

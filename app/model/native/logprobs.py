@@ -8,6 +8,7 @@ import torch
 
 from app.model.logprobs import Logprobs
 from app.model.native.library import Team, library
+from app.model.native.rows import pointer_to, rows_at
 
 
 class NativeLogprobs:
@@ -21,7 +22,7 @@ class NativeLogprobs:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
         logits, token_ids = logits.float().contiguous(), token_ids.contiguous()
-        row_indices = torch.tensor(rows, dtype=torch.long)
+        where = rows_at(rows)
         num_rows = len(rows)
         found = Logprobs(
             torch.empty(num_rows),
@@ -30,7 +31,7 @@ class NativeLogprobs:
             torch.empty(num_rows, num_top),
         )
         self._compute(
-            self._team.handle, logits.data_ptr(), logits.shape[1], row_indices.data_ptr(), token_ids.data_ptr(),
+            self._team.handle, logits.data_ptr(), logits.shape[1], pointer_to(where), token_ids.data_ptr(),
             num_rows, num_top, *(column.data_ptr() for column in found),
         )  # fmt: skip
         return found

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.native.library import Draw, Team, library
+from app.model.native.library import Team, library
+from app.model.native.rows import pointer_to, rows_at
+
+_DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
+_ALL_BITS = 2**64 - 1
 
 
 class NativeDraw:
@@ -21,17 +26,16 @@ class NativeDraw:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """logits: [_, vocab_size] float32; one token for each of its `rows` → [len(rows)] int64."""
         logits = logits.contiguous()
-        draws = (Draw * len(items))(
-            *(
-                Draw(p.seed, item.end, p.top_k or 0, p.temperature, p.top_p, p.min_p)
-                for item in items
-                for p in (item.sampling,)
-            )
-        )
-        row_indices = torch.tensor(rows, dtype=torch.long)
+        numbers: list[float] = []
+        for item in items:
+            sampling = item.sampling
+            numbers += (sampling.seed & _ALL_BITS, item.end, sampling.top_k or 0)
+            numbers += (sampling.temperature, sampling.top_p, sampling.min_p)
+        draws = struct.pack(_DRAW * len(items), *numbers)
+        where = rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
         self._draw(
-            self._team.handle, logits.data_ptr(), logits.shape[1], row_indices.data_ptr(), draws, len(items),
+            self._team.handle, logits.data_ptr(), logits.shape[1], pointer_to(where), draws, len(items),
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
@@ -48,10 +52,10 @@ class NativeMask:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
         """See `sampler.Mask`."""
         logits = logits.clone(memory_format=torch.contiguous_format)
-        row_indices = torch.tensor(rows, dtype=torch.long)
+        where = rows_at(rows)
         packed = torch.frombuffer(allowed, dtype=torch.uint8)
         self._mask(
-            self._team.handle, logits.data_ptr(), logits.shape[1], row_indices.data_ptr(), packed.data_ptr(),
+            self._team.handle, logits.data_ptr(), logits.shape[1], pointer_to(where), packed.data_ptr(),
             len(allowed) // len(rows), len(rows),
         )  # fmt: skip
         return logits

@@ -6,6 +6,7 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.native.library import Team, library
+from app.model.native.logprobs import NativeLogprobs
 from app.model.native.sampling import NativeDraw, NativeMask
 from app.model.sampler import draw, gumbel_noise, mask
 
@@ -95,3 +96,16 @@ def test_the_same_logits_are_masked(native_mask: NativeMask, vocab_size: int, sh
 @pytest.fixture(scope="module")
 def native_mask(native: NativeDraw) -> NativeMask:
     return NativeMask(Team(2))
+
+
+def test_all_rows_named_or_not_give_the_same(native: NativeDraw) -> None:
+    torch.manual_seed(1)
+    logits, sequences = torch.randn(9, 100), items(9)
+    allowed = bytearray(b"\x5a" * 13 * 9)
+    team = Team(2)
+    token_ids = native(logits, range(9), sequences)
+    assert token_ids.tolist() == native(logits, list(range(9)), sequences).tolist()
+    masked = [NativeMask(team)(logits, rows, allowed) for rows in (range(9), list(range(9)))]
+    assert torch.equal(*masked)
+    found = [NativeLogprobs(team)(logits, rows, token_ids, num_top=3) for rows in (range(9), list(range(9)))]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -1,0 +1,87 @@
+"""Matchers prepared beside a computation: each once, all of them, whoever comes first."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from app.model.preparer import Preparer
+
+
+class GatedMatcher:
+    """Counts how often it is prepared, and by whom; waits at a gate where it has one."""
+
+    failure = None
+
+    def __init__(self, gate: threading.Event | None = None, *, error: Exception | None = None) -> None:
+        self.prepared_by: list[str] = []
+        self.begun = threading.Event()
+        self._gate, self._error = gate, error
+
+    def allowed(self) -> bytes:
+        return b"\xff"
+
+    def prepare(self) -> None:
+        self.begun.set()
+        if self._gate is not None:
+            assert self._gate.wait(20), "nobody opened the gate"
+        self.prepared_by.append(threading.current_thread().name)
+        if self._error is not None:
+            raise self._error
+
+    def advance(self, token_id: int) -> None:
+        """Nothing changes."""
+
+
+def test_all_are_prepared_once_while_something_is_computed() -> None:
+    preparer = Preparer()
+    for _ in range(50):
+        matchers = [GatedMatcher() for _ in range(9)]
+        with preparer.preparing(matchers):
+            assert matchers[0].begun.wait(20)  # a computation, in which the other thread gets on
+        assert [len(matcher.prepared_by) for matcher in matchers] == [1] * 9
+        assert matchers[0].prepared_by == ["masks"]
+
+
+def test_what_the_thread_has_not_begun_is_done_by_who_needs_it() -> None:
+    gate = threading.Event()
+    matchers = [GatedMatcher(gate), *(GatedMatcher() for _ in range(5))]
+    opener = threading.Thread(target=lambda: (matchers[-1].begun.wait(20), gate.set()))
+    opener.start()
+    with Preparer().preparing(matchers):
+        assert matchers[0].begun.wait(20)
+    # The thread was held at the first: it opened only when the last had been done by this one.
+    opener.join()
+    assert matchers[0].prepared_by == ["masks"]
+    assert all(matcher.prepared_by == [threading.current_thread().name] for matcher in matchers[1:])
+
+
+def test_an_error_is_left_to_who_asks_and_the_thread_lives_on() -> None:
+    preparer = Preparer()
+    for _ in range(3):
+        matchers = [GatedMatcher(error=ValueError("no")), GatedMatcher()]
+        with preparer.preparing(matchers):
+            assert matchers[1].begun.wait(20)
+        assert [matcher.prepared_by for matcher in matchers] == [["masks"]] * 2
+
+
+def test_a_computation_that_fails_leaves_no_matcher_half_prepared() -> None:
+    matchers = [GatedMatcher() for _ in range(3)]
+    with pytest.raises(RuntimeError, match="the device"), Preparer().preparing(matchers):
+        raise RuntimeError("the device failed")
+    assert [len(matcher.prepared_by) for matcher in matchers] == [1] * 3
+
+
+def test_without_matchers_there_is_no_thread_and_with_its_owner_it_ends() -> None:
+    before = set(threading.enumerate())
+    preparer = Preparer()
+    with preparer.preparing([]):
+        assert set(threading.enumerate()) == before
+    with preparer.preparing([GatedMatcher()]):
+        [thread] = set(threading.enumerate()) - before
+    del preparer
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
