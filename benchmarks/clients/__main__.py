@@ -122,13 +122,16 @@ def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folde
                 "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1", "HF_HOME": temporary, "TMPDIR": temporary,
             },
         )  # fmt: skip
-    told = [json.loads(line) for line in stdout.splitlines() if line.startswith(('{"check"', '{"command"'))]
+    told = [json.loads(line) for line in stdout.splitlines() if line.startswith(('{"check"', '{"command"', '{"note"'))]
     results = [line for line in told if "check" in line]
     problems = [f"{client.package}: {found['check']}: {found['problem']}" for found in results if found["problem"]]
     if status:
         problems.append(f"{client.package}: {stderr.strip()[-1000:]}")
+    notes = [f"{client.package}: {line['note']}" for line in told if "note" in line]
     num_checks = len(results) + bool(status)
-    tell("\n".join([f"{client.package}: {num_checks - len(problems)} of {num_checks} checks passed", *problems]))
+    tell(
+        "\n".join([f"{client.package}: {num_checks - len(problems)} of {num_checks} checks passed", *notes, *problems])
+    )
     commands = [line["command"] for line in told if "command" in line]
     return Outcome(client, version_of(client, python), num_checks, problems, commands)
 

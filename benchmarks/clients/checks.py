@@ -38,6 +38,11 @@ def expect(is_so: bool, problem: object) -> None:
         raise AssertionError(problem)
 
 
+def tell(note: str) -> None:
+    """A line of JSON for what was found beside right or wrong."""
+    print(json.dumps({"note": note}), flush=True)
+
+
 def ran(*command: str | Path, timeout_s: float = 120.0) -> str:
     """What a program of this environment printed on both streams; a line of JSON tells the command.
 

@@ -13,13 +13,14 @@ from typing import Any
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, expect, run
+from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, expect, run, tell
 
 TOLERANCE = 1e-4
 CHOICE, GENERATION = "carousel_choice", "carousel_generation"
 NUM_QUESTIONS = 30
 _COMPLETIONS = f"model={MODEL},base_url={BASE_URL}/v1/completions,max_retries=1"
-_LOCAL = f"pretrained={FOLDER},dtype=float32"
+# Its sum over a choice's tokens is otherwise in float32 as well, in which 500 is followed by 500.00003.
+_LOCAL = f"pretrained={FOLDER},dtype=float32,softmax_dtype=float64"
 _LOCAL_TOKENIZER = f"tokenizer_backend=huggingface,tokenizer={FOLDER},num_concurrent=4"
 
 Samples = dict[str, list[dict[str, Any]]]  # by task, in the questions' order
@@ -51,6 +52,8 @@ def agree(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION),
     found, expected = evaluated(model, where, tasks, has_template), by_itself(has_template)
     for task in tasks:
         expect(len(found[task]) == len(expected[task]) == NUM_QUESTIONS, (task, len(found[task])))
+        if task == CHOICE:
+            tell(f"log-likelihoods differ by {_largest_difference(found[task], expected[task]):.1e} at most")
         for ours, theirs in zip(found[task], expected[task], strict=True):
             expect(ours["doc"] == theirs["doc"], (task, ours, theirs))
             (_agree_in_choices if task == CHOICE else _agree_in_text)(ours, theirs)
@@ -81,6 +84,12 @@ def _agree_in_choices(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def _agree_in_text(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     expect(ours["resps"] == theirs["resps"], (ours["doc"]["question"], ours["resps"], theirs["resps"]))
     expect(ours["exact_match"] == theirs["exact_match"], (ours, theirs))
+
+
+def _largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    both = zip(ours, theirs, strict=True)
+    pairs = (pair for mine, other in both for pair in zip(_likelihoods(mine), _likelihoods(other), strict=True))
+    return max(abs(value - expected) for (value, _), (expected, _) in pairs)
 
 
 def _likelihoods(sample: dict[str, Any]) -> list[tuple[float, bool]]:
