@@ -11,7 +11,9 @@ from tests.deployments.conftest import Service
 
 
 def test_rays_own_benchmark_completes_what_it_asks(service: Service, demo_path: Path) -> None:
+    """24 requests in conversations; `make clients` does more, and every process that imports Ray takes seconds."""
     [client] = [client for client in CLIENTS if client.package == "ray"]
-    outcome = check(client, Path(sys.executable), service.url, model="turns", folder=demo_path)
+    python = Path(sys.executable)
+    outcome = check(client, python, service.url, model="turns", folder=demo_path, only=["conversations"])
     assert outcome.has_passed, outcome.problems
-    assert outcome.num_checks == 3
+    assert outcome.num_checks == 1
