@@ -3,7 +3,7 @@
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make chaos    faults made on purpose, three to four hours: the reliability table
-#   make clients  other people's clients, installed into .clients, against the live service: the table of docs/clients.md
+#   make clients  other people's clients against the live service: docs/clients.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
@@ -37,7 +37,7 @@ chaos: .venv/runtime.done
 	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
 
 clients: .venv/runtime.done
-	$(BIN)/python -m benchmarks.clients --environments .clients
+	$(BIN)/python -m benchmarks.clients --environments .clients $(if $(CLIENTS),--only $(CLIENTS))
 
 format: .venv/dev.done
 	$(BIN)/ruff check --fix .

@@ -4,7 +4,8 @@
 
 Installs each client with pip into an environment of its own under that folder (once; a later run uses what is there),
 starts the service with a model, and lets every client make its checks. The last lines of stdout are a table of
-`docs/clients.md`. Exits with 1 when a check failed.
+`docs/clients.md` and the commands that the clients were run with. A client that cannot be installed has a row that says
+so, and the others go on. Exits with 1 when a check failed or a client could not be installed.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients.client import CLIENTS, Client
+from benchmarks.clients.environments import installed, version_of
 from benchmarks.errors import BenchmarkError, refused
 from benchmarks.progress import tell
 from benchmarks.service import service
@@ -34,51 +38,55 @@ _PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """What is installed, and the module with its checks."""
-
-    package: str
-    module: str
-    also: tuple[str, ...] = ()  # what it needs beside itself and does not say
-
-
-CLIENTS = (
-    Client("openai", "benchmarks.clients.with_openai"),
-    Client("langchain-openai", "benchmarks.clients.with_langchain"),
-    Client("litellm", "benchmarks.clients.with_litellm", also=("mcp",)),  # imported for every call with tools
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of one client's checks."""
 
     client: Client
-    version: str
-    num_checks: int
-    problems: list[str]
+    version: str = "not installed"
+    num_checks: int = 0
+    problems: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)  # that its own programs were run with
+
+    @property
+    def has_passed(self) -> bool:
+        return bool(self.num_checks) and not self.problems
 
     def row(self) -> str:
-        passed = f"{self.num_checks - len(self.problems)} of {self.num_checks}"
-        return f"| {self.client.package} | {self.version} | `python -m {self.client.module}` | {passed} |"
+        passed = f"{self.num_checks - len(self.problems)} of {self.num_checks}" if self.num_checks else "none"
+        command = f"`make clients CLIENTS={self.client.package}`"
+        return f"| {self.client.package} | {self.version} | {command} | {passed} | {self.client.worked_around} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
+    chosen = [client for client in CLIENTS if not given.only or client.package in given.only]
     try:
-        chosen = [client for client in CLIENTS if not given.only or client.package in given.only]
-        pythons = [installed(client, Path(given.environments)) for client in chosen]
-        with with_tools(Path(given.model)) as model, service(application(str(model))) as running:
-            url = f"http://{running.target.host}:{running.target.port}"
-            outcomes = [check(client, python, url) for client, python in zip(chosen, pythons, strict=True)]
+        outcomes = _outcomes(chosen, Path(given.environments), Path(given.model))
     except BenchmarkError as error:
         return refused(error)
-    print("| Client | Version | Command | Checks passed |\n|---|---|---|---|")
+    print("| Client | Version | Command | Checks passed | Worked around |\n|---|---|---|---|---|")
     for outcome in outcomes:
         print(outcome.row())
-    for problem in (problem for outcome in outcomes for problem in outcome.problems):
-        print(problem, file=sys.stderr)
-    return int(any(outcome.problems or not outcome.num_checks for outcome in outcomes))
+    for outcome in outcomes:
+        print("".join(f"\n# {outcome.client.package}\n" * bool(outcome.commands)), *outcome.commands, sep="\n", end="")
+    return int(not all(outcome.has_passed for outcome in outcomes))
+
+
+def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> list[Outcome]:
+    """One of each client, in their order. Raises BenchmarkError where the service does not start."""
+    pythons: dict[Client, Path] = {}
+    found: dict[Client, Outcome] = {}
+    for client in clients:
+        try:
+            pythons[client] = installed(client, environments)
+        except BenchmarkError as error:
+            found[client] = Outcome(client, problems=[f"{client.package}: not installed: {error}"])
+            tell(found[client].problems[0])
+    if pythons:
+        with with_tools(model) as copy, service(application(str(copy))) as running:
+            url = f"http://{running.target.host}:{running.target.port}"
+            found |= {client: check(client, python, url, folder=copy) for client, python in pythons.items()}
+    return [found[client] for client in clients]
 
 
 @contextmanager
@@ -103,52 +111,49 @@ def application(model: str) -> dict[str, Any]:
     }
 
 
-def installed(client: Client, folder: Path) -> Path:
-    """The interpreter of the client's environment, which is made if it is not there. Raises BenchmarkError."""
-    environment = folder.absolute() / client.package
-    python = environment / "bin" / "python"
-    done = environment / "installed"
-    if not done.exists():
-        tell(f"installing {client.package}")
-        _must([sys.executable, "-m", "venv", str(environment)])
-        _must(
-            [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                client.package,
-                *client.also,
-            ]
-        )
-        done.touch()
-    return python
-
-
-def check(client: Client, python: Path, url: str, model: str = MODEL_NAME) -> Outcome:
-    """Let a client make its checks. One that does not get to its end has a problem more."""
-    tell(f"checking {client.package}")
-    variables = {"CAROUSEL_URL": url, "CAROUSEL_MODEL": model, "NO_PROXY": "127.0.0.1"}
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    ended = subprocess.run(
-        [str(python), "-m", client.module], cwd=_PROJECT, env=kept | variables, capture_output=True, text=True,
-        check=False, timeout=CLIENT_TIMEOUT_S,
-    )  # fmt: skip
-    results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"check"')]
+def check(
+    client: Client, python: Path, url: str, model: str = MODEL_NAME, folder: Path | None = None,
+    only: Sequence[str] = (),
+) -> Outcome:  # fmt: skip
+    """Let a client make its checks, or `only` those. One that does not get to its end has a problem more."""
+    tell(f"{client.package}: checking")
+    with tempfile.TemporaryDirectory(prefix="carousel-clients-") as temporary:
+        status, stdout, stderr = _ended(
+            [str(python), "-m", client.module],
+            {
+                "CAROUSEL_URL": url, "CAROUSEL_MODEL": model, "CAROUSEL_MODEL_FOLDER": str(folder or "models/demo"),
+                "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1", "HF_HOME": temporary, "TMPDIR": temporary,
+                "CAROUSEL_CHECKS": " ".join(only),
+            },
+        )  # fmt: skip
+    told = [json.loads(line) for line in stdout.splitlines() if line.startswith(('{"check"', '{"command"', '{"note"'))]
+    results = [line for line in told if "check" in line]
     problems = [f"{client.package}: {found['check']}: {found['problem']}" for found in results if found["problem"]]
-    if ended.returncode:
-        problems.append(f"{client.package}: {ended.stderr.strip()[-1000:]}")
-    shown = _must([str(python), "-c", f"from importlib.metadata import version; print(version({client.package!r}))"])
-    return Outcome(client, shown.strip(), len(results) + bool(ended.returncode), problems)
+    if status:
+        problems.append(f"{client.package}: {stderr.strip()[-1000:]}")
+    notes = [f"{client.package}: {line['note']}" for line in told if "note" in line]
+    num_checks = len(results) + bool(status)
+    tell(
+        "\n".join([f"{client.package}: {num_checks - len(problems)} of {num_checks} checks passed", *notes, *problems])
+    )
+    commands = [line["command"] for line in told if "command" in line]
+    return Outcome(client, version_of(client, python), num_checks, problems, commands)
 
 
-def _must(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-1000:]}")
-    return done.stdout
+def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of a client's page; whatever it has started does not outlive it."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    with subprocess.Popen(
+        command, cwd=_PROJECT, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as page:  # fmt: skip
+        try:
+            stdout, stderr = page.communicate(timeout=CLIENT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(page.pid, signal.SIGKILL)
+            stdout, stderr = page.communicate()
+            return 1, stdout, f"not over after {CLIENT_TIMEOUT_S:.0f} s"
+    return page.returncode, stdout, stderr
 
 
 def _parser() -> argparse.ArgumentParser:

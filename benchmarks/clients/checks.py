@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 BASE_URL = os.environ.get("CAROUSEL_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("CAROUSEL_MODEL", "demo")
+FOLDER = os.environ.get("CAROUSEL_MODEL_FOLDER", "models/demo")  # for clients that count tokens themselves
+OUT = Path(tempfile.gettempdir())  # a folder of this run's own: `make clients` says where temporary files go
 
 Check = Callable[[], None]
 
 
 def run(*checks: Check) -> None:
-    """Each of them, whatever comes of the others; a line of JSON for each."""
-    for check in checks:
+    """Each of them, or those that the environment names, whatever comes of the others; a line of JSON for each."""
+    named = os.environ.get("CAROUSEL_CHECKS", "").split()
+    for check in [check for check in checks if not named or check.__name__ in named]:
         try:
             check()
         except Exception as error:  # whatever a client raises is what came of the check
@@ -29,3 +37,32 @@ def expect(is_so: bool, problem: object) -> None:
     """Raises AssertionError; unlike `assert` under every interpreter option."""
     if not is_so:
         raise AssertionError(problem)
+
+
+def tell(note: str) -> None:
+    """A line of JSON for what was found beside right or wrong."""
+    print(json.dumps({"note": note}), flush=True)
+
+
+def ran(*command: str | Path, timeout_s: float = 120.0) -> str:
+    """What a program of this environment printed on both streams; a line of JSON tells the command.
+
+    Raises AssertionError when it fails, with the end of what it printed.
+    """
+    words = [str(word) for word in command]
+    print(json.dumps({"command": shown(words)}), flush=True)
+    beside = Path(sys.executable).parent / words[0]
+    words[0] = sys.executable if words[0] == "python" else str(beside) if beside.exists() else words[0]
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s
+    )
+    expect(done.returncode == 0, f"status {done.returncode}: …{done.stdout[-400:]}")
+    return done.stdout
+
+
+def shown(words: list[str]) -> str:
+    """A command as somebody else can repeat it."""
+    text = shlex.join(words)
+    for value, name in ((BASE_URL, "$URL"), (FOLDER, "$FOLDER"), (str(OUT), "$OUT")):
+        text = text.replace(value, name)
+    return text

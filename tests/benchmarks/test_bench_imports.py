@@ -18,6 +18,7 @@ EXTRA = {
     "pictures": ("matplotlib",),
     "with_langchain": ("langchain_openai",),
     "with_litellm": ("litellm",),
+    "with_lm_eval": ("lm_eval",),
     "with_openai": ("openai",),
 }
 

@@ -1,0 +1,100 @@
+"""lm-eval (EleutherAI's harness): the same tasks through the service and with the same weights in its own process.
+
+Its model `hf` is the oracle: log-likelihoods agree within 1e-4 for every choice of every question, the texts that are
+generated are equal, and so are the scores. Both compute in float32. One process for all of it, as torch takes longer to
+be imported than the tasks take; `lm-eval run` with the same arguments does the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, expect, run, tell
+
+TOLERANCE = 1e-4
+CHOICE, GENERATION = "carousel_choice", "carousel_generation"
+NUM_QUESTIONS = 30
+_COMPLETIONS = f"model={MODEL},base_url={BASE_URL}/v1/completions,max_retries=1"
+# Its sum over a choice's tokens is otherwise in float32 as well, in which 500 is followed by 500.00003.
+_LOCAL = f"pretrained={FOLDER},dtype=float32,softmax_dtype=float64"
+_LOCAL_TOKENIZER = f"tokenizer_backend=huggingface,tokenizer={FOLDER},num_concurrent=4"
+
+Samples = dict[str, list[dict[str, Any]]]  # by task, in the questions' order
+
+
+def token_ids_in_batches() -> None:
+    agree("local-completions", f"{_COMPLETIONS},{_LOCAL_TOKENIZER},batch_size=8")
+
+
+def one_by_one_with_a_chat_template() -> None:
+    agree_with_template("local-completions", f"{_COMPLETIONS},{_LOCAL_TOKENIZER}")
+
+
+def with_the_services_tokenizer() -> None:
+    agree("local-completions", f"{_COMPLETIONS},tokenizer_backend=remote,num_concurrent=4")
+
+
+def chat() -> None:
+    where = f"model={MODEL},base_url={BASE_URL}/v1/chat/completions,max_retries=1,num_concurrent=4"
+    agree_with_template("local-chat-completions", where, (GENERATION,))
+
+
+def agree_with_template(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION)) -> None:
+    agree(model, where, tasks, has_template=True)
+
+
+def agree(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION), *, has_template: bool = False) -> None:
+    """What comes through the service is what the same weights come to without it."""
+    found, expected = evaluated(model, where, tasks, has_template), by_itself(has_template)
+    for task in tasks:
+        expect(len(found[task]) == len(expected[task]) == NUM_QUESTIONS, (task, len(found[task])))
+        if task == CHOICE:
+            tell(f"log-likelihoods differ by {_largest_difference(found[task], expected[task]):.1e} at most")
+        for ours, theirs in zip(found[task], expected[task], strict=True):
+            expect(ours["doc"] == theirs["doc"], (task, ours, theirs))
+            (_agree_in_choices if task == CHOICE else _agree_in_text)(ours, theirs)
+
+
+@cache
+def by_itself(has_template: bool) -> Samples:
+    return evaluated("hf", _LOCAL, (CHOICE, GENERATION), has_template, device="cpu")
+
+
+def evaluated(model: str, where: str, tasks: tuple[str, ...], has_template: bool, **more: Any) -> Samples:
+    results = lm_eval.simple_evaluate(
+        model=model, model_args=where, tasks=list(tasks), apply_chat_template=has_template, log_samples=True,
+        task_manager=TaskManager(include_path="benchmarks/clients/lm_eval_tasks", include_defaults=False), **more,
+    )  # fmt: skip
+    return {task: sorted(results["samples"][task], key=lambda sample: sample["doc_id"]) for task in tasks}
+
+
+def _agree_in_choices(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """(log-likelihood, is greedy) of each choice, and what the question scored."""
+    pairs = list(zip(_likelihoods(ours), _likelihoods(theirs), strict=True))
+    expect(len(pairs) == len(ours["doc"]["choices"]), ours)
+    for (value, is_greedy), (expected, is_greedy_there) in pairs:
+        expect(abs(value - expected) <= TOLERANCE and is_greedy == is_greedy_there, (ours["doc"], value, expected))
+    expect(all(ours[metric] == theirs[metric] for metric in ("acc", "acc_norm")), (ours, theirs))
+
+
+def _agree_in_text(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    expect(ours["resps"] == theirs["resps"], (ours["doc"]["question"], ours["resps"], theirs["resps"]))
+    expect(ours["exact_match"] == theirs["exact_match"], (ours, theirs))
+
+
+def _largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    both = zip(ours, theirs, strict=True)
+    pairs = (pair for mine, other in both for pair in zip(_likelihoods(mine), _likelihoods(other), strict=True))
+    return max(abs(value - expected) for (value, _), (expected, _) in pairs)
+
+
+def _likelihoods(sample: dict[str, Any]) -> list[tuple[float, bool]]:
+    return [(float(value), str(is_greedy) == "True") for [[value, is_greedy]] in sample["resps"]]
+
+
+if __name__ == "__main__":
+    run(token_ids_in_batches, one_by_one_with_a_chat_template, with_the_services_tokenizer, chat)
