@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
 from app.batches import LocalBatchService
+from app.bulk.batch_jobs import BatchJobs
 from app.config import ApplicationConfig
 from app.errors import Unavailable
 from deployments.client import ModelClient, served_model
@@ -18,8 +19,10 @@ from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
+from deployments.ray_jobs import RayJobs
 
 OPENING_TIMEOUT_S = 10.0
+JOBS_FOLDER = "jobs"  # in batches.path
 
 
 class Batches:
@@ -28,7 +31,10 @@ class Batches:
     def __init__(
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+
+        Raises InvalidSetup when batches should run as Ray jobs and nobody runs any.
+        """
         log_where_serve_does()
         keep_calls_on_loopback()
         self._config = config
@@ -36,6 +42,8 @@ class Batches:
         self._handles = handles
         self._metrics = MetricsCollector(handles, config.metrics)
         self._keys = Keys(config.api)
+        assert config.batches is not None, "deployed only with batches"
+        self._jobs = RayJobs.connect(config, paths) if config.batches.run_as == "ray_job" else None
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -66,7 +74,12 @@ class Batches:
             models.append(await served_model(model, self._paths[model.name], client))
         answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper)
         self._following = asyncio.create_task(self._keys.follow())
-        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer)
+        folder = Path(config.batches.path)
+        worker = None
+        if self._jobs is not None:
+            max_at_once = config.batches.jobs.max_at_once
+            worker = BatchJobs(folder / JOBS_FOLDER, self._jobs, answering.accepted, max_at_once=max_at_once)
+        service = LocalBatchService(folder, config.batches, answering.answer, worker=worker)
         service.start()
         await service.opened()
         return service

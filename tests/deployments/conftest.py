@@ -75,12 +75,13 @@ class Service:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy."""
+    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy. Its dashboard runs jobs."""
     ray.init(
         address="local",
         namespace="serve",
         num_cpus=2,
-        include_dashboard=False,
+        include_dashboard=True,
+        dashboard_port=free_port(),
         log_to_driver=False,
         logging_level="ERROR",
         _temp_dir=str(RUN_FOLDER),

@@ -1,0 +1,80 @@
+"""A batch as a Ray job, by the real `openai` package on a live cluster, whose batches' process is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import openai
+import ray
+from ray import serve
+from ray.job_submission import JobSubmissionClient
+
+from deployments.application import build
+from deployments.settings import parse
+
+MODEL = "jobs"
+CHAT = "/v1/chat/completions"
+NUM_LINES = 40
+PATIENCE_S = 60.0
+
+
+def line(number: int, **body: object) -> str:
+    messages = [{"role": "user", "content": "Once"}]
+    fields = {"model": MODEL, "messages": messages, "max_tokens": 8, "ignore_eos": True} | body
+    return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": fields})
+
+
+def kill_batches() -> None:
+    """As `kill -9` does."""
+    [name] = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"SERVE_REPLICA::{MODEL}#batches#")
+    ]
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_killed(
+    cluster: str, demo_path: Path, tmp_path: Path
+) -> None:
+    model = {
+        "name": MODEL,
+        # Slow, so that there is time to kill somebody.
+        "engine": {
+            "model": {"path": str(demo_path), "simulated": {"step_ms": 100}},
+            "cache": {"num_blocks": 64},
+            "scheduler": {"max_running": 8},
+        },
+        "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
+    }
+    batches = {"path": str(tmp_path / "batches"), "num_cpus": 0.05, "run_as": "ray_job"}
+    args = {"models": [model], "ingress": {"num_cpus": 0.05}, "batches": batches}
+    serve.run(build(parse(args)), name=MODEL, route_prefix=f"/{MODEL}")
+    with openai.OpenAI(base_url=f"{cluster}/{MODEL}/v1", api_key="none", max_retries=10) as client:
+        content = "\n".join([*map(line, range(NUM_LINES)), line(NUM_LINES, n=2)]).encode()
+        file = client.files.create(file=("night.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        deadline = time.monotonic() + PATIENCE_S
+        while (batch := client.batches.retrieve(batch.id)).request_counts.completed == 0:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.05)
+        kill_batches()
+        while (batch := client.batches.retrieve(batch.id)).status != "completed":
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.05)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
+        [refused] = [json.loads(each) for each in client.files.content(batch.error_file_id).content.splitlines()]
+    jobs = [job for job in JobSubmissionClient(_dashboard()).list_jobs() if job.submission_id]
+    assert [job.status for job in jobs if str(job.submission_id).startswith(batch.id)] == ["SUCCEEDED"]
+    assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
+    assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
+    assert refused["response"]["status_code"] == 400
+    serve.delete(MODEL)
+
+
+def _dashboard() -> str:
+    return str(ray.get_runtime_context().gcs_address)
