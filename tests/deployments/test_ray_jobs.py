@@ -1,4 +1,4 @@
-"""A batch as a Ray job, by the real `openai` package on a live cluster, whose batches' process is killed meanwhile."""
+"""Batches as Ray jobs: what a job is told of its model, who runs jobs, and a whole batch on a live cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 
 import openai
+import pytest
 import ray
 from ray import serve
 from ray.job_submission import JobSubmissionClient
 
+from app.errors import InvalidSetup
 from deployments.application import build
-from deployments.settings import parse
+from deployments.ray_jobs import RayJobs
+from deployments.settings import parse, read_serve_file
 
 MODEL = "jobs"
 CHAT = "/v1/chat/completions"
@@ -34,6 +37,35 @@ def kill_batches() -> None:
         if actor["name"].startswith(f"SERVE_REPLICA::{MODEL}#batches#")
     ]
     ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tmp_path: Path) -> None:
+    engine = {
+        "model": {"path": "models/demo", "dtype": "bfloat16", "num_threads": 3},
+        "scheduler": {"policy": {"name": "fair"}, "strategy": {"name": "dynamic"}, "max_running": 7},
+    }
+    models = [{"name": "a"}, {"name": "b", "engine": engine, "replicas": {"autoscaling": {}, "num_cpus": 3}}]
+    keys = [{"name": "ann", "sha256": "0" * 64}]
+    batches = {"run_as": "ray_job", "jobs": {"engines": 5}}
+    config = parse({"models": models, "api": {"keys": keys, "max_choices": 3}, "batches": batches})
+    jobs = RayJobs(None, config, {"a": "/a", "b": "/b"})  # type: ignore[arg-type]
+    jobs._write_serve_file(tmp_path / "serve.json", "b")
+    [told] = read_serve_file(tmp_path / "serve.json").applications.values()
+    [served] = told.models
+    asked = config.models[1]
+    assert served.engine.model.path == "/b"
+    assert served.engine == asked.engine.model_copy(update={"model": served.engine.model})
+    assert served.engine.model == asked.engine.model.model_copy(update={"path": "/b"})
+    assert (served.name, served.replicas.num_replicas, served.replicas.num_cpus) == ("b", 5, 3)
+    assert served.replicas.autoscaling is None
+    assert (told.api.keys, told.api.max_choices) == ((), 3)
+    assert "0000" not in (tmp_path / "serve.json").read_text()
+
+
+def test_nobody_who_runs_jobs_is_a_mistake_of_the_setup(cluster: str) -> None:
+    config = parse({"batches": {"run_as": "ray_job", "jobs": {"server": "http://127.0.0.1:1"}}})
+    with pytest.raises(InvalidSetup, match="batches.run_as: ray_job needs Ray's job server, and none answers for http"):
+        RayJobs.connect(config, {})
 
 
 def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_killed(
