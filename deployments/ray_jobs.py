@@ -83,8 +83,12 @@ class RayJobs:
 
     async def _ask(self, call: Callable[[], T]) -> T:
         """Raises NoJobServer, whatever Ray's client raises, and _NotKnown for a job that there is not."""
+        asking = asyncio.create_task(asyncio.to_thread(call))
         try:
-            return await asyncio.to_thread(call)
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait({asking})  # a thread goes on: who stops a job next must find what this one has begun
+            raise
         except Exception as error:
             if "404" in str(error) and "does not exist" in str(error):
                 raise _NotKnown from None

@@ -64,7 +64,7 @@ def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tm
 
 def test_nobody_who_runs_jobs_is_a_mistake_of_the_setup(cluster: str) -> None:
     config = parse({"batches": {"run_as": "ray_job", "jobs": {"server": "http://127.0.0.1:1"}}})
-    with pytest.raises(InvalidSetup, match="batches.run_as: ray_job needs Ray's job server, and none answers for http"):
+    with pytest.raises(InvalidSetup, match="ray_job needs Ray's job server, and none answers for http"):
         RayJobs.connect(config, {})
 
 
