@@ -86,6 +86,7 @@ class BatchJobs:
             async with self._lines_of(work) as waiting:
                 for part in await self._parts(work) or ():
                     await self._run(waiting, part)
+                assert not waiting.lines, "every line was refused or is a row of one part"
 
     async def stop(self, work: BatchWork) -> None:
         """See `BatchWorker`."""
