@@ -28,7 +28,10 @@ class SteppedEngine(Protocol):
     @property
     def idle_s(self) -> float | None: ...
 
-    def add(self, request: Request, *, matcher: Matcher | None = None) -> None: ...
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest if it can never be served. Any thread may ask."""
+
+    def add_checked(self, request: Request, *, matcher: Matcher | None = None) -> None: ...
 
     def abort(self, request_id: str) -> TokenDelta | None: ...
 
@@ -67,8 +70,8 @@ class RowGenerator:
         self._thread.start()
 
     def add(self, rows: Sequence[PreparedRow]) -> None:
-        """Queue rows, once their grammars are compiled. Each comes back in a harvest, once."""
-        entering = [self._with_matcher(row) for row in rows]
+        """Queue rows, once they are checked and their grammars compiled. Each comes back in a harvest, once."""
+        entering = [self._checked(row) for row in rows]  # here, not in the thread that steps
         with self._changed:
             self._entering.extend(entering)
             self._num_open += len(rows)
@@ -102,8 +105,9 @@ class RowGenerator:
         self._thread.join()
         self._matchers.close()
 
-    def _with_matcher(self, row: PreparedRow) -> _Entering:
+    def _checked(self, row: PreparedRow) -> _Entering:
         try:
+            self._engine.check(row.request)
             return _Entering(row, self._matchers.matcher_of(row.request).result())
         except InvalidRequest as error:
             return _Entering(row, refusal=error.message)
@@ -145,7 +149,7 @@ class RowGenerator:
             answer.fail(entering.refusal)
         else:
             try:
-                self._engine.add(row.request, matcher=entering.matcher)
+                self._engine.add_checked(row.request, matcher=entering.matcher)
             except InvalidRequest as error:
                 answer.fail(error.message)
         with self._changed:

@@ -127,8 +127,8 @@ class Engine:
                 code="quarantined",
             )
         for name, token_ids in self._token_ids(request):
-            wrong = next((token for token in token_ids if not 0 <= token < self.facts.vocab_size), None)
-            if wrong is not None:
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.facts.vocab_size):
+                wrong = next(token for token in token_ids if not 0 <= token < self.facts.vocab_size)
                 raise InvalidRequest(
                     f"{name} has token id {wrong}; this model's ids are 0 to {self.facts.vocab_size - 1:,}", param=name
                 )
