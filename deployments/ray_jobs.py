@@ -108,7 +108,7 @@ class RayJobs:
             # No keys: they are checked before lines come here, and the file is for every node to read.
             api=config.api.model_copy(update={"keys": ApiConfig().keys, "keys_file": None}),
         )
-        args = alone.model_dump(mode="json", exclude_defaults=True)
+        args = alone.model_dump(mode="json")
         application = {"name": "job", "import_path": BUILDER, "args": args}
         path.write_text(json.dumps({"applications": [application]}), encoding="utf-8")
 
