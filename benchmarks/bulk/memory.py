@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +73,12 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "deployments.bulk", "--input", str(folder / "rows.jsonl")]
     command += ["--output", str(folder / "out"), "--config", str(folder / "serve.yaml")]
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL, start_new_session=True)
-    looks = list(_looks(process, folder / "out", given.every))
+    try:
+        looks = list(_looks(process, folder / "out", given.every))
+    finally:
+        for pid in family(process.pid) if process.poll() is None else ():  # this page was broken off
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     if process.wait():
         raise BenchmarkError(f"the bulk run ended with status {process.returncode}")
     summary = json.loads((folder / "out" / "summary.json").read_text(encoding="utf-8"))
