@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +17,9 @@ import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from app.bulk.job_server import INPUT, OUTPUT, JobState, NoJobServer
-from app.config import ApiConfig, ApplicationConfig, JobsConfig
+from app.config import ApiConfig, ApplicationConfig, JobsConfig, ModelConfig
 from app.errors import InvalidSetup
-from deployments.settings import BUILDER
+from deployments.settings import BUILDER, read_serve_file
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class RayJobs:
         """See `JobServer`."""
         if await self.state(job_id) is not JobState.UNKNOWN:
             return
-        await asyncio.to_thread(self._write_serve_file, folder / _SERVE_FILE, model)
+        await asyncio.to_thread(self._write_serve_file, folder, model)
         command = [sys.executable, "-m", "deployments.bulk", "--through", "pool", "--resume"]
         command += ["--input", str(folder / INPUT), "--output", str(folder / OUTPUT)]
         command += ["--config", str(folder / _SERVE_FILE)]
@@ -57,7 +58,6 @@ class RayJobs:
                 entrypoint=shlex.join(command),
                 submission_id=job_id,
                 runtime_env=_runtime_env(),
-                metadata={"carousel": "batch"},
             )
         )
 
@@ -94,8 +94,12 @@ class RayJobs:
                 raise _NotKnown from None
             raise NoJobServer(str(error)[:300]) from error
 
-    def _write_serve_file(self, path: Path, name: str) -> None:
-        """What `--config` names: the model with its own settings and as many engines as a job has. JSON is YAML."""
+    def _write_serve_file(self, folder: Path, name: str) -> None:
+        """What `--config` names: the model with its own settings and as many engines as a job has. JSON is YAML.
+
+        Where the service has got another model since the job before, what that has written is dropped: a run has one
+        model. Its records were booked before a job follows it.
+        """
         config = self._config
         assert config.batches is not None, "only batches run as jobs"
         [served] = [model for model in config.models if model.name == name]
@@ -108,13 +112,24 @@ class RayJobs:
             # No keys: they are checked before lines come here, and the file is for every node to read.
             api=config.api.model_copy(update={"keys": ApiConfig().keys, "keys_file": None}),
         )
-        args = alone.model_dump(mode="json")
-        application = {"name": "job", "import_path": BUILDER, "args": args}
+        path = folder / _SERVE_FILE
+        if path.exists() and _model_in(path) != engine.model:
+            shutil.rmtree(folder / OUTPUT, ignore_errors=True)
+        application = {"name": "job", "import_path": BUILDER, "args": alone.model_dump(mode="json")}
         path.write_text(json.dumps({"applications": [application]}), encoding="utf-8")
 
 
 class _NotKnown(Exception):
     pass
+
+
+def _model_in(serve_file: Path) -> ModelConfig | None:
+    """None for one that a crash has left torn, or that an earlier version has written."""
+    try:
+        [config] = read_serve_file(serve_file).applications.values()
+    except InvalidSetup:
+        return None
+    return config.models[0].engine.model
 
 
 def _client(config: JobsConfig) -> JobSubmissionClient:

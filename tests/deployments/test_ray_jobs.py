@@ -12,6 +12,7 @@ import ray
 from ray import serve
 from ray.job_submission import JobSubmissionClient
 
+from app.bulk.job_server import OUTPUT
 from app.errors import InvalidSetup
 from deployments.application import build
 from deployments.ray_jobs import RayJobs
@@ -49,7 +50,7 @@ def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tm
     batches = {"run_as": "ray_job", "jobs": {"engines": 5}}
     config = parse({"models": models, "api": {"keys": keys, "max_choices": 3}, "batches": batches})
     jobs = RayJobs(None, config, {"a": "/a", "b": "/b"})  # type: ignore[arg-type]
-    jobs._write_serve_file(tmp_path / "serve.json", "b")
+    jobs._write_serve_file(tmp_path, "b")
     [told] = read_serve_file(tmp_path / "serve.json").applications.values()
     [served] = told.models
     asked = config.models[1]
@@ -60,6 +61,18 @@ def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tm
     assert served.replicas.autoscaling is None
     assert (told.api.keys, told.api.max_choices) == ((), 3)
     assert "0" * 64 not in (tmp_path / "serve.json").read_text()
+
+
+def test_a_run_begins_anew_when_its_model_is_another_now_and_goes_on_when_it_is_the_same(tmp_path: Path) -> None:
+    config = parse({"models": [{"name": "a"}], "batches": {"run_as": "ray_job"}})
+    (tmp_path / OUTPUT).mkdir()
+    for engines in (1, 2):
+        jobs = config.batches.jobs.model_copy(update={"engines": engines})  # type: ignore[union-attr]
+        batches = config.batches.model_copy(update={"jobs": jobs})  # type: ignore[union-attr]
+        RayJobs(None, config.model_copy(update={"batches": batches}), {"a": "/a"})._write_serve_file(tmp_path, "a")  # type: ignore[arg-type]
+    assert (tmp_path / OUTPUT).exists()
+    RayJobs(None, config, {"a": "/other"})._write_serve_file(tmp_path, "a")  # type: ignore[arg-type]
+    assert not (tmp_path / OUTPUT).exists()
 
 
 def test_nobody_who_runs_jobs_is_a_mistake_of_the_setup(cluster: str) -> None:
