@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
-from app.batches import LocalBatchService
-from app.bulk.batch_jobs import BatchJobs
+from app.batches import BatchWorker, LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
 from deployments.client import ModelClient, served_model
@@ -19,7 +18,6 @@ from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
 from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
-from deployments.ray_jobs import RayJobs
 
 OPENING_TIMEOUT_S = 10.0
 JOBS_FOLDER = "jobs"  # in batches.path
@@ -43,7 +41,7 @@ class Batches:
         self._metrics = MetricsCollector(handles, config.metrics)
         self._keys = Keys(config.api)
         assert config.batches is not None, "deployed only with batches"
-        self._jobs = RayJobs.connect(config, paths) if config.batches.run_as == "ray_job" else None
+        self._worker = _jobs(config, paths) if config.batches.run_as == "ray_job" else None
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -74,12 +72,24 @@ class Batches:
             models.append(await served_model(model, self._paths[model.name], client))
         answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper)
         self._following = asyncio.create_task(self._keys.follow())
-        folder = Path(config.batches.path)
-        worker = None
-        if self._jobs is not None:
-            max_at_once = config.batches.jobs.max_at_once
-            worker = BatchJobs(folder / JOBS_FOLDER, self._jobs, answering.accepted, max_at_once=max_at_once)
-        service = LocalBatchService(folder, config.batches, answering.answer, worker=worker)
+        worker = self._worker and self._worker(answering)
+        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer, worker=worker)
         service.start()
         await service.opened()
         return service
+
+
+def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[Answering], BatchWorker]:
+    """Who works batches off by Ray jobs, once the models are there. Raises InvalidSetup when nobody runs jobs."""
+    # Here, as most services need neither Arrow nor Ray's job client, and each would be in every process of theirs.
+    from app.bulk.batch_jobs import BatchJobs
+    from deployments.ray_jobs import RayJobs
+
+    batches = config.batches
+    assert batches is not None, "deployed only with batches"
+    folder, server = Path(batches.path) / JOBS_FOLDER, RayJobs.connect(config, paths)
+
+    def worker(answering: Answering) -> BatchWorker:
+        return BatchJobs(folder, server, answering.accepted, max_at_once=batches.jobs.max_at_once)
+
+    return worker

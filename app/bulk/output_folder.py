@@ -199,11 +199,8 @@ def written_lines(path: Path, offset: int, piece_bytes: int) -> bytes:
 
     After a run's death the next cuts off what is torn, so whoever reads along begins again with every run.
     """
-    for name in (
-        JOURNAL,
-        RESULTS["jsonl"],
-        JOURNAL,
-    ):  # renamed at the end, and back by a run that was killed in between
+    # The journal is renamed at the end, and back where a run was killed just then.
+    for name in (JOURNAL, RESULTS["jsonl"], JOURNAL):
         try:
             with (path / name).open("rb") as file:
                 file.seek(offset)
