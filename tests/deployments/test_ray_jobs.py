@@ -10,7 +10,7 @@ import openai
 import pytest
 import ray
 from ray import serve
-from ray.job_submission import JobSubmissionClient
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from app.bulk.job_server import OUTPUT
 from app.errors import InvalidSetup
@@ -113,8 +113,12 @@ def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_kil
         assert batch.error_file_id is not None
         lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
         [refused] = [json.loads(each) for each in client.files.content(batch.error_file_id).content.splitlines()]
-    [job] = [job for job in _jobs().list_jobs() if str(job.submission_id).startswith(batch.id)]
-    assert job.status == "SUCCEEDED"
+    # The batch has ended with its last record; the job's process may have a moment more.
+    [job_id] = [str(job.submission_id) for job in _jobs().list_jobs() if str(job.submission_id).startswith(batch.id)]
+    while not (status := _jobs().get_job_status(job_id)).is_terminal():
+        assert time.monotonic() < deadline, _logs()
+        time.sleep(0.05)
+    assert status == JobStatus.SUCCEEDED, _logs()
     assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
     assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
     assert refused["response"]["status_code"] == 400
