@@ -35,10 +35,10 @@ from typing import Any
 from app.versions import commit
 from benchmarks import machine
 from benchmarks.answer import Answer, ask
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.errors import BenchmarkError
 from benchmarks.http_call import Target
 from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.percentile import percentile
 from benchmarks.processes import cpu_between
 from benchmarks.progress import tell
@@ -102,14 +102,7 @@ class FleetFigures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
-        line = json.dumps(measure(given))
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    print(line, flush=True)
-    return 0
+    return report(lambda: measure(given), given.json)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -1,10 +1,25 @@
-"""A benchmark's JSON line, kept in a file."""
+"""A benchmark's figures as one line of JSON, printed and kept in a file."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.errors import BenchmarkError, refused
+
+
+def report(measure: Callable[[], Mapping[str, Any]], path: str | None) -> int:
+    """Measure, print the figures and keep them at a path if there is one; the exit status of the program."""
+    try:
+        line = json.dumps(measure())
+        print(line, flush=True)  # before the file: one that cannot be written must not cost the run
+        if path is not None:
+            write_json(path, line)
+    except BenchmarkError as error:
+        return refused(error)
+    return 0
 
 
 def write_json(path: str, line: str) -> None:

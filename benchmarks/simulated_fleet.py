@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -140,7 +140,7 @@ class SimulatedReplica:
 
 
 class SimulatedIngress:
-    """What an ingress knows and does about dispatch."""
+    """What an ingress knows and does about dispatch, as `app.fleet.board` does it: replies are cached unknown to it."""
 
     def __init__(self, policy: DispatchPolicy, replica_ids: Sequence[str], *, kv_tokens: int) -> None:
         self._policy = policy
@@ -149,8 +149,12 @@ class SimulatedIngress:
         self._lengths = OutputLengths()
         self._index = PrefixIndex(block_size=_BLOCK_SIZE, max_tokens=kv_tokens)
 
+    def num_cached(self, prompt: Sequence[int]) -> Mapping[str, int]:
+        """How much of a prompt each replica should have, by its id."""
+        return self._index.match(prompt)
+
     def place(self, job: Job, now: float) -> str:
-        cached = self._index.match(job.prompt)
+        cached = self.num_cached(job.prompt)
         size = RequestSize(
             num_prompt_tokens=len(job.prompt), num_expected_tokens=self._lengths.expected_tokens(job.max_tokens)
         )
@@ -159,7 +163,7 @@ class SimulatedIngress:
         self._ledger.place(
             job.request_id,
             replica_id,
-            num_prompt_tokens=len(job.prompt) - cached.get(replica_id, 0),
+            num_prompt_tokens=max(1, len(job.prompt) - cached.get(replica_id, 0)),
             num_expected_tokens=size.num_expected_tokens,
         )
         self._index.add(replica_id, job.prompt)
@@ -171,7 +175,6 @@ class SimulatedIngress:
     def end(self, job: Job) -> None:
         self._ledger.end(job.request_id)
         self._lengths.learn(job.max_tokens, job.num_generated)
-        self._index.add(job.replica_id, (*job.prompt, *job.reply))
 
     def correct(self, replica_id: str, report: ReplicaReport, now: float) -> None:
         self._ledger.correct(replica_id, report, now=now)

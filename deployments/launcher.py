@@ -26,7 +26,8 @@ from deployments.settings import LOOPBACK, ServeFile, read_serve_file
 
 PROJECT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-STOP_TIMEOUT_S = 8.0
+STOP_TIMEOUT_S = 8.0  # for the service to end by itself
+END_TIMEOUT_S = 2.0  # for what is left to end when it is asked; then it is killed
 _MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 
@@ -66,7 +67,9 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
         child.terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while child.poll() is None and time.monotonic() < deadline:
-        signal.sigtimedwait({signal.SIGCHLD}, deadline - time.monotonic())
+        signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic()))
+    if child.poll() is None:
+        print(f"It has not ended by itself within {STOP_TIMEOUT_S:g} s: killing it.", file=sys.stderr, flush=True)
     _end_session(child.pid)
     child.wait()
     return 0 if received != signal.SIGCHLD else 1
@@ -184,8 +187,8 @@ def free_ports() -> Iterator[int]:
 
 def _end_session(session: int) -> None:
     """End all processes of a session: first asked, then made to."""
-    for sent, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
-        deadline = time.monotonic() + patience_s
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + END_TIMEOUT_S
         for pid in session_members(session):
             try:
                 os.kill(pid, sent)

@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.config import MetricsConfig
-from app.metrics import KnownReplicas, ReplicaReport, RequestMetrics, Scrape, Snapshot, exposition
+from app.metrics import EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class IngressReport:
 
     ingress_id: str
     requests: Snapshot
-    replicas: Mapping[str, Mapping[str, ReplicaReport]]  # the last that it heard of each, by model and id
+    replicas: Mapping[str, Mapping[str, EngineReport]]  # the last that it heard of each, by model and id
 
 
 class MetricsCollector:
@@ -73,7 +73,7 @@ class MetricsCollector:
         )
         return exposition(scrape, vllm_names=self._config.vllm_names)
 
-    def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[ReplicaReport]]) -> None:
+    def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():
             for ingress in ingresses:
                 known.learn(ingress.replicas.get(name, {}).values())

@@ -17,7 +17,7 @@ from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.fleet import Address, FramePort, Outbox, Report
-from app.metrics import ReplicaReport
+from app.metrics import EngineReport
 from deployments.autoscaling import use_of
 from deployments.calls import FramesFrom
 from deployments.logs import log_where_serve_does
@@ -80,9 +80,9 @@ class Replica:
         """A snapshot of the engine."""
         return self._engine.stats()
 
-    def metrics_report(self) -> ReplicaReport:
+    def metrics_report(self) -> EngineReport:
         """What the engine counts and measures, for /metrics."""
-        return ReplicaReport(
+        return EngineReport(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             stats=self._engine.stats(),
             measurements=self._engine.measurements(),

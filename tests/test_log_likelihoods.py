@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -18,6 +17,7 @@ from app.api import ServedModel, build_app
 from app.assembly import build_engine
 from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
+from tests.api.openai_clients import openai_client
 
 TOLERANCE = 1e-4
 CONTEXTS = ("What is 12 + 30?", "2 4 6 8", "Sort: 9 3 7", "Hello", "Reverse: a b c d e f g", "é € 😀 x", "7")
@@ -53,13 +53,7 @@ def serve(
         async def is_ready() -> bool:
             return True
 
-        transport = httpx2.ASGITransport(app=build_app([model], ApiConfig(), is_ready))
-        async with (
-            httpx2.AsyncClient(transport=transport) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
+        async with openai_client(build_app([model], ApiConfig(), is_ready)) as client:
             await use(client)
 
     try:

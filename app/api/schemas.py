@@ -534,21 +534,24 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(
+        _prompts,
+        json_schema_input_type=NonEmpty
+        | TokenIds
+        | Annotated[list[NonEmpty], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)],
+    ),
+]
+
+
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     ENDPOINT = "completion"
 
-    prompt: Annotated[
-        list[str | list[int]],
-        BeforeValidator(
-            _prompts,
-            json_schema_input_type=NonEmpty
-            | TokenIds
-            | Annotated[list[NonEmpty], Field(min_length=1)]
-            | Annotated[list[TokenIds], Field(min_length=1)],
-        ),
-    ]
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, echoed or scored
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
@@ -580,16 +583,7 @@ class EmbeddingsRequest(QueuedRequest):
 
     ENDPOINT = "embedding"
 
-    input: Annotated[
-        list[str | list[int]],
-        BeforeValidator(
-            _prompts,
-            json_schema_input_type=NonEmpty
-            | TokenIds
-            | Annotated[list[NonEmpty], Field(min_length=1)]
-            | Annotated[list[TokenIds], Field(min_length=1)],
-        ),
-    ]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)  # the first so many numbers, normalised again
     add_special_tokens: bool = True

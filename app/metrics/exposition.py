@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, together
 from app.engine.measurements import EngineMeasurements
 from app.engine.stats import EngineStats
-from app.metrics.replicas import ReplicaReport
+from app.metrics.replicas import EngineReport
 from app.metrics.requests import ModelSnapshot, Snapshot, merge
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -35,10 +35,8 @@ class Scrape:
     """Everything that is told at one moment."""
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
-    replicas: Mapping[str, Sequence[ReplicaReport]]  # by the model's name; those that answered
-    gone: Mapping[str, Sequence[ReplicaReport]] = field(
-        default_factory=dict
-    )  # those that did once: their counts remain
+    replicas: Mapping[str, Sequence[EngineReport]]  # by the model's name; those that answered
+    gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)  # those that did once: their counts remain
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
@@ -67,8 +65,8 @@ class _Model:
 
     name: str
     requests: ModelSnapshot
-    replicas: Sequence[ReplicaReport]
-    gone: Sequence[ReplicaReport]
+    replicas: Sequence[EngineReport]
+    gone: Sequence[EngineReport]
 
     def now(self, value: Callable[[EngineStats], float]) -> float:
         """A gauge, summed over the replicas that are there."""
@@ -243,7 +241,7 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
         yield _histogram(f"carousel_{name}", text, _LABELS, rows)
 
 
-_ENGINE_GAUGES: Sequence[tuple[str, str, Callable[[ReplicaReport], float]]] = (
+_ENGINE_GAUGES: Sequence[tuple[str, str, Callable[[EngineReport], float]]] = (
     ("slots", "Requests that one step can have.", lambda each: each.measurements.max_running),
     ("slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
     ("queue_requests", "Requests that wait.", lambda each: each.stats.num_waiting),

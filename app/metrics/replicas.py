@@ -13,7 +13,7 @@ MAX_KNOWN = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
+class EngineReport:
     """What one replica says of its engine."""
 
     replica_id: str
@@ -26,14 +26,14 @@ class KnownReplicas:
     """The last report of every replica of one model. Several of these that tell each other come to know the same."""
 
     def __init__(self) -> None:
-        self._last: dict[str, ReplicaReport] = {}
+        self._last: dict[str, EngineReport] = {}
 
     @property
-    def last(self) -> Mapping[str, ReplicaReport]:
+    def last(self) -> Mapping[str, EngineReport]:
         """By the replica's id, for others to learn."""
         return self._last
 
-    def learn(self, reports: Iterable[ReplicaReport]) -> None:
+    def learn(self, reports: Iterable[EngineReport]) -> None:
         """Keep the later of two reports of the same replica: an engine only ever counts upwards."""
         for report in reports:
             known = self._last.get(report.replica_id)
@@ -42,6 +42,6 @@ class KnownReplicas:
         while len(self._last) > MAX_KNOWN:
             del self._last[next(iter(self._last))]
 
-    def gone(self, present: Collection[str]) -> list[ReplicaReport]:
+    def gone(self, present: Collection[str]) -> list[EngineReport]:
         """Those that are not among these ids."""
         return [report for replica_id, report in self._last.items() if replica_id not in present]

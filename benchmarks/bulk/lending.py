@@ -29,10 +29,10 @@ from typing import Any
 
 from app.versions import commit
 from benchmarks import machine
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.errors import BenchmarkError
 from benchmarks.fleet import MODEL_NAME
 from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.progress import tell
 from benchmarks.service import Service, service
 
@@ -44,16 +44,12 @@ _NUM_ROWS = 20_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
+
+    def measured() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="carousel-lending-") as folder, service(application(given)) as running:
-            found = measure(running, Path(folder), given)
-        line = json.dumps(found)
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    print(line, flush=True)
-    return 0
+            return measure(running, Path(folder), given)
+
+    return report(measured, given.json)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from app.assembly import build_engine
+from app.config import EngineConfig
+from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.api.fakes import Service, say
 
@@ -12,6 +16,14 @@ from tests.api.fakes import Service, say
 def tokenizer(demo_path: Path) -> Tokenizer:
     """The bundled model's."""
     return Tokenizer.load(str(demo_path))
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[AsyncEngine]:
+    """The bundled model, computing."""
+    built = build_engine(EngineConfig())
+    yield built
+    built.shutdown()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import openai
 import pytest
 
@@ -22,6 +21,7 @@ from app.text import Tokenizer
 from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
+from tests.api.openai_clients import openai_client
 
 CHAT = "/v1/chat/completions"
 
@@ -35,13 +35,7 @@ def with_openai(
     service: Service, folder: Path, use: Callable[[openai.AsyncOpenAI], Awaitable[None]], **settings: Any
 ) -> None:
     async def main() -> None:
-        async with (
-            served(service, folder, **settings) as app,
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app)) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
+        async with served(service, folder, **settings) as app, openai_client(app) as client:
             await use(client)
 
     asyncio.run(main())

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,6 +23,7 @@ from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.fakes import Answer, Service, Step
 from tests.api.keys import bearer, entry
+from tests.api.openai_clients import openai_client
 
 
 def embedding_of(request: Request) -> list[float]:
@@ -184,10 +183,7 @@ def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, t
         )
         try:
             service = Service(tokenizer, generate=engine.generate, pooling=Pooling.MEAN)
-            async with (
-                httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
-                openai.AsyncOpenAI(base_url="http://carousel/v1", api_key="none", http_client=http) as client,
-            ):
+            async with openai_client(service.app) as client:
                 answer = await client.embeddings.create(model="demo", input=texts)
                 for text, data in zip(texts, answer.data, strict=True):
                     assert (torch.tensor(data.embedding) - expected(text)).norm() < 1e-4

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from app.api.forced_calls import moved
-from app.assembly import build_engine
-from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.api.fakes import Service
+from tests.api.openai_clients import with_client as with_openai
 from tests.text.tool_calls.templates import TEMPLATES
 
 WEATHER = {
@@ -39,30 +37,13 @@ TIME = {"type": "function", "function": {"name": "time"}}
 PLACE_AND_UNIT = [{"place": place, "unit": unit} for place in ("Ulm", "Oslo") for unit in "CF"]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncEngine]:
-    built = build_engine(EngineConfig())
-    yield built
-    built.shutdown()
-
-
 @pytest.fixture
 def with_client(engine: AsyncEngine, demo_path: Path) -> Callable[[Callable[..., Awaitable[None]]], None]:
     """The bundled model with a template that has tools: it never saw any, but it must call them."""
     pretrained = PreTrainedTokenizerFast.from_pretrained(demo_path)
     pretrained.chat_template = TEMPLATES["hermes"]
     service = Service(Tokenizer(pretrained), generate=engine.generate, max_model_len=2000)
-
-    async def main(use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-        async with (
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
-            await use(client)
-
-    return lambda use: asyncio.run(main(use))
+    return partial(with_openai, service.app)
 
 
 def asked(**fields: Any) -> Any:

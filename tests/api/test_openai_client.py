@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-
-import httpx2
 import openai
 import pytest
 
 from app.errors import Overloaded
 from app.text import Tokenizer
 from tests.api.fakes import Service
+from tests.api.openai_clients import with_client
 
 URL = "http://carousel/v1"
 USER = {"role": "user", "content": "Hi"}
-
-
-def with_client(service: Service, use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-    async def main() -> None:
-        transport = httpx2.ASGITransport(app=service.app)
-        async with (
-            httpx2.AsyncClient(transport=transport) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
-            await use(client)
-
-    asyncio.run(main())
 
 
 def test_models_chats_and_completions(service: Service) -> None:
@@ -43,7 +26,7 @@ def test_models_chats_and_completions(service: Service) -> None:
         completion = await client.completions.create(model="demo", prompt=[[5, 6], [7]], max_tokens=8)
         assert [choice.text for choice in completion.choices] == ["3 4 5."] * 2
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_a_streamed_chat(service: Service) -> None:
@@ -58,7 +41,7 @@ def test_a_streamed_chat(service: Service) -> None:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 5
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_errors_become_the_packages_own(tokenizer: Tokenizer) -> None:
@@ -72,7 +55,7 @@ def test_errors_become_the_packages_own(tokenizer: Tokenizer) -> None:
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="demo", messages=[USER])
 
-    with_client(Service(tokenizer, lambda request: [Overloaded("full")]), use)
+    with_client(Service(tokenizer, lambda request: [Overloaded("full")]).app, use)
 
 
 def test_an_error_in_mid_stream_is_raised(tokenizer: Tokenizer) -> None:
@@ -82,4 +65,4 @@ def test_an_error_in_mid_stream_is_raised(tokenizer: Tokenizer) -> None:
             async for _ in stream:
                 pass
 
-    with_client(Service(tokenizer, lambda request: [(20,), Overloaded("full")]), use)
+    with_client(Service(tokenizer, lambda request: [(20,), Overloaded("full")]).app, use)

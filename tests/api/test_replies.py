@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -20,6 +18,7 @@ from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, say
+from tests.api.openai_clients import with_client
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -217,19 +216,6 @@ def test_strict_replies_look_into_items_of_all_types(service: Service) -> None:
     assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
 
 
-def with_client(service: Service, use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with (
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
-            await use(client)
-
-    asyncio.run(main())
-
-
 def test_the_openai_package_reads_replies(service: Service) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         reply = await client.responses.create(model="demo", input="Hi", instructions="Count.")
@@ -243,7 +229,7 @@ def test_the_openai_package_reads_replies(service: Service) -> None:
         assert kinds[-1] == "response.completed"
         assert final.output_text == "3 4 5."
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> None:
@@ -261,7 +247,7 @@ def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> N
         assert again.type == "function_call"
         assert json.loads(again.arguments) == {"a": 1}
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
@@ -271,7 +257,7 @@ def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
         events = [event async for event in await client.responses.create(model="demo", input="Hi", stream=True)]
         assert events[-1].type == "response.failed"
 
-    with_client(service, use)
+    with_client(service.app, use)
 
 
 def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:

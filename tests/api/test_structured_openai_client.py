@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal
 
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel
 
-from app.assembly import build_engine
-from app.config import EngineConfig
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from tests.api.fakes import Service
+from tests.api.openai_clients import with_client as with_openai
 
 USER = {"role": "user", "content": "Tell me of a bird."}
 
@@ -29,28 +27,9 @@ class Bird(BaseModel):
     colour: Literal["grey", "white"] | None
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncEngine]:
-    built = build_engine(EngineConfig())
-    yield built
-    built.shutdown()
-
-
 @pytest.fixture
 def with_client(tokenizer: Tokenizer, engine: AsyncEngine) -> Callable[[Callable[..., Awaitable[None]]], None]:
-    service = Service(tokenizer, generate=engine.generate)
-
-    async def main(use: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-        transport = httpx2.ASGITransport(app=service.app)
-        async with (
-            httpx2.AsyncClient(transport=transport) as http,
-            openai.AsyncOpenAI(
-                base_url="http://carousel/v1", api_key="none", http_client=http, max_retries=0
-            ) as client,
-        ):
-            await use(client)
-
-    return lambda use: asyncio.run(main(use))
+    return partial(with_openai, Service(tokenizer, generate=engine.generate).app)
 
 
 def test_a_pydantic_model_is_parsed(with_client: Callable[..., None]) -> None:

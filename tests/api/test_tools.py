@@ -6,14 +6,13 @@ import asyncio
 import json
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 
 from app.engine.request import FinishReason
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS, ToolFormat
 from tests.api.fakes import WAIT, Service, say
+from tests.api.openai_clients import openai_client
 from tests.metrics.test_exposition import value
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
@@ -185,10 +184,7 @@ def test_the_openai_package_reads_calls_whole_and_streamed(tokenizer: Tokenizer)
     service = serving(tokenizer, CALL)
 
     async def main() -> None:
-        async with (
-            httpx2.AsyncClient(transport=httpx2.ASGITransport(app=service.app)) as http,
-            openai.AsyncOpenAI(base_url="http://carousel/v1", api_key="none", http_client=http) as client,
-        ):
+        async with openai_client(service.app) as client:
             asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
             whole = await client.chat.completions.create(**asked)
             calls = whole.choices[0].message.tool_calls

@@ -11,7 +11,8 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from deployments.launcher import environment, free_ports
 from deployments.settings import ServeFile, parse
 
 HERE = Path(__file__).parent
+NATIVE: Mapping[str, Any] = {}
+PLAIN = {"native_decoder": False, "native_attention": False, "packed_weights": False}
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
@@ -30,6 +33,7 @@ def free_port() -> int:
 
 
 HTTP_PORT = free_port()
+Deployed = Callable[[str, Mapping[str, Any]], AbstractContextManager[str]]
 RUN_FOLDER = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
 atexit.register(shutil.rmtree, RUN_FOLDER, ignore_errors=True)
 _FILE = ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={})
@@ -98,36 +102,56 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def service(cluster: str, demo_path: Path) -> Service:
-    """`turns` and `least` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
+def deployed(cluster: str) -> Deployed:
+    """Deploys `args` as an application of this name for the length of a block; gives where it answers."""
+    from deployments.application import build
 
-    The last two compute on plain torch: in native code a stream of all the context is over before a test has looked.
+    @contextmanager
+    def for_a_block(name: str, args: Mapping[str, Any]) -> Iterator[str]:
+        serve.run(build(parse(args)), name=name, route_prefix=f"/{name}")
+        yield f"{cluster}/{name}"
+        # Nobody waits until it has drained: it has its own name, and the next tests have other applications.
+        serve.delete(name, _blocking=False)
+
+    return for_a_block
+
+
+@pytest.fixture(scope="session")
+def service(cluster: str, demo_path: Path) -> Service:
+    """`turns`, `least`, `held` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
+
+    The last two are simulated: a stream lasts as long on every machine, so that it still runs when a test looks.
+    `least` computes on plain torch: in native code the first questions are answered before the last have come.
     """
     from deployments.application import build
 
     models = [
         _model("turns", demo_path, num_replicas=2, dispatch="round_robin"),
-        _model("least", demo_path, num_replicas=2, dispatch="least_loaded", is_slow=True),
-        _model(
-            "narrow", demo_path, num_replicas=1, dispatch="least_loaded", is_slow=True, max_running=1, max_waiting=1
-        ),
+        _model("least", demo_path, num_replicas=2, model=PLAIN),
+        _model("held", demo_path, num_replicas=2, model=steps_of(20)),
+        _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
     ]
     cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
     args = {"models": models, "cascades": cascades, "ingress": {"num_cpus": 0.1}}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
-    for model in ("turns", "least", "narrow"):
+    for model in ("turns", "least", "held", "narrow"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait
     return service
 
 
+def steps_of(step_ms: float) -> dict[str, Any]:
+    """Of an engine's `model`: every step takes this long, and torch is not loaded."""
+    return {"simulated": {"step_ms": step_ms}}
+
+
 def _model(
-    name: str, path: Path, *, num_replicas: int, dispatch: str, is_slow: bool = False, **scheduler: int
-) -> dict[str, Any]:
-    plain = {"native_decoder": False, "native_attention": False, "packed_weights": False} if is_slow else {}
+    name: str, path: Path, *, num_replicas: int, dispatch: str = "least_loaded", model: Mapping[str, Any] = NATIVE,
+    **scheduler: int,
+) -> dict[str, Any]:  # fmt: skip
     return {
         "name": name,
-        "engine": {"model": {"path": str(path)} | plain, "cache": {"memory_gib": 0.05}, "scheduler": scheduler},
+        "engine": {"model": {"path": str(path), **model}, "cache": {"memory_gib": 0.05}, "scheduler": scheduler},
         "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "dispatch": dispatch, "drain_timeout_s": 1},
     }
 

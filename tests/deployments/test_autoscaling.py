@@ -16,16 +16,13 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 
 from app.config import ServedModelConfig
-from deployments.application import build
 from deployments.autoscaling import number_of_replicas, use_of
-from deployments.settings import parse
+from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.scraping import complete_scrape
 from tests.fakes import build_fake_engine, make_request
-from tests.metrics.test_exposition import value
 
 # Serve says it whenever it reads the config back; deployments/autoscaling.py says why the field is set.
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
-
-PLAIN = {"native_decoder": False, "native_attention": False, "packed_weights": False}  # slow enough to see it work
 
 
 def model(**autoscaling: float) -> ServedModelConfig:
@@ -83,10 +80,10 @@ def test_a_fixed_number_stays_fixed() -> None:
 
 
 @pytest.fixture(scope="module")
-def url(cluster: str, demo_path: Path) -> Iterator[str]:
+def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
     elastic = {
         "name": "elastic",
-        "engine": {"model": {"path": str(demo_path)} | PLAIN, "cache": {"memory_gib": 0.05}},
+        "engine": {"model": {"path": str(demo_path), **steps_of(5)}, "cache": {"num_blocks": 1024}},
         "replicas": {
             "num_replicas": 1,
             "num_cpus": 0.1,
@@ -101,11 +98,8 @@ def url(cluster: str, demo_path: Path) -> Iterator[str]:
             },
         },
     }
-    serve.run(
-        build(parse({"models": [elastic], "ingress": {"num_cpus": 0.1}})), name="elastic", route_prefix="/elastic"
-    )
-    yield f"{cluster}/elastic"
-    serve.delete("elastic")
+    with deployed("elastic", {"models": [elastic], "ingress": {"num_cpus": 0.1}}) as url:
+        yield url
 
 
 def num_running() -> int:
@@ -161,7 +155,7 @@ def test_replicas_come_with_the_load_go_with_it_and_come_back_without_a_failed_r
     down_s = seconds_until(lambda: num_running() == 0, timeout_s=60)
     # Who asks how it goes does not wake it.
     assert httpx.get(f"{url}/ready").status_code == 200
-    assert value(httpx.get(f"{url}/metrics").content, "carousel_scrape_missing") == 0
+    complete_scrape(url)  # nobody is missing of a model that has no replicas
     assert num_running() == 0
     begin = time.monotonic()
     assert ask(url, max_tokens=3) == 200

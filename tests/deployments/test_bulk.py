@@ -91,6 +91,13 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
+def first_rows(number: int, folder: Path) -> Path:
+    """A file with so many of the bundled rows."""
+    path = folder / "some.jsonl"
+    path.write_text("".join(EXAMPLE.read_text().splitlines(keepends=True)[:number]))
+    return path
+
+
 def summary(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "summary.json").read_text()))
 
@@ -172,9 +179,7 @@ sys.exit(main())
 
 
 def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path: Path, config: Path) -> None:
-    some = "".join(line + "\n" for line in EXAMPLE.read_text().splitlines()[:20])
-    (tmp_path / "some.jsonl").write_text(some)
-    arguments = ["--input", tmp_path / "some.jsonl", "--config", config, "--engines", 1]
+    arguments = ["--input", first_rows(20, tmp_path), "--config", config, "--engines", 1]
     process = start(*arguments, program=("-c", POISONED))
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, printed
@@ -186,7 +191,9 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
 
 def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_path: Path, service: Service) -> None:
     """A model with one slot: a row is preempted by whoever comes, and the rows are all answered."""
-    arguments = ["--input", EXAMPLE, "--through", "fleet", "--base-url", service.url, "--model", "narrow"]
+    num_rows = 60
+    rows = first_rows(num_rows, tmp_path)
+    arguments = ["--input", rows, "--through", "fleet", "--base-url", service.url, "--model", "narrow"]
     process = start(*arguments, "--max-tokens", 12)
     wait_for_rows(tmp_path / "out", 5, process)
     body = {"model": "narrow", "prompt": "Count", "max_tokens": 4}
@@ -194,8 +201,8 @@ def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_
         assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, printed
-    assert "200 rows: 200 ok, 0 failed" in printed
-    assert sorted(result["row"] for result in results(tmp_path / "out")) == list(range(NUM_ROWS))
+    assert f"{num_rows} rows: {num_rows} ok, 0 failed" in printed
+    assert sorted(result["row"] for result in results(tmp_path / "out")) == list(range(num_rows))
     assert service.stats("narrow")[0].total_preemptions > 0
     service.eventually("narrow", lambda stats: stats[0].num_running == 0)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from benchmarks.chaos.mix import MODEL_NAME, alike, mixed
 from benchmarks.chaos.stage import application
 from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
-from benchmarks.chaos.verdict import judged
 from benchmarks.http_call import Target
 from deployments.application import build
-from deployments.launcher import session_members
 from deployments.settings import parse
+from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, struck
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3
@@ -47,7 +45,7 @@ def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
     deploy(demo_path, drain_timeout_s=1)
     target = Target.parse(f"{cluster}/{APPLICATION}")
     yield asyncio.run(with_reference(target, mixed(NUM_STREAMS, max_tokens=(20, 100))))
-    serve.delete(APPLICATION)
+    serve.delete(APPLICATION, _blocking=False)
 
 
 @pytest.fixture
@@ -58,14 +56,7 @@ def fresh(traffic: Traffic) -> Traffic:
 
 
 def replicas() -> list[int]:
-    """The pids of the replicas, among the processes of this session: other clusters have their own."""
-    title = f"ray::ServeReplica:{APPLICATION}:replica-{MODEL_NAME}"
-    found = []
-    for pid in session_members(os.getsid(0)):
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
-                found.append(pid)
-    return found
+    return replica_pids(APPLICATION, f"replica-{MODEL_NAME}")
 
 
 def stats() -> list[Any]:
@@ -90,30 +81,6 @@ def holds_nothing() -> bool:
     found = stats()
     held = [(each.num_running, each.num_waiting, each.num_blocks - each.num_free_blocks) for each in found]
     return held == [(0, 0, 0)] * NUM_REPLICAS
-
-
-def assert_nothing_is_wrong(traffic: Traffic) -> None:
-    found = judged(traffic.answers, traffic.reference)
-    assert found == dict.fromkeys(found, 0) | {
-        "streams": len(traffic.answers), "completed": len(traffic.answers), "other_ends": {},
-    }, found  # fmt: skip
-
-
-def struck(traffic: Traffic, strike: Callable[[], None]) -> None:
-    """All requests once; all of them have had their first tokens when it strikes, and have some more to come."""
-
-    async def main() -> None:
-        answering = asyncio.ensure_future(traffic.once())
-        await has_begun(traffic)
-        strike()
-        assert not answering.done()
-        await answering
-
-    asyncio.run(main())
-
-
-async def has_begun(traffic: Traffic) -> None:
-    await moment(lambda: len(traffic.answers) >= NUM_STREAMS and all(each.arrivals_s for each in traffic.answers))
 
 
 def test_killing_a_replica_changes_no_token(fresh: Traffic) -> None:

@@ -14,10 +14,8 @@ import openai
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
 
-from deployments.application import build
-from deployments.settings import parse
+from tests.deployments.conftest import Deployed, steps_of
 
 MODEL = "night"
 CHAT = "/v1/chat/completions"
@@ -60,11 +58,11 @@ def inbox() -> Iterator[Inbox]:
 
 @pytest.fixture(scope="module")
 def client(
-    cluster: str, demo_path: Path, tmp_path_factory: pytest.TempPathFactory, inbox: Inbox
+    deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFactory, inbox: Inbox
 ) -> Iterator[openai.OpenAI]:
     model = {
         "name": MODEL,
-        "engine": {"model": {"path": str(demo_path), "simulated": {"step_ms": 20}}, "cache": {"num_blocks": 256}},
+        "engine": {"model": {"path": str(demo_path), **steps_of(20)}, "cache": {"num_blocks": 256}},
         "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
     }
     args = {
@@ -82,10 +80,8 @@ def client(
             },
         },
     }
-    serve.run(build(parse(args)), name=MODEL, route_prefix=f"/{MODEL}")
-    with openai.OpenAI(base_url=f"{cluster}/{MODEL}/v1", api_key="none", max_retries=10) as client:
+    with deployed(MODEL, args) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
         yield client
-    serve.delete(MODEL)
 
 
 def line(number: int) -> str:

@@ -7,24 +7,20 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from ray import serve
 
 from benchmarks.chaos.mix import MODEL_NAME, Asked
 from benchmarks.chaos.stage import application
 from benchmarks.chaos.traffic import Traffic, with_reference
-from benchmarks.chaos.verdict import judged
 from benchmarks.http_call import Target
-from deployments.application import build
-from deployments.launcher import session_members
-from deployments.settings import parse
+from tests.deployments.conftest import Deployed
+from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, struck
 
 APPLICATION = "structured"
 PATTERN = "[a-z]{30,40}!"
@@ -53,22 +49,10 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
+def traffic(deployed: Deployed, demo_path: Path) -> Iterator[Traffic]:
     args = application(num_replicas=2, step_ms=20, model=str(demo_path), silence_timeout_s=1.0)
-    serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
-    yield asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), REQUESTS))
-    serve.delete(APPLICATION)
-
-
-def replicas() -> list[int]:
-    """The pids of the replicas of this application and session."""
-    title = f"ray::ServeReplica:{APPLICATION}:replica-{MODEL_NAME}"
-    found = []
-    for pid in session_members(os.getsid(0)):
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
-                found.append(pid)
-    return found
+    with deployed(APPLICATION, args) as url:
+        yield asyncio.run(with_reference(Target.parse(url), REQUESTS))
 
 
 def test_what_was_asked_for_comes(traffic: Traffic) -> None:
@@ -88,14 +72,6 @@ def test_what_cannot_be_compiled_is_refused_before_any_answer_begins(traffic: Tr
 
 
 def test_killing_a_replica_changes_no_token(traffic: Traffic) -> None:
-    async def main() -> list[Any]:
-        answering = asyncio.ensure_future(traffic.once())
-        await asyncio.sleep(0.5)
-        os.kill(replicas()[0], signal.SIGKILL)
-        assert not answering.done()
-        return await answering
-
-    began_at = time.monotonic()
-    found = judged(asyncio.run(main()), traffic.reference)
-    assert found == dict.fromkeys(found, 0) | {"streams": 8, "completed": 8, "other_ends": {}}, found
-    assert time.monotonic() - began_at < 60
+    fresh = replace(traffic, answers=[])
+    struck(fresh, lambda: os.kill(replica_pids(APPLICATION, f"replica-{MODEL_NAME}")[0], signal.SIGKILL))
+    assert_nothing_is_wrong(fresh)

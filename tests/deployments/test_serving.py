@@ -31,9 +31,9 @@ from deployments.foreground import reason
 from deployments.launcher import session_members
 from deployments.settings import parse
 from scripts.demo_tasks import Question, mixed_questions
-from tests.deployments.conftest import Service
+from tests.deployments.conftest import Service, steps_of
 
-LONG = 2000  # tokens: nearly all of the context, and some seconds of work
+LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
 
 
 def ask(service: Service, model: str, prompt: str = "Count from 3 to 9.", **fields: Any) -> httpx.Response:
@@ -60,7 +60,7 @@ def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/ready").status_code == 200
     listed = httpx.get(f"{service.url}/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["turns", "least", "narrow", "unsure"]
+    assert [model["id"] for model in listed["data"]] == ["turns", "least", "held", "narrow", "unsure"]
 
 
 def test_log_probabilities_come_the_whole_way(service: Service) -> None:
@@ -168,13 +168,13 @@ def test_round_robin_alternates(service: Service) -> None:
 
 
 def test_least_loaded_avoids_the_busy_replica(service: Service) -> None:
-    with long_stream(service, "least"):
-        before = service.stats("least")
+    with long_stream(service, "held"):
+        before = service.stats("held")
         busy = [each.num_running for each in before].index(1)
         for _ in range(4):
-            assert ask(service, "least", max_tokens=2).status_code == 200
+            assert ask(service, "held", max_tokens=2).status_code == 200
         total = sum(num_finished(before)) + 4
-        after = service.eventually("least", lambda stats: sum(num_finished(stats)) == total)
+        after = service.eventually("held", lambda stats: sum(num_finished(stats)) == total)
         assert after[busy].total_finished == before[busy].total_finished
 
 
@@ -252,14 +252,15 @@ def test_bad_requests_are_answered_as_openai_does(
     assert response.json()["error"]["param"] == param
 
 
-def test_the_ingress_has_no_torch_and_the_replicas_do(service: Service) -> None:
+def test_the_ingress_has_no_torch_and_replicas_with_weights_do(service: Service) -> None:
     # Found by the title that Ray gives each process, among those of this session: other clusters have their own.
     loads_torch = {}
     for pid in session_members(os.getsid(0)):
         title = Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
         if title.startswith("ray::ServeReplica:carousel:"):
             loads_torch[title.rpartition(":")[2]] = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-    assert loads_torch == {"ingress": False, "replica-turns": True, "replica-least": True, "replica-narrow": True}
+    with_weights = {"replica-turns": True, "replica-least": True}
+    assert loads_torch == {"ingress": False, "replica-held": False, "replica-narrow": False} | with_weights
 
 
 def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting_one(
@@ -270,7 +271,7 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
             "models": [
                 {
                     "name": "retuned",
-                    "engine": {"model": {"path": str(demo_path)}, "cache": {"memory_gib": 0.05}},
+                    "engine": {"model": {"path": str(demo_path), **steps_of(10)}, "cache": {"num_blocks": 256}},
                     "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 1},
                 }
             ]
@@ -313,7 +314,7 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
             begun.extend(delta.token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
     assert len(tokens[0]) == 300
-    serve.delete("retuned")
+    serve.delete("retuned", _blocking=False)
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(
@@ -328,7 +329,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(
     message = serve.status().applications["broken"].deployments["replica-demo"].message
     assert "none-such" in reason(message)
     assert "Traceback" not in reason(message)
-    serve.delete("broken")
+    serve.delete("broken", _blocking=False)
 
 
 def test_the_builder_itself_refuses_parts_that_do_not_fit() -> None:

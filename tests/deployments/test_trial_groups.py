@@ -8,19 +8,17 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
 
-from deployments.application import build
-from deployments.settings import parse
+from tests.deployments.conftest import Deployed, steps_of
 
 MODEL = "trial"
 
 
 @pytest.fixture(scope="module")
-def url(cluster: str, demo_path: Path) -> Iterator[str]:
+def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
     model = {
         "name": MODEL,
-        "engine": {"model": {"path": str(demo_path), "simulated": {"step_ms": 1}}, "cache": {"num_blocks": 256}},
+        "engine": {"model": {"path": str(demo_path), **steps_of(1)}, "cache": {"num_blocks": 256}},
         "replicas": {
             "num_replicas": 2,
             "num_cpus": 0.05,
@@ -31,9 +29,8 @@ def url(cluster: str, demo_path: Path) -> Iterator[str]:
             ],
         },
     }
-    serve.run(build(parse({"models": [model], "ingress": {"num_cpus": 0.05}})), name=MODEL, route_prefix=f"/{MODEL}")
-    yield f"{cluster}/{MODEL}"
-    serve.delete(MODEL)
+    with deployed(MODEL, {"models": [model], "ingress": {"num_cpus": 0.05}}) as url:
+        yield url
 
 
 def ask(url: str, **headers: str) -> httpx.Response:

@@ -84,7 +84,7 @@ def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabul
     ("limits", "name", "words"),
     [
         ({"compile_timeout_s": 0.05}, "many required", "takes longer than 0.05 s"),
-        ({"compile_megabytes": 64}, "a long text", "too deep or too large"),
+        ({"compile_megabytes": 64, "compile_timeout_s": 20}, "a long text", "too deep or too large"),
     ],
 )
 def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: dict[str, Any], name: str, words: str) -> None:
@@ -92,7 +92,9 @@ def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: dict[str, A
     grammars = Grammars(GrammarConfig(**limits), lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
     with pytest.raises(InvalidRequest, match=words):
         grammars.matcher_of(request_for(Grammar(kind, text))).result(30)
-    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30) is not None
+    # A busy machine may refuse a small one too within so short a time; others then, because refusals are remembered.
+    small = (grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a" * number))) for number in range(1, 100))
+    assert any(each.exception(30) is None for each in small)
     grammars.close()
 
 

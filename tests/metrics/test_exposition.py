@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics import ReplicaReport, RequestMetrics, Scrape, exposition
+from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
 from tests.fakes import build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -41,14 +41,14 @@ VLLM_NAMES: dict[str, tuple[str, set[str]]] = {
 }
 
 
-def report(replica_id: str, num_requests: int, **engine: Any) -> ReplicaReport:
+def report(replica_id: str, num_requests: int, **engine: Any) -> EngineReport:
     """Of an engine in the middle of that many requests."""
     fake = build_fake_engine(**engine)
     for _ in range(num_requests):
         fake.add(make_request(max_tokens=5))
     for _ in range(2):
         fake.step()
-    return ReplicaReport(replica_id=replica_id, stats=fake.stats(), measurements=fake.measurements())
+    return EngineReport(replica_id=replica_id, stats=fake.stats(), measurements=fake.measurements())
 
 
 def after_one_request() -> Scrape:

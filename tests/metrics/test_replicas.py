@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from app.metrics import KnownReplicas, ReplicaReport
+from app.metrics import EngineReport, KnownReplicas
 from app.metrics import replicas as replicas_module
 from tests.fakes import build_fake_engine, make_request
 
 
-def report(replica_id: str, num_steps: int) -> ReplicaReport:
+def report(replica_id: str, num_steps: int) -> EngineReport:
     engine = build_fake_engine()
     engine.add(make_request(max_tokens=50))
     for _ in range(num_steps):
         engine.step()
-    return ReplicaReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements())
+    return EngineReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements())
 
 
-def known_of(*reports: ReplicaReport) -> KnownReplicas:
+def known_of(*reports: EngineReport) -> KnownReplicas:
     known = KnownReplicas()
     known.learn(reports)
     return known
