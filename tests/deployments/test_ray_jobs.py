@@ -9,14 +9,13 @@ from pathlib import Path
 import openai
 import pytest
 import ray
-from ray import serve
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from app.bulk.job_server import OUTPUT
 from app.errors import InvalidSetup
-from deployments.application import build
 from deployments.ray_jobs import RayJobs
 from deployments.settings import parse, read_serve_file
+from tests.deployments.conftest import Deployed, steps_of
 
 MODEL = "jobs"
 CHAT = "/v1/chat/completions"
@@ -82,13 +81,13 @@ def test_nobody_who_runs_jobs_is_a_mistake_of_the_setup(cluster: str) -> None:
 
 
 def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_killed(
-    cluster: str, demo_path: Path, tmp_path: Path
+    deployed: Deployed, demo_path: Path, tmp_path: Path
 ) -> None:
     model = {
         "name": MODEL,
         # Slow, so that there is time to kill somebody.
         "engine": {
-            "model": {"path": str(demo_path), "simulated": {"step_ms": 100}},
+            "model": {"path": str(demo_path), **steps_of(100)},
             "cache": {"num_blocks": 64},
             "scheduler": {"max_running": 8},
         },
@@ -96,8 +95,10 @@ def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_kil
     }
     batches = {"path": str(tmp_path / "batches"), "num_cpus": 0.05, "run_as": "ray_job"}
     args = {"models": [model], "ingress": {"num_cpus": 0.05}, "batches": batches}
-    serve.run(build(parse(args)), name=MODEL, route_prefix=f"/{MODEL}")
-    with openai.OpenAI(base_url=f"{cluster}/{MODEL}/v1", api_key="none", max_retries=10) as client:
+    with (
+        deployed(MODEL, args) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client,
+    ):
         content = "\n".join([*map(line, range(NUM_LINES)), line(NUM_LINES, n=2)]).encode()
         file = client.files.create(file=("night.jsonl", content), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
@@ -122,7 +123,6 @@ def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_kil
     assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
     assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
     assert refused["response"]["status_code"] == 400
-    serve.delete(MODEL)
 
 
 def _jobs() -> JobSubmissionClient:
