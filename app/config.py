@@ -280,7 +280,10 @@ class SchedulerConfig(Settings):
 
     @property
     def max_requests(self) -> int:
-        """Requests one replica holds at once, running and waiting. Serve's own limits are derived from it."""
+        """Requests one replica holds at once, running and waiting, without background that makes way for others.
+
+        Serve's own limits are derived from it.
+        """
         return self.max_running + self.max_waiting
 
     @model_validator(mode="after")
@@ -506,6 +509,7 @@ class KeyConfig(Settings):
     )
     max_concurrency: int | None = Field(None, ge=1, le=10**6, description="requests at once; default: any number")
     max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
+    admin: bool = Field(False, description="it opens the routes under /admin too")
 
     @field_validator("sha256")
     @classmethod
@@ -528,7 +532,9 @@ class ApiConfig(Settings):
     allow_unauthenticated: bool = Field(
         False, description="listen on other interfaces than loopback without any keys: to everybody who can reach it"
     )
-    open_metrics: bool = Field(False, description="/metrics without a key")
+    metrics_for: Literal["everybody", "keys", "admins"] = Field(
+        "keys", description="who may read /metrics: everybody without a key, any key, or keys with `admin`"
+    )
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
     )

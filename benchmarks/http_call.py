@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -57,11 +58,12 @@ class Target:
             path if path.endswith("/v1") else f"{path}/v1",
         )  # fmt: skip
 
-    def request(self, endpoint: str, body: bytes) -> bytes:
+    def request(self, endpoint: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """The bytes of a POST of JSON to an endpoint, for example `completions`."""
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
             f"POST {self.path}/{endpoint} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
         )
         return head.encode() + body
 

@@ -40,8 +40,8 @@ _WARM_UP_FRAMES = 20
 _TEXT_TOKENS = range(300, 600)  # text in most vocabularies
 _LONG_S = 3600.0
 _REPORT = Report(
-    group="", num_requests=1, max_requests=10**6, max_running=10**6, num_waiting_tokens=0, num_kv_tokens=10**6,
-    speed=1000.0, ended_per_s=1.0, step_age_s=0.0,
+    group="", num_requests=1, num_background=0, num_staying_background=0, max_requests=10**6, max_running=10**6,
+    num_waiting_tokens=0, num_kv_tokens=10**6, speed=1000.0, ended_per_s=1.0, step_age_s=0.0,
 )  # fmt: skip
 
 

@@ -66,7 +66,8 @@ def _absolute(path: str) -> str:
 
 
 def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:
-    replicas, max_requests = model.replicas, model.engine.scheduler.max_requests
+    replicas = model.replicas
+    max_requests = _max_requests(model)
     return serve.deployment(Replica).options(
         name=deployment_name(model),
         **number_of_replicas(model),
@@ -86,7 +87,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    max_requests = sum(model.engine.scheduler.max_requests * model.replicas.max_replicas for model in config.models)
+    max_requests = sum(_max_requests(model) * model.replicas.max_replicas for model in config.models)
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,
@@ -99,6 +100,11 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
     )
+
+
+def _max_requests(model: ServedModelConfig) -> int:
+    """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
+    return 2 * model.engine.scheduler.max_requests
 
 
 def _batches_deployment(config: BatchesConfig) -> serve.Deployment:

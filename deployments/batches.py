@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
+from app.api.admin import ProcessReport
 from app.batches import BatchWorker, LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
+from app.metrics import BatchCounts
+from deployments.admin import Insight
 from deployments.client import ModelClient, served_model
 from deployments.keys_file import Keys
 from deployments.logs import log_where_serve_does
@@ -52,9 +56,15 @@ class Batches:
             raise Unavailable("files and batches are being opened or are another process's; try again")
         return await getattr(self._opening.result(), method)(*arguments)
 
-    def metrics_report(self) -> IngressReport:
-        """What this process has measured of the lines that it sent."""
-        return self._metrics.report()
+    async def metrics_report(self) -> IngressReport:
+        """What this process has measured of the lines that it sent, and what has come of them."""
+        is_open = self._opening.done() and not self._opening.exception()
+        counts = await self._opening.result().counts() if is_open else {}
+        return replace(self._metrics.report(), batches=BatchCounts(**counts) if counts else None)
+
+    def admin_report(self) -> ProcessReport:
+        """What this process knows of keys and replicas, for the ingress that an admin has asked."""
+        return Insight(self._config.models, self._keys.doorkeeper).report()
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""

@@ -13,8 +13,10 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from app.api import Answering, ServedModel, batch_routes, build_app
+from app.api.admin import ProcessReport
 from app.api.guard import owner_of
 from app.config import ApplicationConfig
+from deployments.admin import Insight
 from deployments.batch_calls import RemoteBatchService
 from deployments.client import ModelClient, cascades_of, served_model
 from deployments.keys_file import Keys
@@ -57,6 +59,7 @@ class Ingress:
         # Here too, for whoever deploys on a cluster has no launcher that would say so.
         check_exposure(_get_global_client().http_config.host, config.api)
         self._keys = Keys(config.api)
+        self._insight = Insight(config.models, self._keys.doorkeeper, batches)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -78,11 +81,16 @@ class Ingress:
             cascades=cascades_of(self._config.cascades, models),
             batch_routes=self._batch_routes(models),
             doorkeeper=self._keys.doorkeeper,
+            inquire=self._insight.inquire,
         )
 
     def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that was asked for all of it."""
         return self._metrics.report()
+
+    def admin_report(self) -> ProcessReport:
+        """What this process knows, for the ingress that an admin has asked."""
+        return self._insight.report()
 
     def _batch_routes(self, models: Sequence[ServedModel]) -> list[Route]:
         if self._batches is None:

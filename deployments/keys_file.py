@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import NoReturn
 
-from app.api.keys import Doorkeeper, KeyRing, OpenDoor
+from app.api.keys import Doorkeeper, KeyRing, open_door
 from app.config import ApiConfig
 from app.errors import InvalidSetup
 from deployments.settings import all_keys
@@ -27,7 +27,7 @@ class Keys:
         keys = all_keys(config)
         self._ring = KeyRing(keys)
         # A file without keys is a mistake, so that no mistake can open the door.
-        self.doorkeeper: Doorkeeper = self._ring if keys else OpenDoor()
+        self.doorkeeper: Doorkeeper = self._ring if keys else open_door(config)
 
     async def follow(self) -> NoReturn:
         """Look again and again."""

@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.config import MetricsConfig
-from app.metrics import EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
+from app.metrics import BatchCounts, EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class IngressReport:
     ingress_id: str
     requests: Snapshot
     replicas: Mapping[str, Mapping[str, EngineReport]]  # the last that it heard of each, by model and id
+    batches: BatchCounts | None = None  # where it works batches off
 
 
 class MetricsCollector:
@@ -58,13 +59,16 @@ class MetricsCollector:
         context = serve.get_replica_context()
         this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
         senders = [this_deployment, *self._senders]
-        asked = await asyncio.gather(*map(_reports, (*senders, *self._handles.values())))
+        asked = await asyncio.gather(
+            *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))
+        )
         ingresses = [report for each in asked[: len(senders)] for report in each.reports]
         replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
         self._learn(ingresses, replicas)
         requests = {report.ingress_id: report.requests for report in (*ingresses, self.report())}
         scrape = Scrape(
             requests=list(requests.values()),
+            batches=[report.batches for report in ingresses if report.batches is not None],
             replicas=replicas,
             gone={
                 name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
@@ -81,27 +85,27 @@ class MetricsCollector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answers:
+class Answers:
     """What the replicas of one deployment reported, and how many did not."""
 
     reports: Sequence[Any]
     num_missing: int = 0
 
 
-async def _reports(handle: DeploymentHandle) -> _Answers:
-    """The reports of all replicas of a deployment that come in time."""
+async def answers_of(handle: DeploymentHandle, method: str) -> Answers:
+    """What a method without arguments gives on all replicas of a deployment that answer in time."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             # Not `results_async`: when one replica hangs, it gives the answers of none.
-            calls = await handle.broadcast("metrics_report")._fetch_replica_results_async()
+            calls = await handle.broadcast(method)._fetch_replica_results_async()
     except DeploymentUnavailableError:  # it has no replicas now
-        return _Answers([])
+        return Answers([])
     except Exception as error:
-        logger.warning("no metrics of %s: %r", handle.deployment_name, error)
-        return _Answers([], num_missing=1)
+        logger.warning("no %s of %s: %r", method, handle.deployment_name, error)
+        return Answers([], num_missing=1)
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)
     for task in late:
         task.cancel()
     reports = [task.result() for task in done if not task.cancelled() and task.exception() is None]
-    return _Answers(reports, num_missing=len(tasks) - len(reports))
+    return Answers(reports, num_missing=len(tasks) - len(reports))

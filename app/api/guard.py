@@ -6,14 +6,17 @@ what a URL means that could differ from the router's (that class of mistake is C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Router
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.keys import Doorkeeper
-from app.api.limits import Visit
+from app.api.limits import Account, Visit
+from app.errors import NotPermitted
 
 
 class Guard:
@@ -35,10 +38,41 @@ class Guard:
             await self.app(scope, receive, send)
 
 
-def guarded(open_routes: Sequence[BaseRoute], other_routes: Sequence[BaseRoute], doorkeeper: Doorkeeper) -> Router:
-    """A router over both, with the guard before all but the open ones, unknown paths included."""
-    inside = Router(other_routes, redirect_slashes=False)
-    return Router(open_routes, redirect_slashes=False, default=Guard(inside, doorkeeper))
+class AdminsOnly:
+    """An ASGI application in front of one route, which the router has chosen, for those whose key is an admin's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        account: Account = scope["state"]["account"]
+        if not account.may_administer:
+            raise NotPermitted(
+                "this route is for administrators: send a key that has `admin: true`", code="admin_key_required"
+            )
+        await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """All routes, by who may use them. What is in none of the lists is nobody's."""
+
+    open: Sequence[Route]  # without a key
+    keys: Sequence[Route]  # with any
+    admin: Sequence[Route]  # with an admin's
+
+    def guarded_by(self, doorkeeper: Doorkeeper) -> Router:
+        """A router over all, with the guard before all but the open ones, unknown paths included."""
+        inside = Router([*self.keys, *map(_for_admins, self.admin)], redirect_slashes=False)
+        return Router(self.open, redirect_slashes=False, default=Guard(inside, doorkeeper))
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter((*self.open, *self.keys, *self.admin))
+
+
+def _for_admins(route: Route) -> Route:
+    # HEAD comes with GET by itself.
+    return Route(route.path, route.endpoint, methods=list(route.methods or ()), middleware=[Middleware(AdminsOnly)])
 
 
 def visit_of(request: Request) -> Visit:

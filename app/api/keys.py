@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from app.api.limits import Account
-from app.config import KeyConfig
+from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
 
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
@@ -23,6 +23,10 @@ class Doorkeeper(Protocol):
 
     def account_named(self, name: str) -> Account:
         """The account of the key of this name, for work that it has left here. Raises Unauthenticated."""
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """Those of all keys; nobody's where no keys are needed."""
 
 
 class KeyRing:
@@ -68,12 +72,23 @@ class KeyRing:
                 return account
         raise Unauthenticated("the API key of whoever sent this is not known here any more")
 
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """Of all keys that there are, in their order."""
+        return list(self._accounts.values())
+
 
 class OpenDoor:
     """Where no keys are needed everybody is the same nobody."""
 
-    def __init__(self) -> None:
-        self._account = Account(None, time.monotonic)
+    def __init__(self, *, may_administer: bool = False) -> None:
+        """`may_administer`: whether the admin routes are open too."""
+        self._account = Account(None, time.monotonic, may_administer=may_administer)
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """Nobody's."""
+        return [self._account]
 
     def account_of(self, headers: Headers) -> Account:
         """Nobody's account, which has no limits."""
@@ -82,6 +97,15 @@ class OpenDoor:
     def account_named(self, name: str) -> Account:
         """Nobody's account, whoever once was somebody here."""
         return self._account
+
+
+def open_door(config: ApiConfig) -> OpenDoor:
+    """For a service without keys.
+
+    It listens on loopback only, and whoever is on this machine as its user may do all to it anyway. Where others were
+    let in without keys, the admin routes are nobody's.
+    """
+    return OpenDoor(may_administer=not config.allow_unauthenticated)
 
 
 def _bearer(headers: Headers) -> bytes:

@@ -50,13 +50,36 @@ class TokenBucket:
         return self._balance
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What came of one key since the process that counts has started, or has first heard of it."""
+
+    num_requests: int = 0  # that came in, those that run too
+    num_refused: int = 0  # that were turned away for a limit of the key
+    num_running: int = 0
+    num_tokens: int = 0  # of prompts and outputs of requests that have ended
+
+    def __add__(self, other: Usage) -> Usage:
+        """Both together, as of two processes."""
+        return Usage(
+            self.num_requests + other.num_requests,
+            self.num_refused + other.num_refused,
+            self.num_running + other.num_running,
+            self.num_tokens + other.num_tokens,
+        )
+
+
 class Account:
     """What one key has used. Lives as long as its key, and outlives a change of its limits."""
 
-    def __init__(self, key: KeyConfig | None, clock: Callable[[], float]) -> None:
-        """Without a key it is that of everybody where no keys are needed: it has no name and no limits."""
+    def __init__(self, key: KeyConfig | None, clock: Callable[[], float], *, may_administer: bool = False) -> None:
+        """Without a key it is that of everybody where no keys are needed: it has no name and no limits.
+
+        `may_administer` says whether that everybody may use the admin routes; of a key, the key does.
+        """
         self._clock = clock
-        self._num_running = 0
+        self._everybody_may_administer = may_administer
+        self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
@@ -69,20 +92,31 @@ class Account:
     def name(self) -> str:
         return self.key.name if self.key else ""
 
+    @property
+    def may_administer(self) -> bool:
+        """Whether the admin routes are open to its holder."""
+        return self.key.admin if self.key else self._everybody_may_administer
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._num_requests, self._num_refused, self._num_running, self._num_tokens)
+
     @contextmanager
     def visit(self) -> Iterator[Visit]:
         """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
-        self._check_concurrency()
-        if self._requests:
-            self._check(self._requests, 1, "requests")
-            self._requests.take(1)
-        self._num_running += 1
+        self._enter()
         visit = Visit(self)
         try:
             yield visit
+        except LimitReached:  # it needed more tokens than there were
+            self._num_requests -= 1
+            self._num_refused += 1
+            raise
         finally:
             self._num_running -= 1
-            self.take_tokens(visit.num_used() - visit.num_reserved)
+            num_used = visit.num_used()
+            self._num_tokens += num_used
+            self.take_tokens(num_used - visit.num_reserved)
 
     @contextmanager
     def line(self) -> Iterator[Visit]:
@@ -134,6 +168,18 @@ class Account:
 
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
         return TokenBucket(per_minute, self._clock) if per_minute else None
+
+    def _enter(self) -> None:
+        try:
+            self._check_concurrency()
+            if self._requests:
+                self._check(self._requests, 1, "requests")
+                self._requests.take(1)
+        except LimitReached:
+            self._num_refused += 1
+            raise
+        self._num_requests += 1
+        self._num_running += 1
 
     def _check_concurrency(self) -> None:
         limit = self.key.max_concurrency if self.key else None

@@ -42,7 +42,7 @@ BATCH_BODIES: tuple[type[Schema], ...] = (BatchRequest, PromptListRequest)
 _REFUSALS = {
     "400": "something in the request is wrong; `param` says what",
     "401": "no API key, or none that is known",
-    "403": "this API key is not for that model",
+    "403": "this API key is not for that model, or no admin's",
     "404": "there is no such model, file or batch",
     "408": "the body was too slow, or the deadline has passed or cannot be met",
     "413": "the body is too large",
@@ -51,6 +51,7 @@ _REFUSALS = {
     "503": "no replica can serve now; try again after `Retry-After`",
 }
 _OF_A_KEY = ("401", "429")
+_OF_AN_ADMIN = (*_OF_A_KEY, "403")
 _OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
 _OF_A_BODY = (*_OF_A_MODEL, "408", "413")
 _OF_GENERATION = (*_OF_A_BODY, "500", "503")
@@ -110,10 +111,12 @@ def _paths(config: ApiConfig) -> Json:
             "get": {
                 "summary": "What is measured, for Prometheus",
                 "responses": {"200": {"description": "metrics", "content": {"text/plain": {"schema": _TEXT}}}}
-                | _errors(_OF_A_KEY),
+                | _errors(_OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY),
             }
-            | (open_get if config.open_metrics else {})
+            | (open_get if config.metrics_for == "everybody" else {})
         },
+        "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
+        "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
     }
 
 
@@ -282,6 +285,8 @@ def _answers() -> Json:
         "Text": _object(prompt=_TEXT),
         "TokenizerInfo": _object(tokenizer_class=_TEXT, eos_token=or_nothing, chat_template=or_nothing),
         "Version": _object(version=or_nothing),
+        "AdminKeys": _object(object={"const": "list"}, data=_list(_object(name=_TEXT, requests=_WHOLE_NUMBER))),
+        "AdminFleet": _object(object={"const": "list"}, data=_list(_object(process=_TEXT, model=_TEXT))),
     }
 
 

@@ -51,7 +51,8 @@ class PromptListRequest(Schema):
                         "type": "array",
                         "minItems": 1,
                         "maxItems": MAX_PROMPTS,
-                        "items": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}},
+                        # Of any kind here, for one with mistakes is no refusal of the others: it fails alone.
+                        "items": {"type": "array", "description": "messages, as those of a chat"},
                     },
                 ]
             }

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.admin import AdminRoutes, Inquire, only_this_process
 from app.api.body import DEADLINE_HEADER, parse, read_json_object, with_deadline
 from app.api.callers import in_the_name_of, model_for
 from app.api.cascades import Cascade, Verdict, judge
@@ -26,9 +27,9 @@ from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion, prepare_reply
 from app.api.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.errors import ClientGone, error_response, from_http_exception, log_error
-from app.api.guard import guarded, visit_of
+from app.api.guard import Routes, visit_of
 from app.api.hints import is_strict, wants_explanation, with_hints
-from app.api.keys import Doorkeeper, KeyRing, OpenDoor
+from app.api.keys import Doorkeeper, KeyRing, open_door
 from app.api.limits import Account, rate_limit_headers
 from app.api.openapi import openapi_document
 from app.api.parameters import UnknownFields
@@ -71,18 +72,22 @@ def build_app(
     cascades: Sequence[Cascade] = (),
     batch_routes: Sequence[Route] = (),
     doorkeeper: Doorkeeper | None = None,
+    inquire: Inquire | None = None,
 ) -> Starlette:
     """The HTTP application over these models.
 
     `is_ready` answers whether a request could be served now. Requests are measured in `metrics`, and `expose` writes
     the text of /metrics; by default, what this process has measured. `cascades` are of these models. `batch_routes`
     are those of files and batches where they are served. The `doorkeeper` knows the API keys; by default, those of the
-    config.
+    config. `inquire` asks all processes for what admins want to know; by default, only this one.
     """
     metrics = metrics or RequestMetrics(model.name for model in models)
+    if doorkeeper is None:
+        doorkeeper = KeyRing(config.keys) if config.keys else open_door(config)
+    admin = AdminRoutes(doorkeeper, inquire or only_this_process(doorkeeper))
     openapi = openapi_document(config, has_batches=bool(batch_routes))
     api = _Api(models, cascades, config, is_ready, metrics, expose or _of_this_process(metrics), openapi)
-    routes = [
+    for_keys = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
         Route("/v1/responses", api.reply, methods=["POST"]),
@@ -96,15 +101,15 @@ def build_app(
         Route("/openapi.json", api.openapi, methods=["GET"]),
         *batch_routes,
     ]
+    metrics_route = Route("/metrics", api.expose_metrics, methods=["GET"])
     open_routes = [Route("/health", api.health, methods=["GET"]), Route("/ready", api.ready, methods=["GET"])]
-    (open_routes if config.open_metrics else routes).append(Route("/metrics", api.expose_metrics, methods=["GET"]))
-    if doorkeeper is None:
-        doorkeeper = KeyRing(config.keys) if config.keys else OpenDoor()
+    for_admins = admin.routes()
+    {"everybody": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(metrics_route)
+    routes = Routes(open_routes, for_keys, for_admins)
     app = Starlette(
-        middleware=[Middleware(_Border)],
-        exception_handlers={HTTPException: _on_http_exception_of([*open_routes, *routes])},
+        middleware=[Middleware(_Border)], exception_handlers={HTTPException: _on_http_exception_of(list(routes))}
     )
-    app.router = guarded(open_routes, routes, doorkeeper)
+    app.router = routes.guarded_by(doorkeeper)
     return app
 
 

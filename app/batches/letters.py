@@ -91,6 +91,12 @@ class Letters:
         ).fetchall()
         return [_letter(row, owners[row["batch_id"]]) for row in rows]
 
+    def num_pending(self) -> int:
+        """Letters that are to be sent, now or later."""
+        query = "SELECT count(*) FROM letters WHERE state = ?"
+        [number] = self._connection.execute(query, (LetterState.PENDING.value,)).fetchone()
+        return int(number)
+
     def next_due_at(self) -> float | None:
         """When there is something to do again."""
         [due_at] = self._connection.execute("SELECT min(due_at) FROM letters").fetchone()

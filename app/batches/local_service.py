@@ -59,6 +59,7 @@ class _Open:
     store: Store
     folder: FileFolder
     runner: Runner
+    postman: Postman
 
 
 class LocalBatchService:
@@ -120,6 +121,21 @@ class LocalBatchService:
         if self._life is not None and self._life.done():
             self._life.result()
 
+    async def counts(self) -> dict[str, int]:
+        """What this process has done since it opened the folder, and how many letters are still to arrive."""
+        opened = self._open
+        if opened is None:
+            return {}
+        recorder, postman = opened.runner.recorder, opened.postman
+        return {
+            "num_lines_completed": recorder.num_completed,
+            "num_lines_failed": recorder.num_failed,
+            "num_webhook_attempts": postman.num_attempts,
+            "num_webhooks_delivered": postman.num_delivered,
+            "num_webhooks_given_up": postman.num_given_up,
+            "num_webhooks_pending": await self._thread.run(opened.store.letters.num_pending),
+        }
+
     async def close(self) -> None:
         """Stop working. Batches go on when the folder is opened again."""
         if self._life is not None:
@@ -153,7 +169,7 @@ class LocalBatchService:
             for batch in unfinished:
                 logger.info("batch %s goes on: %s", batch.id, batch.status.value)
                 runner.start(batch.id)
-            self._open = _Open(store, folder, runner)
+            self._open = _Open(store, folder, runner, postman)
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(postman.work())

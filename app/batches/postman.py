@@ -46,6 +46,7 @@ class Postman:
         self._rng = rng
         self._woken = asyncio.Event()
         self._being_sent: Counter[str] = Counter()  # letters by owner
+        self.num_attempts = self.num_delivered = self.num_given_up = 0  # of this process
 
     def wake(self) -> None:
         """There may be something to send."""
@@ -90,6 +91,7 @@ class Postman:
             self.wake()
 
     async def _attempt(self, letter: Letter) -> None:
+        self.num_attempts += 1
         try:
             await self._courier.deliver(await self._message(letter), self._clock())
         except DeliveryFailed as failure:
@@ -99,6 +101,7 @@ class Postman:
             await self._failed(letter, DeliveryFailed("this server failed on it; its log has the reason"))
         else:
             logger.info("webhook %s of %s: delivered at attempt %d", letter.id, letter.batch_id, letter.num_attempts)
+            self.num_delivered += 1
             await self._thread.run(self._letters.end, letter, LetterState.DELIVERED)
 
     async def _failed(self, letter: Letter, failure: DeliveryFailed) -> None:
@@ -107,6 +110,7 @@ class Postman:
         is_late = next_at > letter.ended_at + self._config.give_up_after_s
         if failure.is_final or is_late or letter.num_attempts >= MAX_ATTEMPTS:
             logger.warning("webhook %s of %s: given up: %s", letter.id, letter.batch_id, failure.reason)
+            self.num_given_up += 1
             await self._thread.run(self._letters.end, letter, LetterState.GIVEN_UP, failure.reason)
             return
         logger.info(

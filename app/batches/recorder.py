@@ -15,6 +15,8 @@ class Recorder:
         self._commit = commit
         self._waiting: list[tuple[LineResult, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
+        self.num_completed = 0  # lines that this process has written, and with an error
+        self.num_failed = 0
 
     async def record(self, result: LineResult) -> None:
         """Returns once the result is on disk; raises what writing it raised."""
@@ -43,6 +45,9 @@ class Recorder:
             await self._commit([result for result, _ in group])
         except BaseException as error:
             failure = error
+        else:
+            self.num_failed += sum(result.is_error for result, _ in group)
+            self.num_completed += sum(not result.is_error for result, _ in group)
         for _, written in group:
             if written.done():  # whoever waited was cancelled
                 continue

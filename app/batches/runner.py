@@ -70,7 +70,7 @@ class Runner:
         self._on_end = on_end
         self._worker = worker
         self._rate = TokenRate(clock)
-        self._recorder = Recorder(lambda results: thread.run(store.record, results))
+        self.recorder = Recorder(lambda results: thread.run(store.record, results))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
 
@@ -106,7 +106,7 @@ class Runner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._recorder.drained()
+        await self.recorder.drained()
 
     async def _run(self, batch_id: str) -> None:
         for attempt in range(1, STORAGE_ATTEMPTS + 1):
@@ -166,7 +166,7 @@ class Runner:
             work.cancel()
             stopped.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
-            await self._recorder.drained()  # a line that was being booked has ended
+            await self.recorder.drained()  # a line that was being booked has ended
         if is_done:
             return await self._change(batch, status=Status.FINALIZING, finalizing_at=self._now())
         return await self._thread.run(self._store.batch, batch.id)
@@ -194,7 +194,7 @@ class Runner:
     async def _do(self, batch: Batch, line: InputLine, place: Place) -> None:
         answered = await self._answered(batch, line.body, place)
         result = result_of(batch.id, line, answered)
-        await self._recorder.record(result)
+        await self.recorder.record(result)
         self._rate.add(batch.owner, result.num_output_tokens)
 
     async def _answered(self, batch: Batch, body: Json, place: Place) -> Answered:

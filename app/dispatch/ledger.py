@@ -21,6 +21,8 @@ class ReplicaReport:
 
     num_requests: int
     num_prefill_tokens: int  # of prompts, not computed yet
+    num_background: int = 0  # requests that nobody waits for
+    num_staying_background: int = 0  # of these, such as make way for nobody
     max_running: int | None = None  # requests that it computes at once; None: it does not know
     tokens_per_s: float = 0.0  # see ReplicaLoad; 0: not known
 
@@ -38,7 +40,15 @@ class Ledger:
         self._accounts: dict[str, _Account] = {}  # by replica id
         self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
 
-    def place(self, request_id: str, replica_id: str, *, num_prompt_tokens: int, num_expected_tokens: int) -> None:
+    def place(
+        self,
+        request_id: str,
+        replica_id: str,
+        *,
+        num_prompt_tokens: int,
+        num_expected_tokens: int,
+        is_background: bool = False,
+    ) -> None:
         """A request goes to a replica; it leaves the one it was on.
 
         `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
@@ -46,7 +56,10 @@ class Ledger:
         """
         self.end(request_id)
         placed = _Placed(
-            replica_id=replica_id, num_prefill_tokens=num_prompt_tokens, num_expected_tokens=num_expected_tokens
+            replica_id=replica_id,
+            num_prefill_tokens=num_prompt_tokens,
+            num_expected_tokens=num_expected_tokens,
+            is_background=is_background,
         )
         self._placed[request_id] = placed
         self._account(replica_id).add(placed, 1)
@@ -83,13 +96,16 @@ class Ledger:
         *,
         now: float,
         max_requests: int | None = None,
+        is_background: bool = False,
         num_cached_tokens: Mapping[str, int] = _NONE,
         groups: Mapping[str, str] = _NONE,
         session_replica_id: str | None = None,
     ) -> list[ReplicaLoad]:
         """The load of each of these replicas, in their order, with what is known of this request there.
 
-        `max_requests`: what one replica takes before it refuses. `num_cached_tokens` and `groups` by replica id.
+        `max_requests`: what one replica takes before it refuses. Without `is_background` only background work counts
+        towards it that makes way for nobody; with it everything does, and not more than is computed at once.
+        `num_cached_tokens` and `groups` by replica id.
         """
         found = []
         for replica_id in replica_ids:
@@ -106,7 +122,9 @@ class Ledger:
                     num_cached_tokens=num_cached_tokens.get(replica_id, 0),
                     holds_session=replica_id == session_replica_id,
                     group=groups.get(replica_id, ""),
-                    is_full=max_requests is not None and work.num_requests >= max_requests,
+                    is_full=max_requests is not None
+                    and account.num_in_the_way(work, is_background=is_background)
+                    >= account.most(max_requests, is_background=is_background),
                 )
             )
         return found
@@ -130,6 +148,7 @@ class _Placed:
     replica_id: str
     num_prefill_tokens: int
     num_expected_tokens: int
+    is_background: bool
     num_generated: int = 0
 
     @property
@@ -141,12 +160,14 @@ class _Placed:
 @dataclass(slots=True)
 class _Work:
     num_requests: int = 0
+    num_background: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
     def __add__(self, other: _Work) -> _Work:
         return _Work(
             self.num_requests + other.num_requests,
+            self.num_background + other.num_background,
             self.num_prefill_tokens + other.num_prefill_tokens,
             self.num_decode_tokens + other.num_decode_tokens,
         )
@@ -160,6 +181,7 @@ class _Account:
         self.others = _Work()
         self.reported_at = float("-inf")
         self.worked_at = float("-inf")
+        self.num_staying_background = 0
         self.max_running: int | None = None
         self.reported_tokens_per_s = 0.0
 
@@ -169,19 +191,33 @@ class _Account:
     def tokens_per_s(self, now: float) -> float:
         return self.reported_tokens_per_s if now - self.worked_at <= SPEED_LIFE_S else 0.0
 
+    def num_in_the_way(self, work: _Work, *, is_background: bool) -> int:
+        """How many of these requests take the places that a new one may have."""
+        if is_background:
+            return work.num_requests
+        return work.num_requests - work.num_background + min(work.num_background, self.num_staying_background)
+
+    def most(self, max_requests: int, *, is_background: bool) -> int:
+        """From how many on a new one is refused."""
+        return min(max_requests, self.max_running or max_requests) if is_background else max_requests
+
     def num_ahead(self, num_requests: int) -> int:
         return 0 if self.max_running is None else max(0, num_requests + 1 - self.max_running)
 
     def add(self, placed: _Placed, sign: int) -> None:
         self.ours.num_requests += sign
+        self.ours.num_background += sign * placed.is_background
         self.ours.num_prefill_tokens += sign * placed.num_prefill_tokens
         self.ours.num_decode_tokens += sign * placed.num_decode_tokens
 
     def correct(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
         num_requests = max(0, report.num_requests - self.ours.num_requests)
+        num_background = min(num_requests, max(0, report.num_background - self.ours.num_background))
         num_prefill_tokens = max(0, report.num_prefill_tokens - self.ours.num_prefill_tokens)
         # How long its outputs will be a replica knows no better than we.
-        self.others = _Work(num_requests, num_prefill_tokens, round(num_requests * usual_decode_tokens))
+        num_decode_tokens = round(num_requests * usual_decode_tokens)
+        self.others = _Work(num_requests, num_background, num_prefill_tokens, num_decode_tokens)
+        self.num_staying_background = report.num_staying_background
         self.reported_at = now
         self.max_running = report.max_running
         self.reported_tokens_per_s = report.tokens_per_s

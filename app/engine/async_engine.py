@@ -52,7 +52,8 @@ class AsyncEngine:
         """Start the engine's thread.
 
         More than `max_requests` at once are refused, and so is what would have more than `max_waiting_tokens` prompt
-        tokens wait, unless nobody waits. Without `matchers` no request may have a grammar.
+        tokens wait, unless nobody waits. Background requests beyond that are no obstacle as long as they make way;
+        there are never more of them than one step can have. Without `matchers` no request may have a grammar.
         """
         self._engine = engine
         self._matchers = matchers
@@ -63,6 +64,7 @@ class AsyncEngine:
         self._retry_times = RetryTimes()  # guarded by _wake
         self._calls: set[Future[None]] = set()  # commands whose callers wait for them; guarded by _wake
         self._readers: dict[str, _Place] = {}  # by request id; entered by callers, left by whoever ends the request
+        self._foreground: set[str] = set()  # of them, those that somebody waits for
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
         self._wake = threading.Condition()
@@ -78,7 +80,7 @@ class AsyncEngine:
 
     @property
     def max_requests(self) -> int:
-        """Running and waiting; more at once are refused. `reconfigure` may change it."""
+        """Running and waiting, without background that makes way; more are refused. `reconfigure` may change it."""
         return self._max_requests
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -143,11 +145,13 @@ class AsyncEngine:
             self._num_entering += 1
             self._num_entering_tokens += num_tokens
             self._readers[request.request_id] = place
+            if not request.is_background:
+                self._foreground.add(request.request_id)
         return queued
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks at the next step; its reader hears no more. Nothing if it has ended."""
-        if self._readers.pop(request_id, None) is None:
+        if self._leave(request_id) is None:
             return
         try:
             self._command(lambda: self._abort(request_id))
@@ -196,11 +200,25 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ the callers' side
 
+    def _leave(self, request_id: str) -> _Place | None:
+        """A request has no reader any more; None if it had none. Any thread."""
+        self._foreground.discard(request_id)  # first: once it has no reader, its id may be another request's
+        return self._readers.pop(request_id, None)
+
     def _check_room(self, request: Request, now: float) -> None:
-        """Raise Overloaded when the queue is full. Background requests do not queue: they come when there is a slot."""
-        stats, num_requests, num_tokens = self._stats, len(self._readers), len(request.prompt_token_ids)
-        max_requests = min(stats.max_running, self._max_requests) if request.is_background else self._max_requests
-        num_waiting_tokens = stats.num_waiting_tokens + self._num_entering_tokens
+        """Raise Overloaded when there is no room.
+
+        Background requests do not queue: they come when there is a slot. Nobody else is refused for them, unless they
+        run and make no way.
+        """
+        stats, num_tokens = self._stats, len(request.prompt_token_ids)
+        if request.is_background:
+            num_requests, max_requests = len(self._readers), min(stats.max_running, self._max_requests)
+            num_waiting_tokens = stats.num_waiting_tokens
+        else:
+            num_requests, max_requests = len(self._foreground) + stats.num_staying_background, self._max_requests
+            num_waiting_tokens = stats.num_waiting_foreground_tokens
+        num_waiting_tokens += self._num_entering_tokens
         if num_requests >= max_requests:
             problem = f"{num_requests:,} requests are being served"
         elif self._max_waiting_tokens is not None and 0 < num_waiting_tokens > self._max_waiting_tokens - num_tokens:
@@ -316,7 +334,7 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, TokenDelta]]] = defaultdict(list)
         for delta in deltas:
             ended = delta.finish_reason is not None
-            place = self._readers.pop(delta.request_id, None) if ended else self._readers.get(delta.request_id)
+            place = self._leave(delta.request_id) if ended else self._readers.get(delta.request_id)
             if place is not None:
                 by_loop[place.loop].append((place.reader, delta))
         for loop, puts in by_loop.items():

@@ -20,6 +20,7 @@ class Running:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.by_rank: list[Sequence] = []  # for reading
+        self.num_background = 0  # of them
 
     def __len__(self) -> int:
         return len(self.by_rank)
@@ -55,6 +56,7 @@ class Running:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the place of its rank."""
         insort(self.by_rank, sequence, key=_rank)
+        self.num_background += sequence.request.is_background
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, and its blocks back; all it had computed is forgotten."""
@@ -63,6 +65,7 @@ class Running:
         while self.by_rank[index] is not sequence:  # others may have the same rank
             index += 1
         del self.by_rank[index]
+        self.num_background -= sequence.request.is_background
         self._pool.free(sequence.take_blocks())
 
     def reorder(self, rank: Callable[[Sequence], Rank]) -> None:

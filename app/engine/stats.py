@@ -18,6 +18,9 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_waiting_tokens: int  # of their prompts
+    num_waiting_foreground_tokens: int  # of these, of prompts that are no background work
+    num_background: int  # of all that run or wait
+    num_staying_background: int  # of these, in a whole batch, so that they make way for nobody
     estimated_wait_s: float  # of a request that arrived now
     ended_per_s: float  # requests that ended in a second of computing, of late: how fast the queue drains
     mean_length_error_tokens: float  # by how much output lengths are predicted wrong, of late

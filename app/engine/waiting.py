@@ -21,6 +21,7 @@ class WaitingRoom:
         self._num_waiting = 0
         self.num_foreground = 0  # sequences that somebody waits for
         self.num_tokens = 0  # of prompts
+        self.num_foreground_tokens = 0  # of these, somebody waits for
         self.work = 0  # estimated tokens to compute, prompt and output
 
     def __len__(self) -> int:
@@ -57,7 +58,7 @@ class WaitingRoom:
         """Everybody who waits, by arrival; the room is empty afterwards."""
         taken = [bucket.queue.pop() for bucket in self.buckets for _ in range(bucket.num_waiting)]
         self._buckets.clear()
-        self._num_waiting = self.num_tokens = self.work = 0
+        self._num_waiting = self.num_foreground = self.num_tokens = self.num_foreground_tokens = self.work = 0
         return sorted(taken, key=attrgetter("arrival"))
 
     def note_finished(self, sequence: Sequence) -> None:
@@ -67,8 +68,10 @@ class WaitingRoom:
 
     def _count(self, sequence: Sequence, number: int) -> None:
         self._num_waiting += number
-        self.num_foreground += 0 if sequence.request.is_background else number
         self.num_tokens += number * sequence.num_prompt_tokens
+        if not sequence.request.is_background:
+            self.num_foreground += number
+            self.num_foreground_tokens += number * sequence.num_prompt_tokens
         self.work += number * sequence.estimated_work
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.dispatch import (
     Decision,
@@ -22,6 +23,25 @@ from app.engine.pace import RetryTimes
 from app.engine.request import Request
 from app.errors import Overloaded
 from app.fleet.frame import Report
+
+
+class ReplicaState(NamedTuple):
+    """One replica as this process sees it, for people."""
+
+    replica: str
+    group: str
+    is_suspect: bool  # it broke off or is silent
+    is_full: bool
+    requests: int  # ours, and those of others as far as it has reported them of late
+    background: int | None  # of all of them
+    max_requests: int | None  # None, as above and below: it has not been heard of
+    max_running: int | None
+    prefill_tokens: int  # of these requests, still to compute
+    decode_tokens: int  # that they are expected to generate
+    kv_tokens: int | None  # that fit into its KV memory
+    tokens_per_s: float  # in steps of one size, the same on all replicas; 0: not known
+    ended_per_s: float | None  # requests, of late
+    step_age_s: float | None  # of the step that ran when it spoke last
 
 
 @dataclass(slots=True)
@@ -78,7 +98,7 @@ class Board:
             num_expected_tokens=max(1, self._lengths.expected_tokens(sampling.max_tokens) - num_generated),
         )
         group = self._groups.choose(request.session or request.request_id, asked=request.group, param="group")
-        self._check_room()
+        self._check_room(is_background=request.is_background)
         self._expected[request.request_id] = _Expected(request, avoid, size, group)
 
     def order(self, request_id: str, replica_ids: Sequence[str]) -> list[str]:
@@ -91,7 +111,7 @@ class Board:
             {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
         )
         session_replica_id = self._sessions.replica_of(request.session) if request.session else None
-        loads = self._loads(replica_ids, cached, session_replica_id)
+        loads = self._loads(replica_ids, cached, session_replica_id, is_background=request.is_background)
         of_its_group = of_group(loads, expected.group)
         shunned = self._suspects | expected.avoid
         trusted = [load for load in of_its_group if load.replica_id not in shunned]
@@ -146,23 +166,31 @@ class Board:
             replica_id,
             num_prompt_tokens=max(1, expected.size.num_prompt_tokens - num_cached_tokens),
             num_expected_tokens=expected.size.num_expected_tokens,
+            is_background=expected.request.is_background,
         )
 
     def _loads(
-        self, replica_ids: Sequence[str], num_cached_tokens: dict[str, int], session_replica_id: str | None = None
+        self,
+        replica_ids: Sequence[str],
+        num_cached_tokens: dict[str, int],
+        session_replica_id: str | None = None,
+        *,
+        is_background: bool = False,
     ) -> list[ReplicaLoad]:
         reports = {each: report for each in replica_ids if (report := self._reports.get(each)) is not None}
         return self._ledger.loads(
             replica_ids,
             now=self._clock(),
             max_requests=max((report.max_requests for report in reports.values()), default=None),
+            is_background=is_background,
             num_cached_tokens=num_cached_tokens,
             groups={replica_id: report.group for replica_id, report in reports.items()},
             session_replica_id=session_replica_id,
         )
 
-    def _check_room(self) -> None:
-        loads = self._loads([each for each in self._reports if each not in self._suspects], {})
+    def _check_room(self, *, is_background: bool) -> None:
+        sound = [each for each in self._reports if each not in self._suspects]
+        loads = self._loads(sound, {}, is_background=is_background)
         if loads and all(load.is_full for load in loads):
             raise self.full(sum(load.num_requests for load in loads))
 
@@ -201,6 +229,8 @@ class Board:
             ReplicaReport(
                 num_requests=report.num_requests,
                 num_prefill_tokens=report.num_waiting_tokens,
+                num_background=report.num_background,
+                num_staying_background=report.num_staying_background,
                 max_running=report.max_running,
                 tokens_per_s=report.speed,
             ),
@@ -215,6 +245,29 @@ class Board:
     def reports(self) -> dict[str, Report]:
         """The last report of each replica that has made one."""
         return {replica_id: report for replica_id, report in self._reports.items() if report is not None}
+
+    def states(self) -> list[ReplicaState]:
+        """All replicas that take requests now."""
+        return [self._state(load) for load in self._loads(list(self._reports), {})]
+
+    def _state(self, load: ReplicaLoad) -> ReplicaState:
+        report = self._reports[load.replica_id]
+        return ReplicaState(
+            replica=load.replica_id,
+            group=load.group,
+            is_suspect=load.replica_id in self._suspects,
+            is_full=load.is_full,
+            requests=load.num_requests,
+            background=None if report is None else report.num_background,
+            max_requests=None if report is None else report.max_requests,
+            max_running=None if report is None else report.max_running,
+            prefill_tokens=load.num_prefill_tokens,
+            decode_tokens=load.num_decode_tokens,
+            kv_tokens=None if report is None else report.num_kv_tokens,
+            tokens_per_s=load.tokens_per_s,
+            ended_per_s=None if report is None else report.ended_per_s,
+            step_age_s=None if report is None else report.step_age_s,
+        )
 
     @property
     def suspects(self) -> frozenset[str]:

@@ -115,7 +115,11 @@ class Fleet:
             is_on_trial = self._is_last_chance(journal)
             if is_on_trial:
                 await self._trials.begin(request.request_id)
-            attempt = await self._begin(journal, avoid)
+            try:
+                attempt = await self._begin(journal, avoid)
+            except BaseException:  # it was refused, or its caller has gone: the next need not wait for its time to end
+                self._trials.end(request.request_id)
+                raise
             try:
                 while True:
                     delta = journal.book(await attempt.next())

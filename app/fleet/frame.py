@@ -13,7 +13,9 @@ class Report(NamedTuple):
 
     group: str  # of an A/B trial; "" for none
     num_requests: int  # running and waiting, of all ingresses
-    max_requests: int  # more are refused
+    num_background: int  # of these, background requests
+    num_staying_background: int  # of these, such as make way for nobody
+    max_requests: int  # more are refused, not counting background that makes way
     max_running: int  # the others wait
     num_waiting_tokens: int  # of the prompts that wait
     num_kv_tokens: int  # that fit into its KV memory
@@ -27,6 +29,8 @@ class Report(NamedTuple):
         return cls(
             group=group,
             num_requests=stats.num_running + stats.num_waiting,
+            num_background=stats.num_background,
+            num_staying_background=stats.num_staying_background,
             max_requests=max_requests,
             max_running=stats.max_running,
             num_waiting_tokens=stats.num_waiting_tokens,

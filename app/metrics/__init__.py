@@ -1,5 +1,6 @@
 """What the service measures of itself, and how it tells it: Prometheus text. No Ray, no torch."""
 
+from app.metrics.batches import BatchCounts
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition
 from app.metrics.replicas import EngineReport, KnownReplicas
 from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot
@@ -7,6 +8,7 @@ from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMet
 __all__ = [
     "CONTENT_TYPE",
     "NO_MODEL",
+    "BatchCounts",
     "CallMetrics",
     "EngineReport",
     "KnownReplicas",

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, together
 from app.engine.measurements import EngineMeasurements
 from app.engine.stats import EngineStats
+from app.metrics.batches import BatchCounts
 from app.metrics.replicas import EngineReport
 from app.metrics.requests import ModelSnapshot, Snapshot, merge
 
@@ -37,13 +38,14 @@ class Scrape:
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[EngineReport]]  # by the model's name; those that answered
     gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)  # those that did once: their counts remain
+    batches: Sequence[BatchCounts] = ()  # of the one process that works them off, where it has answered
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
 def exposition(scrape: Scrape, *, vllm_names: bool = True) -> bytes:
     """The text of `/metrics`."""
     models = _models(scrape)
-    families = [*_request_families(models), *_replica_families(scrape)]
+    families = [*_request_families(models), *_replica_families(scrape), *_batch_families(scrape.batches)]
     if vllm_names:
         families += _vllm_families(models)
     return generate_latest(_Families(families))
@@ -283,6 +285,23 @@ _ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineMeasurements], Dist
     ("prefill_seconds", "From a request's first step to its first token.", lambda measured: measured.prefill_s),
 )
 
+
+def _batch_families(batches: Sequence[BatchCounts]) -> Iterable[Metric]:
+    """None where there are no batches."""
+    for name, text, count in _BATCH_COUNTERS if batches else ():
+        yield _counter(f"carousel_{name}", text, (), [((), sum(map(count, batches)))])
+    if batches:
+        pending = sum(each.num_webhooks_pending for each in batches)
+        yield _gauge("carousel_webhooks_pending", "Messages that have still to arrive.", (), [((), pending)])
+
+
+_BATCH_COUNTERS: Sequence[tuple[str, str, Callable[[BatchCounts], int]]] = (
+    ("batch_lines_completed", "Lines of batches that were answered.", lambda each: each.num_lines_completed),
+    ("batch_lines_failed", "Lines of batches that ended with an error.", lambda each: each.num_lines_failed),
+    ("webhook_attempts", "Messages sent to receivers, again too.", lambda each: each.num_webhook_attempts),
+    ("webhooks_delivered", "Messages that have arrived.", lambda each: each.num_webhooks_delivered),
+    ("webhooks_given_up", "Messages that are not sent again.", lambda each: each.num_webhooks_given_up),
+)
 
 # ---------------------------------------------------------------------- families
 

@@ -7,6 +7,7 @@ from typing import Any
 
 KEY = "sk-test-Zx81canary"
 OTHER_KEY = "sk-test-other"
+ADMIN_KEY = "sk-test-admin"
 
 
 def entry(key: str = KEY, name: str = "alice", **limits: Any) -> dict[str, Any]:

@@ -7,19 +7,36 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.routing import Route, Router
 
 from app.api.guard import Guard
+from app.config import ApiConfig
 from app.text import Tokenizer
+from tests.api.batch_services import served
 from tests.api.fakes import Connection, Service, check_error, say
-from tests.api.keys import KEY, bearer, entry
+from tests.api.keys import ADMIN_KEY, KEY, bearer, entry
 from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
 
 OPEN = {"/health", "/ready"}
+ADMIN = {"/admin/keys", "/admin/fleet"}
+# Whoever adds a route says here who may use it.
+WHO_MAY = {
+    "everybody": {"GET /health", "GET /ready"},
+    "keys": {
+        "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
+        "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
+        "GET /version", "GET /openapi.json", "GET /metrics",
+        "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
+        "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
+        "POST /v1/batches/{batch_id}/cancel", "POST /v1/batch", "GET /v1/batch/stats", "GET /v1/batch/{batch_id}",
+    },
+    "admins": {"GET /admin/keys", "GET /admin/fleet"},
+}  # fmt: skip
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")
 NO_KEYS: tuple[dict[str, str], ...] = (
     {},
@@ -50,8 +67,26 @@ def all_paths(service: Service) -> tuple[set[str], set[str]]:
 
 
 def _paths(router: Router) -> set[str]:
+    return {in_use(route.path) for route in _routes(router)}
+
+
+def _routes(router: Router) -> list[Route]:
     assert all(isinstance(route, Route) for route in router.routes), "a mount or a websocket needs a thought of its own"
-    return {re.sub(r"\{[^}]*\}", "demo", route.path) for route in router.routes if isinstance(route, Route)}
+    return [route for route in router.routes if isinstance(route, Route)]
+
+
+def in_use(path: str) -> str:
+    """A route's path with a name where it wants one."""
+    return re.sub(r"\{[^}]*\}", "demo", path)
+
+
+def all_routes(app: Any) -> set[str]:
+    """Every route of an app, by method and path."""
+    guard = app.router.default
+    assert isinstance(guard, Guard)
+    assert isinstance(guard.app, Router)
+    routes = _routes(app.router) + _routes(guard.app)
+    return {f"{method} {route.path}" for route in routes for method in (route.methods or {"ANY"}) - {"HEAD"}}
 
 
 def odd_forms(path: str) -> Iterator[str]:
@@ -131,12 +166,66 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
         return {await status_of(guarded_service.app, method, path, encoded(bearer())) for method in ("GET", "POST")}
 
     async def run() -> None:
-        for path in paths - {"/detokenize", "/v1/embeddings", "/v1/responses"}:  # they want another body
+        for path in paths - ADMIN - {"/detokenize", "/v1/embeddings", "/v1/responses"}:  # they want another body
             assert 200 in await statuses(path), path
         assert await statuses("//v1/models") == {404}
         assert await statuses("/health/../v1/models") == {404}
 
     asyncio.run(run())
+
+
+def test_every_route_lets_in_whom_it_should_and_nobody_else(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 5."))
+    api = ApiConfig.model_validate({"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]})
+    visitors = [("nobody", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
+
+    async def statuses(app: Any, route: str) -> dict[str, int]:
+        method, _, path = route.partition(" ")
+        return {name: await status_of(app, method, in_use(path), encoded(headers)) for name, headers in visitors}
+
+    async def run() -> tuple[set[str], dict[str, dict[str, int]]]:
+        async with served(service, tmp_path, api=api) as app:
+            return all_routes(app), {route: await statuses(app, route) for route in set().union(*WHO_MAY.values())}
+
+    routes, found = asyncio.run(run())
+    assert routes == set(found), "a route that nobody has said of who may use it"
+    for who, theirs in WHO_MAY.items():
+        for route in theirs:
+            inside = [name for name, status in found[route].items() if status not in (401, 403)]
+            assert inside == [name for name, _ in visitors][{"everybody": 0, "keys": 2, "admins": 3}[who] :], route
+            assert not any(status >= 500 for status in found[route].values()), route
+            assert [found[route][name] for name in ("nobody", "a stranger")] == (
+                [200] * 2 if who == "everybody" else [401] * 2
+            )
+    assert [found[route]["key"] for route in WHO_MAY["admins"]] == [403, 403]
+    assert [found[route]["admin"] for route in WHO_MAY["admins"]] == [200, 200]
+
+
+def test_no_form_of_an_admin_route_answers_an_ordinary_key(guarded_service: Service) -> None:
+    async def run() -> list[str]:
+        asked = itertools.product((form for path in ADMIN for form in odd_forms(path)), METHODS)
+        statuses = {(form, method): await status_of(guarded_service.app, method, form, encoded(bearer()))
+                    for form, method in asked}  # fmt: skip
+        assert len(statuses) > 400
+        return [f"{method} {form!r}" for (form, method), status in statuses.items() if status < 400]
+
+    # Some forms of these paths are /health in its own right, which asks nobody for a key.
+    assert asyncio.run(run()) == []
+
+
+def test_an_ordinary_key_is_told_that_a_route_is_for_admins(guarded_service: Service) -> None:
+    answer = guarded_service.call("GET", "/admin/keys", headers=bearer())
+    assert answer.status == 403
+    assert (answer.error["type"], answer.error["code"]) == ("permission_error", "admin_key_required")
+
+
+@pytest.mark.parametrize(("let_in", "status"), [(False, 200), (True, 403)])
+def test_without_keys_admin_routes_are_open_where_nobody_else_was_let_in(
+    tokenizer: Tokenizer, let_in: bool, status: int
+) -> None:
+    service = Service(tokenizer, allow_unauthenticated=let_in)
+    assert service.call("GET", "/v1/models").status == 200
+    assert {service.call("GET", path).status for path in ADMIN} == {status}
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/nothing", "/", "/metrics", "/openapi.json"])
@@ -157,9 +246,22 @@ def test_a_body_is_not_read_before_the_key_is_known(guarded_service: Service) ->
     asyncio.run(run())
 
 
-def test_metrics_are_open_only_where_that_is_said(tokenizer: Tokenizer) -> None:
-    service = Service(tokenizer, say(tokenizer, "3"), keys=[entry()], open_metrics=True)
-    assert service.call("GET", "/metrics").status == 200
+@pytest.mark.parametrize(
+    ("settings", "statuses"),
+    [
+        ({}, [401, 200, 200]),
+        ({"metrics_for": "everybody"}, [200, 200, 200]),
+        ({"metrics_for": "keys"}, [401, 200, 200]),
+        ({"metrics_for": "admins"}, [401, 403, 200]),
+    ],
+)
+def test_metrics_are_for_whom_the_settings_say(
+    tokenizer: Tokenizer, settings: dict[str, str], statuses: list[int]
+) -> None:
+    keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
+    service = Service(tokenizer, say(tokenizer, "3"), keys=keys, **settings)
+    headers = ({}, bearer(), bearer(ADMIN_KEY))
+    assert [service.call("GET", "/metrics", headers=each).status for each in headers] == statuses
     assert service.call("GET", "/v1/models").status == 401
 
 

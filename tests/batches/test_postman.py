@@ -58,6 +58,10 @@ def test_the_receiver_hears_once_of_the_end_of_a_batch(tmp_path: Path) -> None:
             batch_id = await begin(service, receiver.url)
             batch = await until(service, batch_id)
             shown = await webhook_of(service, batch_id, "delivered")
+            counts = await service.counts()
+            assert (counts["num_lines_completed"], counts["num_lines_failed"]) == (1, 0)
+            assert counts["num_webhook_attempts"] == counts["num_webhooks_delivered"] == 1
+            assert counts["num_webhooks_given_up"] == counts["num_webhooks_pending"] == 0
             [received] = receiver.received
             event = read(received)
             assert (event.type, event.data.id, event.created_at) == ("batch.completed", batch_id, batch["completed_at"])

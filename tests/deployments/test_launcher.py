@@ -187,17 +187,21 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
 
 def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Guarded) -> None:
     key, address = guarded.key, guarded.url
-    other_key, other_entry = make_key("team-b")
+    other_key, other_entry = make_key("team-b", is_admin=True)
     assert "Authorization: Bearer <key>" in guarded.output
 
     def complete(bearer: str, prompt: Any = "the canary sings at dawn") -> int:
         headers = {"Authorization": f"Bearer {bearer}"}
         return httpx.post(f"{address}/v1/completions", headers=headers, json={"prompt": prompt}).status_code
 
+    def status_of(path: str, bearer: str) -> int:
+        return httpx.get(f"{address}{path}", headers={"Authorization": f"Bearer {bearer}"}).status_code
+
     assert httpx.get(f"{address}/v1/models").status_code == 401
     assert httpx.get(f"{address}/metrics").status_code == 401
     health, serves_own = "GET http://x/health?/v1/models HTTP/1.1", "GET /-/routes HTTP/1.1"
     assert answered(address) <= {health, serves_own}, "HAProxy and our routes agree on what a path is"
+    assert status_of("/admin/keys", key) == 403
     assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
 
     guarded.keys_file.write_text(other_entry + "\n")
@@ -206,6 +210,7 @@ def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Gu
         assert time.monotonic() < deadline, "the change of the file never held"
         time.sleep(0.2)
     assert complete(key) == 401
+    assert [status_of(path, other_key) for path in ("/admin/keys", "/admin/fleet")] == [200, 200]
 
     logs = Path(guarded.output.split("logs in ")[1].split("\n")[0])
     texts = [path.read_bytes() for path in logs.rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.conftest import Deployed, steps_of
+from tests.metrics.test_exposition import value
 
 MODEL = "night"
 CHAT = "/v1/chat/completions"
@@ -142,6 +143,9 @@ def test_lines_are_measured_as_requests_are(client: openai.OpenAI) -> None:
         if sample.name == "vllm:request_success_total" and sample.labels["model_name"] == MODEL
     ]
     assert sum(finished) > 0
+    # Since the process began that came after the killed one.
+    assert 0 < value(text.encode(), "carousel_batch_lines_completed_total") < NUM_LINES
+    assert value(text.encode(), "carousel_webhooks_pending") == 0
 
 
 def test_a_list_of_prompts_is_answered_at_once(client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from ray import serve
 
-from deployments.metrics import _reports
+from deployments.metrics import answers_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.metrics.test_exposition import parsed, value
@@ -63,6 +63,21 @@ def test_values_add_up_over_ingresses_replicas_and_models(url: str) -> None:
     assert (len(finished), sum(finished)) == (3, sum(QUESTIONS.values()))
 
 
+def test_an_admin_is_told_what_every_ingress_knows(url: str) -> None:
+    for _ in range(3):  # either ingress may be asked
+        keys, fleet = (httpx.get(f"{url}/admin/{what}", timeout=10).json() for what in ("keys", "fleet"))
+        assert fleet["processes"] == keys["processes"] == {"answered": 2, "missing": 0}
+        [nobody] = keys["data"]
+        assert (nobody["name"], nobody["admin"]) == ("", True)
+        assert nobody["requests"] >= sum(QUESTIONS.values())
+        assert nobody["tokens"] >= sum(QUESTIONS.values()) * MAX_TOKENS
+        views = [(each["model"], len(each["replicas"])) for each in fleet["data"]]
+        assert sorted(views) == [("first", 2), ("first", 2), ("second", 1), ("second", 1)]
+        states = [state for each in fleet["data"] for state in each["replicas"]]
+        assert not any(state["is_suspect"] or state["is_full"] for state in states)
+        assert {state["max_requests"] for state in states} == {32 + 256}
+
+
 def test_a_scrape_is_quick(url: str) -> None:
     seconds = []
     for _ in range(3):  # others may be at work on this machine
@@ -87,6 +102,6 @@ def test_one_that_hangs_is_missing_and_the_others_are_heard(cluster: str, monkey
     handle = serve.run(deployment.bind(), name="half_deaf", route_prefix=None)
     handle._init(_run_router_in_separate_loop=True)  # its own loop outlives this test's
 
-    answers = asyncio.run(_reports(handle))
+    answers = asyncio.run(answers_of(handle, "metrics_report"))
     assert (answers.reports, answers.num_missing) == (["report of 1"], 1)
     serve.delete("half_deaf", _blocking=False)

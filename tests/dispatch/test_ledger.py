@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -134,6 +135,39 @@ def test_loads_carry_what_is_known_of_this_request_on_each_replica() -> None:
     )
     assert (a.is_full, a.num_cached_tokens, a.group, a.holds_session) == (True, 0, "control", False)
     assert (b.is_full, b.num_cached_tokens, b.group, b.holds_session) == (False, 32, "", True)
+
+
+@pytest.mark.parametrize(
+    ("num_background", "num_staying", "is_background", "is_full"),
+    [(0, 0, False, True), (1, 0, False, False), (4, 0, False, False), (4, 4, False, True), (4, 0, True, True)],
+)
+def test_background_work_of_all_that_makes_way_fills_no_replica_but_for_its_like(
+    num_background: int, num_staying: int, is_background: bool, is_full: bool
+) -> None:
+    ledger = Ledger()
+    for number in range(2):  # ours
+        ledger.place(
+            f"{number}", "a", num_prompt_tokens=5, num_expected_tokens=5, is_background=number < num_background - 2
+        )
+    report = ReplicaReport(
+        num_requests=4,
+        num_prefill_tokens=0,
+        num_background=num_background,
+        num_staying_background=num_staying,
+        max_running=3,
+    )
+    ledger.correct("a", report, now=0.0)
+    [load] = ledger.loads(["a"], now=0.0, max_requests=4, is_background=is_background)
+    assert (load.num_requests, load.is_full) == (4, is_full)
+
+
+def test_background_work_looks_for_a_slot_and_not_for_a_place_in_a_queue() -> None:
+    ledger = Ledger()
+    ledger.correct("a", ReplicaReport(num_requests=2, num_prefill_tokens=0, max_running=2), now=0.0)
+    assert [ledger.loads(["a"], now=0.0, max_requests=9, is_background=each)[0].is_full for each in (False, True)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_replica_that_is_gone_takes_everything_along() -> None:

@@ -114,6 +114,18 @@ def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> N
         board.expect(replace(make_request(), group="newest"))
 
 
+def test_it_tells_how_it_sees_every_replica() -> None:
+    board = make_board()
+    board.set_replicas([*REPLICAS, "new"])
+    board.note("a", make_report(group="x", num_requests=10, max_requests=10))
+    board.suspect("b")
+    full, silent, new = board.states()
+    assert (full.replica, full.group, full.is_full, full.is_suspect) == ("a", "x", True, False)
+    assert (full.requests, full.max_requests, full.tokens_per_s) == (10, 10, 100.0)
+    assert (silent.is_suspect, silent.is_full, silent.requests) == (True, False, 0)
+    assert (new.replica, new.max_requests, new.step_age_s) == ("new", None, None)
+
+
 def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
     board = make_board()
     told: list[list[str]] = []

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from app.engine.request import Request
-from app.errors import Unavailable
-from tests.fakes import expected_tokens, make_request
+from app.errors import Overloaded, Unavailable
+from tests.fakes import FakeClock, expected_tokens, make_request, until
 from tests.fleet.replicas import LocalFleet, LocalReplica
 
 DEADLY_TOKEN = 0
@@ -133,5 +133,27 @@ def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> Non
             with suppress(asyncio.CancelledError):
                 await leaving
             assert await asyncio.wait_for(staying, 1.5) == expected(other)
+
+    asyncio.run(main())
+
+
+def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        async with LocalFleet(2, max_requests=1, max_resumes=1, clock=clock) as local:
+            local.hold(*local.replicas, before=0)
+            filling = asyncio.create_task(answer(local, harmless(0, 5)))
+            await until(lambda: any(replica.served for replica in local.replicas))
+            suspect = asyncio.create_task(answer(local, harmless(1, 5)))
+            await until(lambda: all(replica.served for replica in local.replicas))
+            [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
+            doomed.kill()
+            await until(lambda: bool(local.board.suspects))
+            clock.advance(60.0)  # so long ago that it is told of full queues as a new request is
+            with pytest.raises(Overloaded):
+                await suspect
+            await asyncio.wait_for(local.fleet._trials.begin("the next"), 0.5)
+            local.go()
+            assert len(await filling) == 5
 
     asyncio.run(main())

@@ -310,6 +310,30 @@ def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
     asyncio.run(main())
 
 
+def test_background_work_on_every_slot_of_every_replica_refuses_nobody_else() -> None:
+    async def main() -> None:
+        num_slots = 2 * 8  # as many as two such replicas take at all
+        night = [replace(request, is_background=True) for request in alike(num_slots + 1, max_tokens=40)]
+        day = mixed(num_slots, seed=3)
+        async with LocalFleet(2, max_requests=8) as local:
+            local.hold(*local.replicas)
+            answers = start(local, night[:num_slots])
+            await local.held(*local.replicas)
+            await until(lambda: sum(report.num_background for report in local.board.reports.values()) == num_slots)
+            with pytest.raises(Overloaded, match="all 2 replicas are full"):  # and no replica had to say so
+                await collect(local, night[num_slots])
+            assert sum(len(replica.served) for replica in local.replicas) == num_slots
+            answers += start(local, day)
+            await until(lambda: sum(len(replica.served) for replica in local.replicas) == 2 * num_slots)
+            with pytest.raises(Overloaded):
+                await collect(local, make_request())
+            local.go()
+            for request, (tokens, _) in zip([*night[:num_slots], *day], await asyncio.gather(*answers), strict=True):
+                assert tokens == expected(request)
+
+    asyncio.run(main())
+
+
 def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
     async def main() -> None:
         async with LocalFleet(1) as local:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics import EngineReport, RequestMetrics, Scrape, exposition
+from app.metrics import BatchCounts, EngineReport, RequestMetrics, Scrape, exposition
 from tests.fakes import build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -150,3 +151,20 @@ def test_calls_without_a_model_are_counted_without_one() -> None:
     metrics.model("").refused(ValueError())
     text = exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
     assert value(text, "carousel_calls_refused_total", model_name="", reason="internal") == 1
+
+
+def test_batches_and_webhooks_are_told_of_where_there_are_any() -> None:
+    scrape = after_one_request()
+    assert not any("webhook" in name or "batch_lines" in name for name in parsed(exposition(scrape)))
+    counts = BatchCounts(
+        num_lines_completed=5,
+        num_lines_failed=1,
+        num_webhook_attempts=4,
+        num_webhooks_delivered=2,
+        num_webhooks_given_up=1,
+        num_webhooks_pending=3,
+    )
+    text = exposition(replace(scrape, batches=[counts]))
+    names = ("batch_lines_completed_total", "batch_lines_failed_total", "webhook_attempts_total")
+    names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending")
+    assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3]

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.engine import Engine
-from app.engine.request import FinishReason, Request
+from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import Overloaded
 from tests.fakes import (
     FakeClock,
@@ -19,6 +21,7 @@ from tests.fakes import (
     expected_tokens,
     make_request,
     run_to_end,
+    until,
 )
 
 POLICIES = ("fcfs", "sjf", "priority", "fair", "deadline")
@@ -134,6 +137,120 @@ def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None
             runner.gate.release(1000)
             await anext(engine.generate(background()))
         finally:
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+class NoReader:
+    def put(self, delta: TokenDelta) -> None: ...
+
+
+# Who comes ("day", "night"), or leaves ("-day", "-night").
+MOVES = st.lists(st.sampled_from(["day", "day", "night", "night", "-day", "-night"]), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves=MOVES, max_running=st.integers(1, 4), max_waiting=st.integers(0, 3))
+def test_requests_are_refused_only_for_those_that_do_not_make_way(
+    moves: list[str], max_running: int, max_waiting: int
+) -> None:
+    async def main() -> None:
+        runner = GatedRunner()  # in its first step, so all of them are as they came
+        fake = build_fake_engine(runner=runner, max_running=max_running, max_waiting=max_waiting)
+        engine = AsyncEngine(fake, max_requests=max_running + max_waiting)
+        there: dict[str, list[str]] = {"day": [], "night": []}
+        try:
+            for move in moves:
+                kind = move.removeprefix("-")
+                if move != kind:
+                    if there[kind]:
+                        engine.abort(there[kind].pop())
+                    continue
+                request = background() if kind == "night" else make_request()
+                num_day, num_all = len(there["day"]), sum(map(len, there.values()))
+                has_room = num_all < max_running if kind == "night" else num_day < max_running + max_waiting
+                try:
+                    engine.submit(request, NoReader())
+                except Overloaded:
+                    assert not has_room
+                else:
+                    assert has_room
+                    there[kind].append(request.request_id)
+        finally:
+            runner.gate.release(1000)
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_full_house_of_background_work_refuses_nobody_else_and_loses_nothing() -> None:
+    async def main() -> None:
+        runner = GatedRunner()
+        engine = AsyncEngine(build_fake_engine(runner=runner, max_running=4, max_step_tokens=16), max_requests=4)
+
+        async def answer(request: Request) -> list[int]:
+            return [token async for delta in engine.generate(request) for token in delta.token_ids]
+
+        try:
+            night = [background((5, n), max_tokens=30) for n in range(2, 6)]
+            day = [make_request((9, n), max_tokens=10) for n in range(2, 6)]
+            answers = [asyncio.ensure_future(answer(request)) for request in night]
+            runner.gate.release(2)
+            await until(lambda: engine.stats().num_background == 4 and engine.stats().num_running == 4)
+            answers += [asyncio.ensure_future(answer(request)) for request in day]
+            await asyncio.sleep(0)  # all of them are submitted now
+            for another in (background((6,)), make_request((6,))):
+                with pytest.raises(Overloaded, match="requests are being served"):
+                    engine.submit(another, NoReader())
+            runner.gate.release(1000)
+            for request, tokens in zip([*night, *day], await asyncio.gather(*answers), strict=True):
+                assert tokens == expected_tokens(request.prompt_token_ids, request.sampling.max_tokens)
+        finally:
+            runner.gate.release(1000)
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None:
+    async def main() -> None:
+        runner = GatedRunner()
+        strategy = {"name": "static", "batch_size": 2, "max_wait_ms": 0}
+        fake = build_fake_engine(runner=runner, max_running=2, strategy=strategy)
+        engine = AsyncEngine(fake, max_requests=3)
+        try:
+            for n in range(2, 4):
+                engine.submit(background((5, n), max_tokens=30), NoReader())
+            runner.gate.release(4)
+            await until(lambda: engine.stats().num_staying_background == 2)
+            engine.submit(make_request(), NoReader())
+            with pytest.raises(Overloaded, match="3 requests are being served"):
+                engine.submit(make_request(), NoReader())
+        finally:
+            runner.gate.release(1000)
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_prompts_of_preempted_background_work_fill_no_queue() -> None:
+    async def main() -> None:
+        runner = GatedRunner()
+        fake = build_fake_engine(runner=runner, max_running=1, max_step_tokens=16)
+        engine = AsyncEngine(fake, max_requests=10, max_waiting_tokens=10)
+        try:
+            engine.submit(background((5,) * 9, max_tokens=30), NoReader())
+            runner.gate.release(2)
+            await until(lambda: engine.stats().num_running == 1)
+            engine.submit(make_request((6,) * 4, max_tokens=30), NoReader())
+            runner.gate.release(4)
+            await until(lambda: engine.stats().num_waiting_tokens == 9)
+            engine.submit(make_request((7,) * 5), NoReader())
+            with pytest.raises(Overloaded, match="prompts of"):
+                engine.submit(make_request((8,) * 6), NoReader())
+        finally:
+            runner.gate.release(1000)
             engine.shutdown()
 
     asyncio.run(main())

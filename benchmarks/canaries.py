@@ -1,0 +1,245 @@
+"""Secrets in prompts, and who finds whose in an answer. No network here.
+
+A prompt asks the bundled model to repeat a few words, which it does: three that all tenants have in common, so that
+their prompts begin alike, and eight that nobody else has. Three words in a row are a mark; no two secrets share one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+Json = dict[str, Any]
+Mark = tuple[str, str, str]
+
+COMMON_WORDS = ("apple", "stone", "river")
+NUM_SECRET_WORDS = 8
+# Such words are none of English, and the model repeats them all the same.
+_WORDS = tuple(map("".join, product("bdfglmnprstvk", "aeiou", "bdfglmnprstvk", "aeiou", "nrst")))
+
+KINDS = (
+    "whole", "stream", "background", "abort", "again", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema",
+    "reply", "batch",
+)  # fmt: skip
+GREEDY_TEXT = frozenset(("whole", "stream", "background", "again", "logprobs", "reply"))  # nothing but the secret
+_CHAT = "chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """Words that belong to one request."""
+
+    owner: int
+    words: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """What the model should say."""
+        return " ".join((*COMMON_WORDS, *self.words)) + "."
+
+    @property
+    def question(self) -> str:
+        return f"Repeat these words: {self.sentence}"
+
+    @property
+    def messages(self) -> list[Json]:
+        return [{"role": "user", "content": self.question}]
+
+
+class Secrets:
+    """All of them, by their marks. An owner is a number."""
+
+    def __init__(self, source: random.Random) -> None:
+        self._source = source
+        self._owners: dict[Mark, int] = {}
+
+    def new(self, owner: int) -> Secret:
+        """A secret of which nobody knows any three words in a row."""
+        while True:
+            words = tuple(self._source.choices(_WORDS, k=NUM_SECRET_WORDS))
+            marks = list(_marks(words))
+            if len(set(marks)) == len(marks) and not any(mark in self._owners for mark in marks):
+                self._owners |= dict.fromkeys(marks, owner)
+                return Secret(owner, words)
+
+    def owners_in(self, text: str) -> set[int]:
+        """Whose secrets a text has something of."""
+        words = "".join(each if each.isalpha() else " " for each in text).split()
+        return {self._owners[mark] for mark in _marks(words) if mark in self._owners}
+
+
+def _marks(words: Sequence[str]) -> Iterator[Mark]:
+    return zip(words, words[1:], words[2:], strict=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One HTTP request with the secrets that are in it."""
+
+    kind: str
+    tenant: int
+    salt: str | None
+    secrets: tuple[Secret, ...]
+    endpoint: str
+    body: Json
+    leaves_after: int | None = None  # so many bytes of the answer, at least
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+def question(
+    kind: str,
+    *,
+    model: str,
+    tenant: int,
+    salt: str | None,
+    secrets: Sequence[Secret],
+    prompt_ids: Sequence[int],
+    source: random.Random,
+) -> Question:
+    """A request of this kind; `prompt_ids` are those of the first secret's chat. A batch has two secrets."""
+    secret = secrets[0]
+    is_stream = kind in ("stream", "background", "abort", "logprobs", "reply") or source.random() < 0.5
+    chat: Json = {"messages": secret.messages, "max_completion_tokens": 100, "temperature": 0}
+    completion: Json = {"prompt": list(prompt_ids), "max_tokens": 80, "temperature": 0}
+    ids: Json = {"return_token_ids": True}
+    bodies: dict[str, tuple[str, Json]] = {
+        "whole": (_CHAT, chat | ids),
+        "stream": (_CHAT, chat | ids),
+        "again": (_CHAT, chat | ids),
+        "abort": (_CHAT, chat | ids),
+        "background": (_CHAT, chat | ids | {"service_tier": "flex"}),
+        "logprobs": (_CHAT, chat | {"logprobs": True, "top_logprobs": 3}),
+        "n": ("completions", completion | ids | {"n": 3, "temperature": 0.9, "seed": source.randrange(2**31)}),
+        "echo": ("completions", completion | {"echo": True, "logprobs": 3}),
+        "prompt_logprobs": ("completions", completion | {"prompt_logprobs": 2}),
+        "choice": (_CHAT, chat | {"structured_outputs": {"choice": [secret.sentence, "none of these"]}}),
+        "schema": (_CHAT, chat | {"response_format": _schema(secret)}),
+        "reply": ("responses", {"input": secret.question, "max_output_tokens": 100, "temperature": 0, "store": False}),
+        "batch": ("batch", {"prompts": [each.messages for each in secrets], "max_tokens": 100, "temperature": 0}),
+    }
+    endpoint, body = bodies[kind]
+    is_stream = is_stream and kind not in ("whole", "again", "batch", "prompt_logprobs")
+    if is_stream:
+        body = body | {"stream": True} | ({} if kind == "reply" else {"stream_options": {"include_usage": True}})
+    if salt is not None and kind != "reply":
+        body = body | {"cache_salt": salt}
+    return Question(
+        kind=kind,
+        tenant=tenant,
+        salt=None if kind == "reply" else salt,
+        secrets=tuple(secrets),
+        endpoint=endpoint,
+        body=body | {"model": model},
+        leaves_after=source.randrange(1, 6000) if kind == "abort" else None,
+    )
+
+
+def _schema(secret: Secret) -> Json:
+    schema = {
+        "type": "object",
+        "properties": {"words": {"enum": [secret.sentence]}},
+        "required": ["words"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "words", "schema": schema, "strict": True}}
+
+
+@dataclass(slots=True)
+class Heard:
+    """What an answer says, however it came."""
+
+    texts: list[str] = field(default_factory=list)  # of each choice, and whatever else has words
+    ids: list[list[int]] = field(default_factory=list)  # of prompts and outputs
+    cached_tokens: int | None = None
+
+    @property
+    def first(self) -> str:
+        return self.texts[0] if self.texts else ""
+
+
+def heard(asked: Question, documents: Iterable[Json]) -> Heard:
+    """What a whole answer's document, or those of a stream's events, say to `asked`."""
+    said, ids = Counter[Any](), dict[Any, list[int]]()
+    texts: dict[Any, str] = {}
+    found = Heard()
+
+    def say(key: Any, text: object) -> None:
+        if isinstance(text, str):
+            texts[key] = texts.get(key, "") + text
+
+    for document in documents:
+        said["documents"] += 1
+        _listen_to_usage(found, document)
+        if document.get("type") == "response.output_text.delta":
+            say(("output", 0), document["delta"])
+        elif document.get("type", "").startswith("response."):
+            say("other", str(document))
+        for item in document.get("output", ()):
+            say(("output", 0), "".join(part.get("text", "") for part in item.get("content", ())))
+        for result in document.get("results", ()):
+            for choice in (result.get("response") or {}).get("choices", ()):
+                say(("output", result["index"]), choice["message"]["content"])
+        ids.setdefault("prompt", []).extend(document.get("prompt_token_ids") or ())
+        for choice in document.get("choices", ()):
+            place = choice["index"]
+            part = choice.get("delta") or choice.get("message") or choice
+            say(("output", place), part.get("content") if part is not choice else choice.get("text"))
+            ids.setdefault(place, []).extend(choice.get("token_ids") or ())
+            ids.setdefault(("prompt", place), []).extend(choice.get("prompt_token_ids") or ())
+            for rank, text in _of_logprobs(choice):
+                say(("logprobs", place, rank), text)
+    outputs = [texts.pop(key) for key in sorted(key for key in texts if key[0] == "output")]
+    found.texts = outputs + list(texts.values())
+    found.ids = [each for each in ids.values() if each]
+    return found
+
+
+def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
+    usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    if details:
+        found.cached_tokens = details["cached_tokens"]
+
+
+def _of_logprobs(choice: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """The names of tokens, and those of the likeliest of each place, by rank: a leak would be a text in one of them."""
+    logprobs = choice.get("logprobs") or {}
+    for entry in logprobs.get("content") or ():
+        yield 0, entry["token"]
+        yield from ((rank, each["token"]) for rank, each in enumerate(entry["top_logprobs"], start=1))
+    yield from ((0, token) for token in logprobs.get("tokens") or ())
+    for likeliest in logprobs.get("top_logprobs") or ():
+        yield from enumerate(likeliest or (), start=1)
+    for entry in choice.get("prompt_logprobs") or ():
+        yield from ((10 + rank, each["decoded_token"]) for rank, each in enumerate((entry or {}).values()))
+
+
+class Prefixes:
+    """What of a prompt its own earlier requests explain to be cached: whole blocks of equal beginnings."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._seen: dict[tuple[int, str | None], Counter[tuple[int, ...]]] = {}
+
+    def add(self, asked: Question, prompt_ids: Sequence[int]) -> None:
+        """A request is about to be sent."""
+        seen = self._seen.setdefault((asked.tenant, asked.salt), Counter())
+        seen.update(self._beginnings(prompt_ids))
+
+    def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
+        """Tokens that may be cached, by what was sent so far; this request is among it."""
+        seen = self._seen[asked.tenant, asked.salt]
+        num_own = 0 if asked.kind in ("n", "batch") else 1  # those send prompts that begin alike at once
+        explained = [len(each) for each in self._beginnings(prompt_ids) if seen[each] > num_own]
+        return max(explained, default=0)
+
+    def _beginnings(self, prompt_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        ends = range(self._block_size, len(prompt_ids) + 1, self._block_size)
+        return (tuple(prompt_ids[:end]) for end in ends)
