@@ -630,6 +630,16 @@ class WebhooksConfig(Settings):
         return self
 
 
+class JobsConfig(Settings):
+    """Batches that run as Ray jobs: on engines of their own, beside the replicas."""
+
+    server: str | None = Field(
+        None, pattern=r"^https?://", description="jobs: URL of Ray's job server (its dashboard); default: the cluster's"
+    )
+    engines: int = Field(1, ge=1, le=1000, description="jobs: engines of one, with the model's own settings")
+    max_at_once: int = Field(1, ge=1, le=64, description="jobs: as many run at the same time; other batches wait")
+
+
 class BatchesConfig(Settings):
     """Files and batches over HTTP: where they are kept, what they may cost."""
 
@@ -654,6 +664,10 @@ class BatchesConfig(Settings):
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
     )
     num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
+    run_as: Literal["fleet", "ray_job"] = Field(
+        "fleet", description="batches: who answers their lines: the replicas, in the lowest class, or a Ray job each"
+    )
+    jobs: JobsConfig = JobsConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
 from app.api.admin import ProcessReport
-from app.batches import LocalBatchService
+from app.batches import BatchWorker, LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
 from app.metrics import BatchCounts
@@ -24,6 +24,7 @@ from deployments.loopback import keep_calls_on_loopback
 from deployments.metrics import IngressReport, MetricsCollector
 
 OPENING_TIMEOUT_S = 10.0
+JOBS_FOLDER = "jobs"  # in batches.path
 
 
 class Batches:
@@ -32,7 +33,10 @@ class Batches:
     def __init__(
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+
+        Raises InvalidSetup when batches should run as Ray jobs and nobody runs any.
+        """
         log_where_serve_does()
         keep_calls_on_loopback()
         self._config = config
@@ -40,6 +44,8 @@ class Batches:
         self._handles = handles
         self._metrics = MetricsCollector(handles, config.metrics)
         self._keys = Keys(config.api)
+        assert config.batches is not None, "deployed only with batches"
+        self._worker = _jobs(config, paths) if config.batches.run_as == "ray_job" else None
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -77,7 +83,24 @@ class Batches:
         cascades = cascades_of(config.cascades, models)
         answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper, cascades=cascades)
         self._following = asyncio.create_task(self._keys.follow())
-        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer)
+        worker = self._worker and self._worker(answering)
+        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer, worker=worker)
         service.start()
         await service.opened()
         return service
+
+
+def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[Answering], BatchWorker]:
+    """Who works batches off by Ray jobs, once the models are there. Raises InvalidSetup when nobody runs jobs."""
+    # Here, as most services need neither Arrow nor Ray's job client, and each would be in every process of theirs.
+    from app.bulk.batch_jobs import BatchJobs
+    from deployments.ray_jobs import RayJobs
+
+    batches = config.batches
+    assert batches is not None, "deployed only with batches"
+    folder, server = Path(batches.path) / JOBS_FOLDER, RayJobs.connect(config, paths)
+
+    def worker(answering: Answering) -> BatchWorker:
+        return BatchJobs(folder, server, answering.accepted, max_at_once=batches.jobs.max_at_once)
+
+    return worker

@@ -86,7 +86,7 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
         namespace="serve",
         # A reservation is a number, not a core: a machine with fewer cores serves as well, only slower.
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-        include_dashboard=dashboard,
+        include_dashboard=dashboard or any(map(_runs_jobs, config.applications.values())),
         log_to_driver=False,
         logging_level="ERROR",
         _temp_dir=str(run_folder),
@@ -94,8 +94,9 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas need {num_gpus:g} GPUs and this machine has {found:g}; lower replicas.num_replicas (with "
-            f"autoscaling, its max_replicas), or set replicas.num_gpus to 0 to serve on the CPU"
+            f"the replicas, with batches.run_as: ray_job an engine more, need {num_gpus:g} GPUs and this machine has "
+            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas), or set replicas.num_gpus to "
+            f"0 to serve on the CPU"
         )
 
 
@@ -196,11 +197,24 @@ def _address(config: ServeFile) -> str:
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
     batches = config.batches.num_cpus if config.batches else 0.0
-    return replicas + config.ingress.num_replicas * config.ingress.num_cpus + batches
+    jobs = _num_job_engines(config) * max(model.replicas.num_cpus for model in config.models)
+    return replicas + config.ingress.num_replicas * config.ingress.num_cpus + batches + jobs
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
-    return sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
+    """One engine of a job at least: without it batches would wait for ever, without more they take longer."""
+    replicas = sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
+    return replicas + _runs_jobs(config) * max(model.replicas.num_gpus for model in config.models)
+
+
+def _num_job_engines(config: ApplicationConfig) -> int:
+    if config.batches is None or not _runs_jobs(config):
+        return 0
+    return config.batches.jobs.engines * config.batches.jobs.max_at_once
+
+
+def _runs_jobs(config: ApplicationConfig) -> bool:
+    return config.batches is not None and config.batches.run_as == "ray_job"
 
 
 def _say(text: str) -> None:

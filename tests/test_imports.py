@@ -42,8 +42,8 @@ ALLOWED = {
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.config", "app.disk", "app.errors", "app.text", "app.engine.facts", "app.engine.matcher",
-        "app.engine.request", "aiohttp", "numpy", "pyarrow", "pydantic", "pydantic_core",
+        "app.api", "app.batches", "app.config", "app.disk", "app.errors", "app.text", "app.engine.facts",
+        "app.engine.matcher", "app.engine.request", "aiohttp", "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip

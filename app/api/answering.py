@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.body import parse
-from app.api.callers import in_the_name_of, model_for
+from app.api.callers import in_the_name_of, model_for, most_tokens
 from app.api.cascades import Cascade, Verdict, judge
 from app.api.choices import generate_pieces
 from app.api.completions import Call, ServedModel, by_any_name, prepare_chat, prepare_completion, prepare_reply
@@ -27,7 +27,7 @@ from app.api.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, G
 from app.batches import Answered, Json
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
-from app.errors import CarouselError, DeadlineMissed, EngineStopped, Overloaded, Unavailable
+from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.metrics import NO_MODEL, RequestMetrics
 
 
@@ -60,6 +60,14 @@ class _Asker:
 
     def __post_init__(self) -> None:
         self.visit.num_used = lambda: sum(progress.num_tokens() for progress in self.begun) + self.num_tokens_in_vain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A line that may run elsewhere."""
+
+    model: str  # whose own name this is, as in `body`
+    body: Json  # as it was sent, and no longer outputs than its key may have
 
 
 class Answering:
@@ -123,6 +131,35 @@ class Answering:
             if _may_pass(error):
                 raise
             return _refusal(error, request_id)
+
+    async def accepted(
+        self, owner: str, endpoint: str, body: Mapping[str, Any], check: Callable[[QueuedRequest, ServedModel], None]
+    ) -> Accepted | Answered:
+        """A line that another will compute, or what an HTTP client would have got for one that cannot be.
+
+        What its key may never have is refused here; its limits by the minute are not asked, as nobody's slot is used.
+        `check` raises InvalidRequest for what that other cannot do.
+        """
+        request_id = uuid.uuid4().hex
+        try:
+            account = self._doorkeeper.account_named(owner)
+            asked = _ENDPOINTS[endpoint]
+            parsed = parse(body, asked.schema, self._unknown_fields)
+            model, *larger = self._models_for(parsed, account)
+            if larger:
+                raise InvalidRequest(
+                    f"{parsed.model} is a cascade, which this server's batches do not run; name {model.name} or "
+                    f"{larger[0].name}",
+                    param="model",
+                )
+            check(parsed, model)
+            max_tokens = most_tokens(account, await asked.prepare(parsed, model, self._limits), parsed)
+        except Exception as error:
+            return _refusal(error, request_id)
+        changes: Json = {"model": model.name}
+        if max_tokens is not None and parsed.asked_tokens is None:
+            changes["max_tokens"] = max_tokens
+        return Accepted(model=model.name, body={**body, **changes})
 
     async def answer_at_once(
         self, visit: Visit, headers: Mapping[str, str], request_id: str, endpoint: str, bodies: Sequence[Json]

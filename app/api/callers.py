@@ -41,6 +41,15 @@ def in_the_name_of(visit: Visit, call: Call, body: QueuedRequest, *, share_prefi
     return call
 
 
+def most_tokens(account: Account, call: Call, body: QueuedRequest) -> int | None:
+    """How long an output of the call may become where the key bounds it; None where it does not.
+
+    Raises InvalidRequest for outputs that are too long for the key.
+    """
+    cap = account.max_tokens(body.asked_tokens, body.length_param)
+    return None if cap is None else max(_shortened(each, cap).sampling.max_tokens for each in call.requests)
+
+
 def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
     # No name has a line end, so no two keys can agree on a salt.
     salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"

@@ -96,14 +96,8 @@ class Progress:
         num_prompt_tokens = self.call.num_prompt_tokens
         num_completion_tokens = sum(answer.num_tokens for answer in self.answers)
         firsts = self.answers[:: self.call.num_samples]
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": num_prompt_tokens + num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(answer.num_cached_tokens for answer in firsts)},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-            **self.extra_usage,
-        }
+        num_cached = sum(answer.num_cached_tokens for answer in firsts)
+        return _usage(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.extra_usage
 
     def placement_headers(self, *, explain: bool) -> dict[str, str]:
         """Where the call's first request went, what it found in the queue there, and why there if asked."""
@@ -386,6 +380,31 @@ def _envelope(call: Call, object_name: str) -> Json:
         "created": call.created,
         "model": call.model.name,
         "system_fingerprint": None,
+    }
+
+
+def answered_elsewhere(
+    form: Format, call_id: str, model: str, answer: Answer, *, created: int, num_prompt: int
+) -> Json:
+    """The whole response for one choice that somebody else has computed, of a prompt of `num_prompt` tokens."""
+    return {
+        "id": call_id,
+        "object": form.object,
+        "created": created,
+        "model": model,
+        "system_fingerprint": None,
+        "choices": [form.choice(0, answer)],
+        "usage": _usage(num_prompt, answer.num_tokens, num_cached=answer.num_cached_tokens),
+    }
+
+
+def _usage(num_prompt: int, num_completion: int, *, num_cached: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

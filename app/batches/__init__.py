@@ -1,15 +1,18 @@
 """Files and batches: kept in SQLite and a folder, worked off through whoever answers a line. No HTTP, no Ray here."""
 
-from app.batches.line import Answer, Answered, InputLine, Json, LineResult
+from app.batches.line import Answer, Answered, InputLine, Json, LineResult, failed_line, result_of
 from app.batches.local_service import LocalBatchService
 from app.batches.objects import Batch, LineError, Status, StoredFile
 from app.batches.service import BatchService, NewBatch, NewFile, NewWebhook, PageOf
+from app.batches.worker import BatchWork, BatchWorker
 
 __all__ = [
     "Answer",
     "Answered",
     "Batch",
     "BatchService",
+    "BatchWork",
+    "BatchWorker",
     "InputLine",
     "Json",
     "LineError",
@@ -21,4 +24,6 @@ __all__ = [
     "PageOf",
     "Status",
     "StoredFile",
+    "failed_line",
+    "result_of",
 ]

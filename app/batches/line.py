@@ -65,6 +65,13 @@ def result_of(batch_id: str, line: InputLine, answered: Answered) -> LineResult:
     )
 
 
+def failed_line(batch_id: str, line: InputLine, code: str, message: str) -> LineResult:
+    """What is kept of a line that has ended without an answer."""
+    return LineResult(
+        batch_id=batch_id, line_number=line.number, is_error=True, text=unfinished_line(line, code, message)
+    )
+
+
 def unfinished_line(line: InputLine, code: str, message: str) -> str:
     """The line of the error file for one that was not answered before its batch ended."""
     return _output_line(line.custom_id, None, {"code": code, "message": message})

@@ -29,6 +29,7 @@ from app.batches.runner import STORAGE_FAILURES, Runner
 from app.batches.service import NewBatch, NewFile, NewWebhook, PageOf
 from app.batches.stats import stats_object
 from app.batches.store import Store
+from app.batches.worker import BatchWorker
 from app.config import BatchesConfig
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.webhooks import Courier, new_message_id
@@ -72,16 +73,19 @@ class LocalBatchService:
         *,
         clock: Callable[[], float] = time.time,
         courier: Courier | None = None,
+        worker: BatchWorker | None = None,
     ) -> None:
         """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
 
-        `courier` brings webhooks to their receivers; by default as the settings say.
+        `courier` brings webhooks to their receivers; by default as the settings say. Where there is a `worker` it works
+        batches off as a whole, and `answer` is not asked.
         """
         self._path = path
         self._config = config
         self._answer = answer
         self._clock = clock
         self._courier = courier or Courier(config.webhooks)
+        self._worker = worker
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
@@ -155,9 +159,14 @@ class LocalBatchService:
         store, folder = await self._thread.run(_open_folder, self._path, self._config.files)
         webhooks = self._config.webhooks
         postman = Postman(store.letters, self._thread, self._courier, webhooks, self._clock, random.Random())
-        runner = Runner(store, folder, self._thread, self._answer, self._config, self._clock, postman.wake)
+        runner = Runner(
+            store, folder, self._thread, self._answer, self._config, self._clock, postman.wake, self._worker
+        )
         try:
-            for batch in await self._thread.run(store.unfinished):
+            unfinished = await self._thread.run(store.unfinished)
+            if self._worker is not None:
+                await self._worker.sweep([batch.id for batch in unfinished])
+            for batch in unfinished:
                 logger.info("batch %s goes on: %s", batch.id, batch.status.value)
                 runner.start(batch.id)
             self._open = _Open(store, folder, runner, postman)
@@ -294,6 +303,12 @@ class LocalBatchService:
             raise Overloaded(
                 f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
+            )
+        if self._worker is not None and new.endpoint not in self._worker.endpoints:
+            raise InvalidRequest(
+                f"this server's batches run as jobs of their own, for {' and '.join(self._worker.endpoints)}; got "
+                f"{new.endpoint[:100]!r}",
+                param="endpoint",
             )
         letter = self._letter(new.webhook)
         now = self._now()

@@ -13,7 +13,7 @@ from functools import partial
 
 from app.batches.folder import FileFolder
 from app.batches.input_file import InputRules, OpenFile, check, read_lines
-from app.batches.line import Answer, Answered, InputLine, Json, result_of
+from app.batches.line import Answer, Answered, InputLine, Json, LineResult, result_of
 from app.batches.objects import OUTPUT_PURPOSE, Batch, LineError, Status, StoredFile
 from app.batches.one_thread import OneThread
 from app.batches.output_files import WrittenFile, write_files
@@ -21,6 +21,7 @@ from app.batches.places import Place, Places
 from app.batches.recorder import Recorder
 from app.batches.store import Store
 from app.batches.token_rate import TokenRate
+from app.batches.worker import BatchWork, BatchWorker
 from app.config import BatchesConfig
 from app.errors import EngineStopped, LimitReached, Overloaded, Unavailable
 
@@ -53,8 +54,12 @@ class Runner:
         config: BatchesConfig,
         clock: Callable[[], float],
         on_end: Callable[[], None],
+        worker: BatchWorker | None = None,
     ) -> None:
-        """`store` is used in `thread` only; `clock` gives seconds since 1970; `on_end` hears of each batch's end."""
+        """`store` is used in `thread` only; `clock` gives seconds since 1970; `on_end` hears of each batch's end.
+
+        Where there is a `worker` it gets whole batches, and `answer` no lines.
+        """
         self._store = store
         self._folder = folder
         self._thread = thread
@@ -63,6 +68,7 @@ class Runner:
         self._clock = clock
         self._places = Places(config.max_in_flight)
         self._on_end = on_end
+        self._worker = worker
         self._rate = TokenRate(clock)
         self.recorder = Recorder(lambda results: thread.run(store.record, results))
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -75,7 +81,7 @@ class Runner:
 
     def num_in_flight(self, owner: str) -> int:
         """Lines of this owner that somebody computes or that wait for it."""
-        return self._places.num_taken(owner)
+        return self._places.num_taken(owner) + (self._worker.num_in_flight(owner) if self._worker else 0)
 
     def tokens_per_second(self, owner: str) -> float:
         """Output tokens of this owner's lines over the last minute."""
@@ -143,7 +149,9 @@ class Runner:
 
     async def _work(self, batch: Batch) -> Batch:
         """Work lines off until all have ended, the batch is cancelled or its time is over."""
-        work = asyncio.create_task(self._work_off(batch))
+        work = asyncio.create_task(
+            self._work_off(batch) if self._worker is None else self._worker.work_off(self._work_of(batch))
+        )
         stopped = asyncio.create_task(self._stops[batch.id].wait())
         try:
             await asyncio.wait(
@@ -211,7 +219,15 @@ class Runner:
                 pause_s = UNAVAILABLE_PAUSE_S
             await asyncio.sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
 
+    def _work_of(self, batch: Batch) -> BatchWork:
+        def on_end(result: LineResult) -> None:
+            self._rate.add(batch.owner, result.num_output_tokens)
+
+        return BatchWork(batch, self._opener(batch), self._rules(batch), self._store, self._thread, on_end)
+
     async def _finish(self, batch: Batch, end: Status) -> None:
+        if self._worker is not None and end is not Status.COMPLETED:
+            await self._worker.stop(self._work_of(batch))
         written = await asyncio.to_thread(write_files, batch, end, self._store, self._folder, self._rules(batch))
         now = self._now()
         keep_s = batch.output_expires_after_s or self._config.keep_s
@@ -235,8 +251,13 @@ class Runner:
                 await self._thread.run(self._folder.delete, file.id)
             raise
         logger.info("batch %s: %s", batch.id, end.value)
+        if self._worker is not None:
+            await self._worker.forget(batch.id)
 
     async def _fail(self, batch_id: str) -> None:
+        if self._worker is not None:
+            with suppress(*STORAGE_FAILURES):
+                await self._worker.stop(self._work_of(await self._thread.run(self._store.batch, batch_id)))
         error = LineError(code="server_error", message="the server failed on this batch; its log has the reason")
         await self._thread.run(
             self._store.end_batch, batch_id, [], status=Status.FAILED, failed_at=self._now(), errors=(error,)

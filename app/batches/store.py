@@ -25,8 +25,8 @@ _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _ENDED = tuple(status.value for status in Status if status.has_ended)
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 2  # of the tables below; a change of theirs needs another
-_READABLE_VERSIONS = (0, 1, _VERSION)  # none yet; without letters, which are added
+_VERSION = 3  # of the tables below; a change of theirs needs another
+_READABLE_VERSIONS = (0, 1, 2, _VERSION)  # none yet; without letters, or jobs, which are added
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
@@ -34,6 +34,7 @@ CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", 
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_BATCH_COLUMNS)}, UNIQUE (id));
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS results (batch_id, line INTEGER, is_error, text, PRIMARY KEY (batch_id, line));
+CREATE TABLE IF NOT EXISTS jobs (batch_id PRIMARY KEY, job_id);
 {letters.SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
@@ -181,7 +182,8 @@ class Store:
             self._connection.execute(
                 f"UPDATE batches SET {columns} WHERE id = ?", (*map(_value, changes.values()), batch_id)
             )
-            self._connection.execute("DELETE FROM results WHERE batch_id = ?", (batch_id,))
+            for table in ("results", "jobs"):
+                self._connection.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch_id,))
             self._tell_of_end(batch_id, changes)
 
     def _tell_of_end(self, batch_id: str, changes: Mapping[str, Any]) -> None:
@@ -238,6 +240,18 @@ class Store:
             query = "SELECT line, is_error, text FROM results WHERE batch_id = ? ORDER BY line"
             for row in connection.execute(query, (batch_id,)):
                 yield row["line"], bool(row["is_error"]), row["text"]
+
+    # Jobs
+
+    def job_id(self, batch_id: str) -> str | None:
+        """The last job that was begun, or was to be begun, for a batch that has not ended."""
+        row = self._row("SELECT job_id FROM jobs WHERE batch_id = ?", (batch_id,))
+        return None if row is None else str(row["job_id"])
+
+    def keep_job_id(self, batch_id: str, job_id: str) -> None:
+        """From here on this is the batch's job, whether it has been begun or not."""
+        with self._transaction():
+            self._connection.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?)", (batch_id, job_id))
 
     # SQL
 

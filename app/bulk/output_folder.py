@@ -194,6 +194,25 @@ def open_folder(path: Path, *, run: Mapping[str, Any], num_rows: int, output_for
         raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
 
 
+def written_lines(path: Path, offset: int, piece_bytes: int) -> bytes:
+    """Whole lines of a JSONL run's records from `offset` on, while it runs or after it: a piece of them, or one line.
+
+    After a run's death the next cuts off what is torn, so whoever reads along begins again with every run.
+    """
+    # The journal is renamed at the end, and back where a run was killed just then.
+    for name in (JOURNAL, RESULTS["jsonl"], JOURNAL):
+        try:
+            with (path / name).open("rb") as file:
+                file.seek(offset)
+                content = file.read(piece_bytes)
+                if b"\n" not in content:
+                    content += file.readline()
+        except FileNotFoundError:
+            continue
+        return content[: content.rfind(b"\n") + 1]
+    return b""
+
+
 def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
     """The summary of this very run if it is finished; None if it is not, or not begun."""
     if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != dict(run):

@@ -161,7 +161,9 @@ def _typed(fields: Mapping[str, Any], settings: RowSettings, model: ServedModel)
         typed = schema.model_validate(given)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    _check_fits_bulk(typed, model)
+    check_fits_row(typed)
+    if typed.model is not None and typed.model != model.name:
+        raise InvalidRequest(f"there is no model {typed.model[:100]!r}; this run has {model.name!r}", param="model")
     return typed
 
 
@@ -206,8 +208,8 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _check_fits_bulk(body: GenerationRequest, model: ServedModel) -> None:
-    """What the API can do and a row of a bulk run cannot: it has one text, and nobody who reads along."""
+def check_fits_row(body: GenerationRequest) -> None:
+    """Raise InvalidRequest for what the API can do and a row of a bulk run cannot: it has one text, and no reader."""
     if body.stream:
         raise InvalidRequest(
             "stream is true; a row of a bulk run has nobody to stream to: leave it out", param="stream"
@@ -231,9 +233,7 @@ def _check_fits_bulk(body: GenerationRequest, model: ServedModel) -> None:
             f"prompt holds {len(body.prompt):,} prompts; a row has one: write a row for each", param="prompt"
         )
     if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
-        raise InvalidRequest("a row of a bulk run has no tools; send it as a line of a batch", param="tools")
-    if body.model is not None and body.model != model.name:
-        raise InvalidRequest(f"there is no model {body.model[:100]!r}; this run has {model.name!r}", param="model")
+        raise InvalidRequest("a row of a bulk run has no tools; ask a service, through its fleet", param="tools")
 
 
 def _prepared(row: Row, call: Call) -> PreparedRow:

@@ -61,17 +61,26 @@ def test_a_change_comes_too_late_when_the_status_is_another(tmp_path: Path) -> N
         assert store.change_batch(batch.id, Status.IN_PROGRESS, status=Status.FINALIZING) == batch
 
 
-def test_a_folder_of_the_version_before_is_opened_and_gets_what_it_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "lacks"), [(1, ("letters", "jobs")), (2, ("jobs",))])
+def test_a_folder_of_a_version_before_is_opened_and_gets_what_it_lacks(
+    tmp_path: Path, version: int, lacks: tuple[str, ...]
+) -> None:
     batch = a_batch(Status.COMPLETED)
     with closing(Store(tmp_path)) as store:
         store.add_batch(batch)
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
-        connection.executescript("DROP TABLE letters; PRAGMA user_version = 1")
+        connection.executescript(
+            f"{' '.join(f'DROP TABLE {table};' for table in lacks)} PRAGMA user_version = {version}"
+        )
     with closing(Store(tmp_path)) as store:
         assert store.batch(batch.id) == batch
         assert store.letters.next_due_at() is None
+        assert store.job_id(batch.id) is None
+        store.keep_job_id(batch.id, "job-1")
+        store.keep_job_id(batch.id, "job-2")
+        assert store.job_id(batch.id) == "job-2"
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
 
 
 def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:

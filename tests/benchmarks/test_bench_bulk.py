@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.config import ApplicationConfig
-from benchmarks.bulk import kills, lending, pool
+from benchmarks.bulk import kills, lending, memory, pool
 
 
 def record(row: int, text: str = "so", error: str | None = None) -> dict[str, Any]:
@@ -61,7 +61,16 @@ def test_a_bulk_runs_pace_counts_whole_records_since_the_mark(tmp_path: Path) ->
     assert seconds > 0
 
 
-@pytest.mark.parametrize("page", [kills, lending, pool])
+def test_growth_is_that_of_the_second_half_of_the_rows() -> None:
+    def look(rows: int, driver: float) -> memory.Look:
+        return memory.Look(seconds=0.0, rows=rows, driver=driver, readers=0.0, engines=0.0)
+
+    looks = [look(0, 100), look(300_000, 300), look(600_000, 310), look(800_000, 314), look(1_000_000, 400)]
+    assert memory.growth(looks, 1_000_000) == 2.0
+    assert memory.growth(looks[:3], 1_000_000) is None
+
+
+@pytest.mark.parametrize("page", [kills, lending, memory, pool])
 def test_every_page_says_what_it_takes(page: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         page.main(["--help"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import tempfile
 import time
 import warnings
@@ -32,7 +33,15 @@ def free_port() -> int:
     return next(free_ports())
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens there now."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 HTTP_PORT = free_port()
+# Where the agent listens through which Ray starts jobs, in every cluster that `ray.init` begins: the first has it.
+RUNS_JOBS = is_free(52365)
 Deployed = Callable[[str, Mapping[str, Any]], AbstractContextManager[str]]
 RUN_FOLDER = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
 atexit.register(shutil.rmtree, RUN_FOLDER, ignore_errors=True)
@@ -79,12 +88,13 @@ class Service:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy."""
+    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy. Its dashboard runs jobs."""
     ray.init(
         address="local",
         namespace="serve",
         num_cpus=2,
-        include_dashboard=False,
+        include_dashboard=True,
+        dashboard_port=free_port(),
         log_to_driver=False,
         logging_level="ERROR",
         _temp_dir=str(RUN_FOLDER),

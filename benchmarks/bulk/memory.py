@@ -1,0 +1,190 @@
+"""The memory of a bulk run's driver, and of the processes beside it, over very many rows.
+
+    python -m benchmarks.bulk.memory --rows 1000000
+
+Runs `python -m deployments.bulk` on a cluster of its own, with an engine that does not even sleep, over short rows, and
+looks at what its processes hold while it goes. stderr gets a line for each look; the last line of stdout is one JSON
+object:
+
+    driver_peak_mib, readers_peak_mib, engines_peak_mib   of all processes of a kind together, as they were resident
+    driver_mib_per_100k_rows   how the driver grew over the second half of the rows (least squares)
+    table                      the looks: seconds, rows done, MiB of driver, readers, engines
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.versions import commit
+from benchmarks import machine
+from benchmarks.errors import BenchmarkError, refused
+from benchmarks.options import num_usable_cores, positive
+from benchmarks.output import write_json
+from benchmarks.processes import Process, family, resident_bytes
+from benchmarks.progress import tell
+
+_KINDS = {"readers": "ray::MapWorker", "engines": "ray::EngineActor"}
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the processes held at a moment. MiB."""
+
+    seconds: float
+    rows: int
+    driver: float
+    readers: float
+    engines: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="carousel-memory-") as folder:
+            found = measure(Path(folder), given)
+        line = json.dumps(found)
+        if given.json is not None:
+            write_json(given.json, line)
+    except BenchmarkError as error:
+        return refused(error)
+    print(line, flush=True)
+    return 0
+
+
+def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """One run. Raises BenchmarkError when it does not come to its end."""
+    write_rows(folder / "rows.jsonl", given)
+    (folder / "serve.yaml").write_text(json.dumps(_serve_file(given)), encoding="utf-8")  # JSON is YAML
+    command = [sys.executable, "-m", "deployments.bulk", "--input", str(folder / "rows.jsonl")]
+    command += ["--output", str(folder / "out"), "--config", str(folder / "serve.yaml")]
+    process = subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        looks = list(_looks(process, folder / "out", given.every))
+    finally:
+        for pid in family(process.pid) if process.poll() is None else ():  # this page was broken off
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if process.wait():
+        raise BenchmarkError(f"the bulk run ended with status {process.returncode}")
+    summary = json.loads((folder / "out" / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "rows": summary["rows"],
+        "rows_failed": summary["failed"],
+        "seconds": summary["seconds"],
+        "driver_peak_mib": max(look.driver for look in looks),
+        "readers_peak_mib": max(look.readers for look in looks),
+        "engines_peak_mib": max(look.engines for look in looks),
+        "driver_mib_per_100k_rows": growth(looks, given.rows),
+        "table": [astuple(look) for look in looks],
+        "settings": {name: value for name, value in vars(given).items() if name != "json"},
+        "cpu": machine.cpu_name(),
+        "num_cores": num_usable_cores(),
+        "commit": commit(),
+    }
+
+
+def write_rows(path: Path, given: argparse.Namespace) -> None:
+    """Rows that cost an engine next to nothing."""
+    chance = random.Random(given.seed)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(given.rows):
+            row = {"id": f"row-{number}", "prompt": f"Count {number}", "max_tokens": chance.randint(1, given.output)}
+            file.write(json.dumps(row) + "\n")
+
+
+def growth(looks: Sequence[Look], num_rows: int) -> float | None:
+    """MiB that the driver gets larger for each 100,000 rows, from the middle of the run on; None: too few looks."""
+    late = [look for look in looks if num_rows / 2 <= look.rows < num_rows]
+    if len({look.rows for look in late}) < 2:
+        return None
+    line = statistics.linear_regression([look.rows / 100_000 for look in late], [look.driver for look in late])
+    return round(line.slope, 2)
+
+
+def _looks(process: subprocess.Popen[bytes], out: Path, every_s: float) -> Iterator[Look]:
+    began, records = time.monotonic(), _Records(out)
+    tell(f"{'seconds':>8} {'rows':>10} {'driver':>8} {'readers':>8} {'engines':>8}  MiB")
+    while process.poll() is None:
+        members = list(family(process.pid).values())
+        look = Look(
+            round(time.monotonic() - began, 1),
+            records.number(),
+            _mib([each for each in members if each.pid == process.pid]),
+            *(_mib([each for each in members if each.title.startswith(title)]) for title in _KINDS.values()),
+        )
+        tell(f"{look.seconds:8.1f} {look.rows:10,} {look.driver:8.1f} {look.readers:8.1f} {look.engines:8.1f}")
+        yield look
+        try:
+            process.wait(every_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class _Records:
+    """Counts the records that are written, reading each once."""
+
+    def __init__(self, out: Path) -> None:
+        self._journal = out / "results.partial.jsonl"
+        self._offset = self._number = 0
+
+    def number(self) -> int:
+        if self._journal.exists():
+            with self._journal.open("rb") as file:
+                file.seek(self._offset)
+                while content := file.read(_READ_BYTES):
+                    self._number += content.count(b"\n")
+                self._offset = file.tell()
+        return self._number
+
+
+def _mib(processes: Sequence[Process]) -> float:
+    return round(sum(resident_bytes(each.pid) for each in processes) / 1024**2, 1)
+
+
+def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
+    served = {
+        "name": "bulk",
+        "engine": {
+            "model": {"path": given.model, "simulated": {"step_ms": 0}},
+            "scheduler": {"max_running": given.slots},
+        },
+        "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
+    }
+    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    return {"applications": [application]}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bulk.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N")
+    parser.add_argument("--output", type=positive, default=3, metavar="N", help="tokens of a row, at most")
+    parser.add_argument("--engines", type=positive, default=1, metavar="N")
+    parser.add_argument("--slots", type=positive, default=256, metavar="N", help="of each engine (max_running)")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose words the rows are counted in")
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two looks")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
