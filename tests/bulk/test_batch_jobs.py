@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.api import Answering
+from app.api import Answering, Cascade
 from app.api.completions import ServedModel
 from app.api.keys import KeyRing
 from app.batches import Answered, LocalBatchService, NewBatch
@@ -126,7 +126,9 @@ async def service(
         raise AssertionError("no line goes to the fleet")
 
     doorkeeper = KeyRing(keys.keys) if keys else None
-    answering = Answering(models, keys or ApiConfig(), RequestMetrics(each.name for each in models), doorkeeper)
+    cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
+    metrics = RequestMetrics(each.name for each in models)
+    answering = Answering(models, keys or ApiConfig(), metrics, doorkeeper, cascades=[cascade])
     worker = BatchJobs(folder / "jobs", jobs, answering.accepted, max_at_once=1)
     async with LocalBatchService(folder, BatchesConfig(**settings), nobody, worker=worker) as opened:
         yield opened
@@ -148,6 +150,7 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         line("two", n=2),
         line("tools", tools=[{"type": "function", "function": {"name": "f"}}]),
         line("stranger", model="stranger"),
+        line("careful", model="careful"),
         line("long", max_tokens=9999),
         line("lost", content="fail"),
     )
@@ -168,10 +171,11 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         assert body["choices"][0]["finish_reason"] == "stop"
         assert (body["usage"]["prompt_tokens"], body["usage"]["total_tokens"]) == (3, 5)
         statuses = {name: each["response"] and each["response"]["status_code"] for name, each in errors.items()}
-        assert statuses == {"two": 400, "tools": 400, "stranger": 404, "long": 400, "lost": None}
+        assert statuses == {"two": 400, "tools": 400, "stranger": 404, "careful": 400, "long": 400, "lost": None}
+        assert "is a cascade" in errors["careful"]["response"]["body"]["error"]["message"]
         assert "bulk jobs" in errors["two"]["response"]["body"]["error"]["message"]
         assert errors["lost"]["error"] == {"code": "line_failed", "message": "the engine died"}
-        assert batch["request_counts"] == {"total": 15, "completed": 10, "failed": 5}
+        assert batch["request_counts"] == {"total": 16, "completed": 10, "failed": 6}
         assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (30, 20)
         assert not list((tmp_path / "jobs").iterdir())
 
