@@ -12,7 +12,7 @@ OUTPUT ?= bulk_results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test check chaos clients format clean
+.PHONY: help serve bulk test test-live test-rest check chaos clients format clean
 
 help:
 	@sed -n '2,6s/^# *//p' Makefile
@@ -24,8 +24,17 @@ serve: .venv/runtime.done
 bulk: .venv/runtime.done
 	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
+# Two sessions beside each other: what runs on Ray waits more than it computes. Each speaks when it has ended.
 test: .venv/dev.done
-	$(BIN)/python -m pytest
+	@echo "Two test sessions run beside each other, for some minutes; each speaks when it has ended."
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
+	  test-live test-rest
+
+test-live: .venv/dev.done
+	@$(BIN)/python -m pytest tests/deployments
+
+test-rest: .venv/dev.done
+	@$(BIN)/python -m pytest --ignore=tests/deployments
 
 check: .venv/dev.done
 	$(BIN)/ruff format --check .
