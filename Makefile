@@ -24,14 +24,14 @@ serve: .venv/runtime.done
 bulk: .venv/runtime.done
 	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
-# Two sessions beside each other: what runs on Ray waits more than it computes. Each speaks when it has ended.
+# Two sessions beside each other: what runs on Ray waits more than it computes. It speaks when it has ended.
 test: .venv/dev.done
-	@echo "Two test sessions run beside each other, for some minutes; each speaks when it has ended."
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) \
-	  test-live test-rest
+	@echo "The tests on Ray run beside the others and are told of when they have ended: .venv/test-live.out has them till then."
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-live test-rest
 
 test-live: .venv/dev.done
-	@$(BIN)/python -m pytest tests/deployments
+	@status=0; $(BIN)/python -m pytest tests/deployments >.venv/test-live.out 2>&1 || status=$$?; \
+	  cat .venv/test-live.out; exit $$status
 
 test-rest: .venv/dev.done
 	@$(BIN)/python -m pytest --ignore=tests/deployments
