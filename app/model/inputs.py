@@ -98,7 +98,7 @@ def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[tor
     """Each column as an int64 tensor."""
     if device.type != "cpu":  # there each begins where memory is aligned, which kernels are compiled for
         return [to_device(column, device) for column in columns]
-    # Parts of one: making a tensor of 32 numbers takes 4 µs, most of which is not for the numbers.
+    # Parts of one: most of what it takes to make a small tensor is not for its numbers.
     whole = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
     return torch.split_with_sizes(whole, [len(column) for column in columns])
 

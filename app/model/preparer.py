@@ -22,7 +22,7 @@ class Preparable(Protocol):
 class Preparer:
     """A thread that prepares matchers. What it has not begun when they are needed, whoever needs them does himself.
 
-    So it pays where a core is idle, and where none is, hardly anything is lost. It starts with the first matcher.
+    So it pays where a core is idle. It starts with the first matcher.
     """
 
     def __init__(self) -> None:
