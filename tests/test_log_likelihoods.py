@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,39 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(
         assert answer.usage.completion_tokens == max_tokens * len(prompts)
 
     serve(demo_path, tokenizer, use, **settings)
+
+
+def test_sums_of_unlikely_texts_are_as_near_to_float64_as_transformers_own(
+    demo_path: Path, tokenizer: Tokenizer, reference: PreTrainedModel
+) -> None:
+    """Sums of -500 differ by more than 1e-4: that is float32's part, transformers' no less than ours."""
+    exact = AutoModelForCausalLM.from_pretrained(demo_path, dtype=torch.float64).eval()
+    rng = random.Random(2)
+    words = "crane wagon fluid puppet food law around rail thumb hill fort race linen shore".split()
+    prompts = [
+        list(tokenizer.encode(" ".join(rng.choices(words, k=rng.randrange(2, 12))), add_special_tokens=False))
+        for _ in range(40)
+    ]
+
+    def summed(model: PreTrainedModel, prompt: list[int]) -> float:
+        with torch.inference_mode():
+            likely = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        return float(likely.gather(-1, torch.tensor(prompt[1:])[:, None]).double().sum())
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        answer = await client.completions.create(model="demo", prompt=prompts, max_tokens=0, logprobs=0, echo=True)
+        ours, theirs = [], []
+        for choice, prompt in zip(sorted(answer.choices, key=lambda choice: choice.index), prompts, strict=True):
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            truth = summed(exact, prompt)
+            ours.append(abs(sum(choice.logprobs.token_logprobs[1:]) - truth))
+            theirs.append(abs(summed(reference, prompt) - truth))
+        assert max(theirs) > TOLERANCE, "else these texts show nothing"
+        assert statistics.mean(ours) < 2 * statistics.mean(theirs)
+        assert max(ours) < 3 * max(theirs)
+
+    serve(demo_path, tokenizer, use)
 
 
 def test_text_offsets_and_tokens_of_an_echo_cover_the_text(demo_path: Path, tokenizer: Tokenizer) -> None:
