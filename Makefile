@@ -12,7 +12,7 @@ OUTPUT ?= bulk_results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bulk test test-live test-rest check chaos clients format clean
+.PHONY: help serve bulk test check chaos clients format clean
 
 help:
 	@sed -n '2,6s/^# *//p' Makefile
@@ -24,17 +24,8 @@ serve: .venv/runtime.done
 bulk: .venv/runtime.done
 	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
-# Two sessions beside each other: what runs on Ray waits more than it computes. It speaks when it has ended.
 test: .venv/dev.done
-	@echo "The tests on Ray run beside the others and are told of when they have ended: .venv/test-live.out has them till then."
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-live test-rest
-
-test-live: .venv/dev.done
-	@status=0; $(BIN)/python -m pytest tests/deployments >.venv/test-live.out 2>&1 || status=$$?; \
-	  cat .venv/test-live.out; exit $$status
-
-test-rest: .venv/dev.done
-	@$(BIN)/python -m pytest --ignore=tests/deployments
+	$(BIN)/python -m pytest
 
 check: .venv/dev.done
 	$(BIN)/ruff format --check .
