@@ -31,9 +31,9 @@ from typing import Any
 
 from app.versions import commit
 from benchmarks import machine
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.errors import BenchmarkError
 from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.processes import Process, family, resident_bytes
 from benchmarks.progress import tell
 
@@ -54,16 +54,12 @@ class Look:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
+
+    def measured() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="carousel-memory-") as folder:
-            found = measure(Path(folder), given)
-        line = json.dumps(found)
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    print(line, flush=True)
-    return 0
+            return measure(Path(folder), given)
+
+    return report(measured, given.json)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

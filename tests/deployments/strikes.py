@@ -1,4 +1,4 @@
-"""What tests on the cluster do to replicas while streams run, and what they look at afterwards."""
+"""What tests on the cluster do to replicas and batches, and what they look at afterwards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import ray
 
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import Traffic
@@ -23,6 +25,16 @@ def replica_pids(application: str, deployment: str) -> list[int]:
             if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
                 found.append(pid)
     return found
+
+
+def kill_batches(application: str) -> None:
+    """The process that keeps an application's batches ends as by `kill -9`."""
+    [name] = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"SERVE_REPLICA::{application}#batches#")
+    ]
+    ray.kill(ray.get_actor(name, namespace="serve"))
 
 
 def struck(traffic: Traffic, strike: Callable[[], None]) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import openai
 import pytest
-import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deployments.conftest import Deployed, steps_of
+from tests.deployments.strikes import kill_batches
 from tests.metrics.test_exposition import value
 
 MODEL = "night"
@@ -90,16 +90,6 @@ def line(number: int) -> str:
     return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body})
 
 
-def kill_batches() -> None:
-    """As `kill -9` does."""
-    [name] = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(f"SERVE_REPLICA::{MODEL}#batches#")
-    ]
-    ray.kill(ray.get_actor(name, namespace="serve"))
-
-
 def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI) -> None:
     content = "\n".join(map(line, range(NUM_LINES))).encode()
     file = client.files.create(file=("night.jsonl", content), purpose="batch")
@@ -115,7 +105,7 @@ def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert done < NUM_LINES
-    kill_batches()
+    kill_batches(MODEL)
     assert completed() >= done  # asked again and again until the next process answers
     while (batch := client.batches.retrieve(batch.id)).status != "completed":
         assert time.monotonic() < deadline + 20, batch
@@ -162,7 +152,7 @@ def test_a_job_ends_and_its_webhook_comes_though_the_process_is_killed(client: o
     body = {"prompts": ["Once"] * 60, "max_tokens": 8, "ignore_eos": True, "async": True, "webhook": webhook}
     job = client.post("/batch", body=body, cast_to=object)
     assert isinstance(job, dict)
-    kill_batches()
+    kill_batches(MODEL)
     sent, headers = inbox.received.get(timeout=30)
     event = openai.OpenAI(api_key="none").webhooks.unwrap(sent, headers, secret=SECRET)
     assert event.type == "batch.completed"

@@ -16,6 +16,7 @@ from app.errors import InvalidSetup
 from deployments.ray_jobs import RayJobs
 from deployments.settings import parse, read_serve_file
 from tests.deployments.conftest import RUNS_JOBS, Deployed, steps_of
+from tests.deployments.strikes import kill_batches
 
 MODEL = "jobs"
 CHAT = "/v1/chat/completions"
@@ -27,16 +28,6 @@ def line(number: int, **body: object) -> str:
     messages = [{"role": "user", "content": "Once"}]
     fields = {"model": MODEL, "messages": messages, "max_tokens": 8, "ignore_eos": True} | body
     return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": fields})
-
-
-def kill_batches() -> None:
-    """As `kill -9` does."""
-    [name] = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(f"SERVE_REPLICA::{MODEL}#batches#")
-    ]
-    ray.kill(ray.get_actor(name, namespace="serve"))
 
 
 def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tmp_path: Path) -> None:
@@ -107,7 +98,7 @@ def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_kil
         while (batch := client.batches.retrieve(batch.id)).request_counts.completed == 0:  # type: ignore[union-attr]
             assert time.monotonic() < deadline, (batch, _logs())
             time.sleep(0.05)
-        kill_batches()
+        kill_batches(MODEL)
         while (batch := client.batches.retrieve(batch.id)).status != "completed":
             assert time.monotonic() < deadline, (batch, _logs())
             time.sleep(0.05)
