@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,9 +24,11 @@ from app.bulk.rows import RowSettings
 from app.bulk.summary import Summary
 from app.bulk.through_service import ServiceSettings, answer_rows
 from app.errors import Failure, InvalidSetup
-from tests.benchmarks.servers import serving, simulated_service
+from tests.benchmarks.servers import serving, simulated_service, stream, told_server
+from tests.unclosed import nothing_unclosed
 
 NUM_ROWS = 40
+ONLINE_TIMEOUT_S = 60.0
 
 
 def rows(tmp_path: Path, number: int = NUM_ROWS, **fields: Any) -> Path:
@@ -167,23 +170,26 @@ def test_nobody_there_and_a_model_that_is_not_served_are_told_at_once(tmp_path: 
         run(source, url, resume=True, model="other")
 
 
+async def online(client: httpx.AsyncClient, url: str) -> list[int]:
+    """The statuses of four short requests that come together, once all of them are answered to the end."""
+    body = {"prompt": "Once", "max_tokens": 1}
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(4)]
+    return [each.result().status_code for each in asked]
+
+
 def test_online_requests_take_the_slots_of_a_run_and_nothing_of_it_fails(tmp_path: Path, demo_path: Path) -> None:
     """The rows are preempted: slower, and as if nothing had happened."""
     source = rows(tmp_path, 12, max_tokens=60, ignore_eos=True)
 
     async def beside(url: str) -> list[float]:
-        import aiohttp
-
         loop, times = asyncio.get_running_loop(), []
         task = asyncio.create_task(asyncio.to_thread(run, source, url))
         await asyncio.sleep(0.6)
-        async with aiohttp.ClientSession() as session:
+        async with httpx.AsyncClient(timeout=ONLINE_TIMEOUT_S) as client:
             for _ in range(4):
                 began = loop.time()
-                body = {"prompt": "Once", "max_tokens": 1}
-                async with asyncio.TaskGroup() as group:
-                    asked = [group.create_task(session.post(f"{url}/v1/completions", json=body)) for _ in range(4)]
-                assert [each.result().status for each in asked] == [200] * 4
+                assert await online(client, url) == [200] * 4
                 times.append(loop.time() - began)
         assert (await task).ok == 12
         return times
@@ -192,3 +198,14 @@ def test_online_requests_take_the_slots_of_a_run_and_nothing_of_it_fails(tmp_pat
         times = asyncio.run(beside(url))
     assert min(times) < 0.3, "somebody waited for rows to end, which take 0.6 s"
     assert {record["completion_tokens"] for record in results(source).values()} == {60}
+
+
+def test_online_requests_leave_no_connection_open_though_bodies_come_late() -> None:
+    """Left to the garbage collector, one would fail some other test."""
+
+    async def ask(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=ONLINE_TIMEOUT_S) as client:
+            return await online(client, url)
+
+    with serving(told_server(lambda _: stream(num_tokens=2, gap_s=0.05))) as url, nothing_unclosed():
+        assert asyncio.run(ask(url)) == [200] * 4

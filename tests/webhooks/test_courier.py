@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest
 from app.webhooks import Courier, DeliveryFailed
+from tests.unclosed import nothing_unclosed
 from tests.webhooks.receivers import OK, SECRET, Connects, Receiver, config, message, names, status
 
 LOOPBACK = "http://127.0.0.1"
@@ -262,7 +263,8 @@ def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None
                 assert failed.is_final == (reason.endswith("410"))
             courier.close()
 
-    asyncio.run(main())
+    with nothing_unclosed():
+        asyncio.run(main())
 
 
 def test_nobody_is_there() -> None:
