@@ -45,10 +45,10 @@ from benchmarks import machine
 from benchmarks.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 from benchmarks.chaos.mix import MODEL_NAME
 from benchmarks.chaos.stage import Stage, stage
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.errors import BenchmarkError
 from benchmarks.http_call import CutOff, Target, call
 from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.progress import tell
 
 BLOCK_SIZE = 16
@@ -244,19 +244,16 @@ class _Answer:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     keys = [f"sk-tenant-{number}-{random.SystemRandom().getrandbits(128):x}" for number in range(given.tenants)]
-    try:
+
+    def measured() -> Json:
         with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
             args = application(given.model, keys, folder, num_blocks=given.num_blocks)
             with stage(args, step_s=0.0) as running:
                 canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
                 figures = asyncio.run(_run(canary, running, given))
-        line = json.dumps(figures | {"seed": given.seed, "num_blocks": given.num_blocks} | _where())
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    print(line, flush=True)
-    return int(_is_bad(figures))
+        return figures | {"seed": given.seed, "num_blocks": given.num_blocks} | _where()
+
+    return report(measured, given.json, is_bad=_is_bad)
 
 
 def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int) -> Json:

@@ -33,11 +33,10 @@ from typing import Any
 from app.versions import commit
 from benchmarks import machine
 from benchmarks.answer import Answer, ask
-from benchmarks.errors import BenchmarkError, refused
 from benchmarks.hostile_requests import HostileRequest, hostile_requests
 from benchmarks.http_call import Target
 from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.percentile import percentile
 from benchmarks.processes import Process, resident_bytes
 from benchmarks.progress import tell
@@ -85,16 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases=given.cases, rate=given.rate, connections=given.connections, honest_rate=given.honest_rate,
         window_s=given.window_s, seed=given.seed,
     )  # fmt: skip
-    try:
+
+    def measured() -> dict[str, Any]:
         with service(application(given)) as running:
             figures = attack(running, plan)
-        line = json.dumps(figures | {"replicas": given.replicas, "step_ms": given.step_ms} | _where())
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    print(line, flush=True)
-    return int(bool(figures["server_errors"] or figures["restarts"] or figures["honest_failed"]))
+        return figures | {"replicas": given.replicas, "step_ms": given.step_ms} | _where()
+
+    return report(measured, given.json, is_bad=_is_bad)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -216,6 +212,10 @@ async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
     if outcome.startswith("5"):
         said = {"kind": case.kind, "request": repr(case.data[:300]), "answer": repr(answer[-300:])}
         tally.server_errors.append(said)
+
+
+def _is_bad(figures: Mapping[str, Any]) -> bool:
+    return bool(figures["server_errors"] or figures["restarts"] or figures["honest_failed"])
 
 
 def _where() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import resource
 import sys
 import time
@@ -26,12 +25,12 @@ from typing import Any
 from app.versions import commit
 from benchmarks import machine
 from benchmarks.arrivals import Arrivals
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.errors import BenchmarkError
 from benchmarks.http_call import Target
 from benchmarks.online_figures import OnlineFigures, Slo
 from benchmarks.open_loop import LEAD_S, Extent, completion_request, play, repeated, schedule
 from benchmarks.options import positive
-from benchmarks.output import write_json
+from benchmarks.output import report
 from benchmarks.progress import tell
 from benchmarks.retry_check import RetryCheck, RetryFigures
 from benchmarks.table import cell, table
@@ -57,17 +56,14 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
+
+    def measured() -> dict[str, Any]:
         outcomes, result = measure(given)
-        line = json.dumps(result)
-        if given.json is not None:
-            write_json(given.json, line)
-    except BenchmarkError as error:
-        return refused(error)
-    if given.sweep is not None:
-        print(in_words(outcomes))
-    print(line, flush=True)
-    return 0
+        if given.sweep is not None:
+            print(in_words(outcomes))
+        return result
+
+    return report(measured, given.json)
 
 
 def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:

@@ -9,17 +9,23 @@ from typing import Any
 
 from benchmarks.errors import BenchmarkError, refused
 
+Figures = Mapping[str, Any]
 
-def report(measure: Callable[[], Mapping[str, Any]], path: str | None) -> int:
-    """Measure, print the figures and keep them at a path if there is one; the exit status of the program."""
+
+def report(measure: Callable[[], Figures], path: str | None, *, is_bad: Callable[[Figures], bool] | None = None) -> int:
+    """Measure, print the figures and keep them at a path if there is one; the exit status of the program.
+
+    `is_bad`: whether these figures are a failure of what was measured, and the status 1.
+    """
     try:
-        line = json.dumps(measure())
+        figures = measure()
+        line = json.dumps(figures)
         print(line, flush=True)  # before the file: one that cannot be written must not cost the run
         if path is not None:
             write_json(path, line)
     except BenchmarkError as error:
         return refused(error)
-    return 0
+    return int(is_bad is not None and is_bad(figures))
 
 
 def write_json(path: str, line: str) -> None:
