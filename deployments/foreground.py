@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ from ray.serve.scripts import cli
 
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
+from deployments.own_cluster import num_cpus_for, start_own_cluster
 from deployments.settings import ServeFile, read_serve_file
 
 STARTING_POLL_S = 0.5
@@ -78,17 +78,13 @@ def _end_on_signals() -> None:
 
 
 def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
-    """A cluster for this run alone: "local" joins none that runs here, and the folder is shared with none."""
+    """A cluster for this run alone, whose folder is shared with none."""
     num_cpus = sum(_num_cpus(application) for application in config.applications.values())
     num_gpus = sum(_num_gpus(application) for application in config.applications.values())
-    ray.init(
-        address="local",
+    start_own_cluster(
+        num_cpus=num_cpus_for(num_cpus),
         namespace="serve",
-        # A reservation is a number, not a core: a machine with fewer cores serves as well, only slower.
-        num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
         include_dashboard=dashboard or any(map(_runs_jobs, config.applications.values())),
-        log_to_driver=False,
-        logging_level="ERROR",
         _temp_dir=str(run_folder),
     )
     found = ray.cluster_resources().get("GPU", 0)

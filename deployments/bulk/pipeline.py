@@ -89,11 +89,11 @@ class RowPreparer:
 
     def _load(self) -> ServedModel:
         """Raises RayError when the engine that was to tell the facts has died."""
-        facts = ray.get(self._how.facts)
+        tokenizer = Tokenizer.load(self._how.tokenizer_path, self._how.revision)  # while the engine still loads
         return ServedModel(
             name=self._how.model_name,
-            tokenizer=Tokenizer.load(self._how.tokenizer_path, self._how.revision),
-            facts=facts,
+            tokenizer=tokenizer,
+            facts=ray.get(self._how.facts),
             generate=_elsewhere,
             created=0,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Generator
 
@@ -21,6 +20,7 @@ from app.errors import InvalidSetup
 from deployments.bulk.options import PoolSettings
 from deployments.bulk.pipeline import Preparation, prepared_rows
 from deployments.bulk.pool import EnginePool
+from deployments.own_cluster import num_cpus_for, start_own_cluster
 
 
 def answer_rows(found: Input, folder: OutputFolder, rows: RowSettings, pool: PoolSettings) -> Summary:
@@ -76,14 +76,7 @@ def _join_or_start_ray(replicas: ReplicasConfig) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
-        ray.init(
-            address="local",
-            # A reservation is a number, not a core: a machine with fewer cores does it too, only slower.
-            num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        start_own_cluster(num_cpus=num_cpus_for(num_cpus), include_dashboard=False)
     found = ray.cluster_resources().get("GPU", 0)
     if found < replicas.num_gpus:
         raise InvalidSetup(

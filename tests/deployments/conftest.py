@@ -6,6 +6,7 @@ The environment is the launcher's own, set before Ray is imported anywhere: Ray 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import socket
@@ -33,15 +34,7 @@ def free_port() -> int:
     return next(free_ports())
 
 
-def is_free(port: int) -> bool:
-    """Whether nobody listens there now."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
 HTTP_PORT = free_port()
-# Where the agent listens through which Ray starts jobs, in every cluster that `ray.init` begins: the first has it.
-RUNS_JOBS = is_free(52365)
 Deployed = Callable[[str, Mapping[str, Any]], AbstractContextManager[str]]
 RUN_FOLDER = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
 atexit.register(shutil.rmtree, RUN_FOLDER, ignore_errors=True)
@@ -59,6 +52,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`")
     import ray
     from ray import serve
+
+    from deployments.own_cluster import start_own_cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,16 +84,18 @@ class Service:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """A Ray cluster that nothing else uses; gives the address of its HTTP proxy. Its dashboard runs jobs."""
-    ray.init(
-        address="local",
-        namespace="serve",
+    another_clusters = socket.socket()  # where the agent that begins jobs would be; or another cluster is there already
+    with contextlib.suppress(OSError):
+        another_clusters.bind(("127.0.0.1", 52365))
+        another_clusters.listen()
+    start_own_cluster(
         num_cpus=2,
+        namespace="serve",
         include_dashboard=True,
         dashboard_port=free_port(),
-        log_to_driver=False,
-        logging_level="ERROR",
         _temp_dir=str(RUN_FOLDER),
     )
+    another_clusters.close()
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": HTTP_PORT})
         yield f"http://127.0.0.1:{HTTP_PORT}"

@@ -15,7 +15,7 @@ from app.bulk.job_server import OUTPUT
 from app.errors import InvalidSetup
 from deployments.ray_jobs import RayJobs
 from deployments.settings import parse, read_serve_file
-from tests.deployments.conftest import RUNS_JOBS, Deployed, steps_of
+from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.strikes import kill_batches
 
 MODEL = "jobs"
@@ -71,7 +71,6 @@ def test_nobody_who_runs_jobs_is_a_mistake_of_the_setup(cluster: str) -> None:
         RayJobs.connect(config, {})
 
 
-@pytest.mark.skipif(not RUNS_JOBS, reason="another Ray cluster on this machine has the port of the agent for jobs")
 def test_every_line_ends_once_by_a_job_though_the_process_that_follows_it_is_killed(
     deployed: Deployed, demo_path: Path, tmp_path: Path
 ) -> None:
