@@ -27,6 +27,9 @@ MAX_START_ATTEMPTS = 3
 MAX_BATCH_CALLS = 256
 # Calls end in moments, and batches go on after a restart.
 BATCHES_DRAIN_TIMEOUT_S = 2.0
+# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise nobody answers between the
+# stop of a single ingress and the start of the next, and whoever asks waits at Serve's proxy for as long as that takes.
+INGRESS_SURGE_PERCENT = 1
 
 
 def build(args: ApplicationConfig) -> Application:
@@ -91,6 +94,7 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,
+        max_surge_percent=INGRESS_SURGE_PERCENT,
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
         max_ongoing_requests=2 * max_requests,

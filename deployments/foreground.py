@@ -194,7 +194,8 @@ def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
     batches = config.batches.num_cpus if config.batches else 0.0
     jobs = _num_job_engines(config) * max(model.replicas.num_cpus for model in config.models)
-    return replicas + config.ingress.num_replicas * config.ingress.num_cpus + batches + jobs
+    ingresses = (config.ingress.num_replicas + 1) * config.ingress.num_cpus  # the next comes before one goes
+    return replicas + ingresses + batches + jobs
 
 
 def _num_gpus(config: ApplicationConfig) -> float:

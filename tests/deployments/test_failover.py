@@ -132,12 +132,21 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
         eventually(holds_nothing, timeout_s=4.0)  # the whole answer takes twice as long
 
 
+def num_ingresses() -> int:
+    """Those that Serve sends requests to."""
+    return serve.status().applications[APPLICATION].deployments["ingress"].replica_states.get("RUNNING", 0)
+
+
 def test_a_rolling_update_whose_drains_end_by_force_fails_no_request(fresh: Traffic, demo_path: Path) -> None:
     old = set(replicas())
 
     async def main() -> None:
         async with fresh.flowing():
-            await asyncio.to_thread(deploy, demo_path, drain_timeout_s=1, max_resumes=10)
+            update = asyncio.create_task(asyncio.to_thread(deploy, demo_path, drain_timeout_s=1, max_resumes=10))
+            while not update.done():
+                assert await asyncio.to_thread(num_ingresses), "who asks now waits for an ingress to start"
+                await asyncio.wait([update], timeout=0.1)
+            await update
             await asyncio.to_thread(eventually, lambda: not old & set(replicas()))
 
     asyncio.run(main())

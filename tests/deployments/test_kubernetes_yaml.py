@@ -188,7 +188,7 @@ def test_the_workers_have_room_for_all_deployments(cluster_config: Json, serve_c
     )
     num_cpus = (
         model["replicas"]["num_replicas"] * model["replicas"]["num_cpus"]
-        + args["ingress"]["num_replicas"] * args["ingress"]["num_cpus"]
+        + (args["ingress"]["num_replicas"] + 1) * args["ingress"]["num_cpus"]  # an update starts one more
         + args["batches"]["num_cpus"]
     )
     assert num_cpus <= group["minReplicas"] * int(limits["cpu"])

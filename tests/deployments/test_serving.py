@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import threading
@@ -26,7 +27,7 @@ from ray.serve.config import RequestRouterConfig
 from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
-from deployments.application import _replica_deployment, build
+from deployments.application import _ingress_deployment, _replica_deployment, build
 from deployments.foreground import reason
 from deployments.launcher import session_members
 from deployments.settings import parse
@@ -339,6 +340,13 @@ def test_the_builder_itself_refuses_parts_that_do_not_fit() -> None:
     engine = model.engine.model_copy(update={"model": on_gpu})
     with pytest.raises(InvalidSetup, match="set num_gpus to 1"):
         build(config.model_copy(update={"models": (model.model_copy(update={"engine": engine}),)}))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_an_update_starts_an_ingress_before_it_stops_one(num_replicas: int) -> None:
+    deployment = _ingress_deployment(parse({"models": [{}], "ingress": {"num_replicas": num_replicas}}))
+    surge_percent: int = deployment._deployment_config.max_surge_percent
+    assert math.ceil(surge_percent * num_replicas / 100) == 1, "as Serve rounds it"
 
 
 def test_nothing_of_the_cluster_is_shared_with_other_clusters(cluster: str) -> None:
