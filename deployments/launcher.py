@@ -101,6 +101,9 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+        # Three of these and Serve kills a proxy that has not started. With its 5 s it gave up on a busy machine what it
+        # would have waited a minute for, and the start failed.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     }
     if config.host in LOOPBACK:
         # Ray names every node by an outside address unless it is told that this machine can have no cluster.

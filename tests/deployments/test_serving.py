@@ -22,6 +22,7 @@ import psutil
 import pytest
 import ray
 from ray import serve
+from ray.serve._private import constants
 from ray.serve.config import RequestRouterConfig
 
 from app.config import IngressConfig
@@ -347,6 +348,13 @@ def test_an_update_starts_an_ingress_before_it_stops_one(num_replicas: int) -> N
     deployment = _ingress_deployment(parse({"models": [{}], "ingress": {"num_replicas": num_replicas}}))
     surge_percent: int = deployment._deployment_config.max_surge_percent
     assert math.ceil(surge_percent * num_replicas / 100) == 1, "as Serve rounds it"
+
+
+def test_a_proxy_that_starts_slowly_is_not_killed_while_serve_waits_for_it() -> None:
+    """As Serve has read the launcher's environment: so many tries, of so many seconds, have to fail in a row."""
+    assert constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD * constants.PROXY_READY_CHECK_TIMEOUT_S >= (
+        constants.HTTP_PROXY_TIMEOUT
+    )
 
 
 def test_nothing_of_the_cluster_is_shared_with_other_clusters(cluster: str) -> None:
