@@ -58,6 +58,11 @@ def num_finished(stats: list[Any]) -> list[int]:
     return [each.total_finished for each in stats]
 
 
+def are_equal(stats: list[Any]) -> bool:
+    """Whether dispatch, which goes by measured speed, has no reason to send one of two far more than the other."""
+    return bool(max(each.speed for each in stats) <= 2 * min(each.speed for each in stats))
+
+
 def test_every_endpoint_that_says_how_it_goes_is_there(service: Service) -> None:
     assert httpx.get(f"{service.url}/health").status_code == 200
     assert httpx.get(f"{service.url}/ready").status_code == 200
@@ -148,7 +153,12 @@ def test_mixed_questions_all_at_once_are_all_answered_right(service: Service) ->
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=64)) as client:
             return await asyncio.gather(*(answer(client, question) for question in questions))
 
-    before = num_finished(service.stats("least"))
+    deadline = time.monotonic() + 120
+    # On a busy machine one may have measured a tenth of what the other has.
+    while not are_equal(stats := service.stats("least")):
+        assert time.monotonic() < deadline, f"speeds: {[each.speed for each in stats]}"
+        asyncio.run(answers())
+    before = num_finished(stats)
     given = asyncio.run(answers())
     wrong = [(q.prompt, q.answer, text) for q, text in zip(questions, given, strict=True) if text.strip() != q.answer]
     assert not wrong
