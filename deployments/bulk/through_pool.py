@@ -72,11 +72,11 @@ def _until_it_breaks(
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:
     """The cluster that RAY_ADDRESS names (as in a job), else one of our own. Raises InvalidSetup if it is too small."""
-    num_cpus = replicas.num_replicas * replicas.num_cpus
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
-        start_own_cluster(num_cpus=num_cpus_for(num_cpus), include_dashboard=False)
+        num_cpus = num_cpus_for(replicas.num_replicas * replicas.num_cpus)
+        start_own_cluster(num_cpus=num_cpus, include_dashboard=False)
     found = ray.cluster_resources().get("GPU", 0)
     if found < replicas.num_gpus:
         raise InvalidSetup(

@@ -84,18 +84,18 @@ class Service:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """A Ray cluster that nothing else uses; gives the address of its HTTP proxy. Its dashboard runs jobs."""
-    another_clusters = socket.socket()  # where the agent that begins jobs would be; or another cluster is there already
-    with contextlib.suppress(OSError):
-        another_clusters.bind(("127.0.0.1", 52365))
-        another_clusters.listen()
-    start_own_cluster(
-        num_cpus=2,
-        namespace="serve",
-        include_dashboard=True,
-        dashboard_port=free_port(),
-        _temp_dir=str(RUN_FOLDER),
-    )
-    another_clusters.close()
+    with socket.socket() as another_clusters:
+        # Where the agent that begins jobs would be; or another cluster is there already.
+        with contextlib.suppress(OSError):
+            another_clusters.bind(("127.0.0.1", 52365))
+            another_clusters.listen()
+        start_own_cluster(
+            num_cpus=2,
+            namespace="serve",
+            include_dashboard=True,
+            dashboard_port=free_port(),
+            _temp_dir=str(RUN_FOLDER),
+        )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": HTTP_PORT})
         yield f"http://127.0.0.1:{HTTP_PORT}"

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
+from ray import serve
 
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import Traffic
@@ -25,6 +26,11 @@ def replica_pids(application: str, deployment: str) -> list[int]:
             if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip() == title:
                 found.append(pid)
     return found
+
+
+def replica_states(application: str, deployment: str) -> dict[str, int]:
+    """How many replicas Serve counts in each state."""
+    return dict(serve.status().applications[application].deployments[deployment].replica_states)
 
 
 def kill_batches(application: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ray import serve
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 
@@ -19,6 +18,7 @@ from app.config import ServedModelConfig
 from deployments.autoscaling import number_of_replicas, use_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
+from tests.deployments.strikes import replica_states
 from tests.fakes import build_fake_engine, make_request
 
 # Serve says it whenever it reads the config back; deployments/autoscaling.py says why the field is set.
@@ -105,13 +105,13 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
         yield url
 
 
-def replica_states() -> dict[str, int]:
-    return dict(serve.status().applications["elastic"].deployments["replica-elastic"].replica_states)
+def states() -> dict[str, int]:
+    return replica_states("elastic", "replica-elastic")
 
 
 def num_replicas() -> int:
     """In whatever state."""
-    return sum(replica_states().values())
+    return sum(states().values())
 
 
 def ask(url: str, max_tokens: int) -> int:
@@ -142,7 +142,7 @@ def steady_load(url: str, num_clients: int) -> Iterator[list[int]]:
 def seconds_until(condition: Callable[[], bool]) -> float:
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < PATIENCE_S, f"not within {PATIENCE_S} s; there are {replica_states()}"
+        assert time.monotonic() - begin < PATIENCE_S, f"not within {PATIENCE_S} s; there are {states()}"
         time.sleep(0.1)
     return time.monotonic() - begin
 
@@ -151,7 +151,7 @@ def test_replicas_come_with_the_load_go_with_it_and_come_back_without_a_failed_r
     url: str, record_property: Callable[[str, object], None]
 ) -> None:
     with steady_load(url, num_clients=6) as statuses:
-        up_s = seconds_until(lambda: replica_states().get("RUNNING") == 2)
+        up_s = seconds_until(lambda: states().get("RUNNING") == 2)
         seconds_until(lambda: complete_scrape(url).text.count("carousel_slots{") == 2)  # the ingress has heard of both
     assert statuses
     assert set(statuses) == {200}

@@ -21,7 +21,7 @@ from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.http_call import Target
 from deployments.application import build
 from deployments.settings import parse
-from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, struck
+from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, replica_states, struck
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
 
 def num_ingresses() -> int:
     """Those that Serve sends requests to."""
-    return serve.status().applications[APPLICATION].deployments["ingress"].replica_states.get("RUNNING", 0)
+    return replica_states(APPLICATION, "ingress").get("RUNNING", 0)
 
 
 def test_a_rolling_update_whose_drains_end_by_force_fails_no_request(fresh: Traffic, demo_path: Path) -> None:
