@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from app.engine.redaction import Redactor
-from app.engine.step_record import Entry, Header, Lost, to_line
+from app.engine.trace.entries import Entry, Header, Lost, to_line
+from app.engine.trace.redaction import Redactor
 
 logger = logging.getLogger(__name__)
 

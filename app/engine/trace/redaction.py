@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from app.engine.request import Request
-from app.engine.step_record import (
+from app.engine.trace.entries import (
     NOTHING,
     Abort,
     Arrival,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from app.model.cpu.library import DTYPES, LANES, in_large_pages, library
 from app.model.kv_cache import LayerShape
-from app.model.native.library import DTYPES, LANES, in_large_pages, library
 
 
 class NativePages:

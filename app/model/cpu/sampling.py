@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.native.library import Team, library
-from app.model.native.rows import pointer_to, rows_at
+from app.model.cpu.library import Team, library
+from app.model.cpu.rows import pointer_to, rows_at
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
 _ALL_BITS = 2**64 - 1

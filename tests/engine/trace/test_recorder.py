@@ -9,8 +9,7 @@ import pytest
 from app.config import SchedulerConfig
 from app.engine.batch import HoldUp
 from app.engine.engine import StepError
-from app.engine.recorder import StepRecorder
-from app.engine.step_record import (
+from app.engine.trace.entries import (
     Abort,
     Arrival,
     CacheCleared,
@@ -23,6 +22,7 @@ from app.engine.step_record import (
     parse,
     to_line,
 )
+from app.engine.trace.recorder import StepRecorder
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import FakeClock, build_fake_engine, expected_tokens, make_request, run_to_end

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from app.engine.batch import Batch
+from app.model.cpu.attention import MAX_SEGMENT_TOKENS
+from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
+from app.model.cpu.memory import NativePages
+from app.model.cpu.weights import NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
-from app.model.native.attention import MAX_SEGMENT_TOKENS
-from app.model.native.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
-from app.model.native.memory import NativePages
-from app.model.native.weights import NativeLayer, NativeWeights
 from app.model.preparer import Preparable, Preparer
 
 

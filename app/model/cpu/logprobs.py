@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from app.model.cpu.library import Team, library
+from app.model.cpu.rows import pointer_to, rows_at
 from app.model.logprobs import Logprobs
-from app.model.native.library import Team, library
-from app.model.native.rows import pointer_to, rows_at
 
 
 class NativeLogprobs:

@@ -13,9 +13,9 @@ import pytest
 from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
 from app.engine.facts import ModelFacts
-from app.engine.log_files import LogFiles
-from app.engine.step_log import StepLog
-from app.engine.step_record import Abort, Header, Lost, parse
+from app.engine.trace.entries import Abort, Header, Lost, parse
+from app.engine.trace.log_files import LogFiles
+from app.engine.trace.step_log import StepLog
 from app.errors import InvalidSetup
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
 

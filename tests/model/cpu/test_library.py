@@ -7,8 +7,8 @@ import pytest
 from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.model.attention import TorchAttention
+from app.model.cpu import library, memory
 from app.model.forward import TransformersForward
-from app.model.native import library, memory
 
 
 def test_without_a_compiler_plain_torch_serves(

@@ -11,9 +11,9 @@ import torch
 
 from app.engine.batch import Batch
 from app.model.attention import AttentionRules, AttentionStep
+from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, library
+from app.model.cpu.memory import NativePages
 from app.model.inputs import ModelInputs, Segments, build_segments
-from app.model.native.library import DTYPES, AttentionShape, Strides, Team, library
-from app.model.native.memory import NativePages
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 

@@ -5,9 +5,9 @@ import torch
 
 from app.engine.batch import ScheduledSequence
 from app.engine.request import SamplingParams
-from app.model.native.library import Team, library
-from app.model.native.logprobs import NativeLogprobs
-from app.model.native.sampling import NativeDraw, NativeMask
+from app.model.cpu.library import Team, library
+from app.model.cpu.logprobs import NativeLogprobs
+from app.model.cpu.sampling import NativeDraw, NativeMask
 from app.model.sampler import draw, gumbel_noise, mask
 
 FILTERS = [

@@ -13,7 +13,7 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence
-from app.engine.step_record import (
+from app.engine.trace.entries import (
     NOTHING,
     UNKNOWN,
     Abort,

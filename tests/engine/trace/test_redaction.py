@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from app.engine.redaction import Redactor
 from app.engine.request import Grammar, GrammarKind
-from app.engine.step_record import (
+from app.engine.trace.entries import (
     Arrival,
     Content,
     Entry,
@@ -15,6 +14,7 @@ from app.engine.step_record import (
     sampling_of,
     to_line,
 )  # fmt: skip
+from app.engine.trace.redaction import Redactor
 from tests.fakes import make_request
 
 PROMPT = (41, 42, 43, 44, 45, 46)

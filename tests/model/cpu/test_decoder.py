@@ -11,11 +11,11 @@ from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model import loader
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team, is_fast
+from app.model.cpu.memory import NativePages
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
-from app.model.native.decoder import NativeDecoder
-from app.model.native.library import Team, is_fast
-from app.model.native.memory import NativePages
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from app.model.attention import AttentionRules
-from app.model.native.library import LANES, in_large_pages
+from app.model.cpu.library import LANES, in_large_pages
 
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

@@ -9,18 +9,18 @@ import torch
 from app.config import EngineConfig
 from app.errors import InvalidSetup
 from app.model.attention import TorchAttention
+from app.model.cpu.attention import NativeAttention
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team
+from app.model.cpu.logprobs import NativeLogprobs
+from app.model.cpu.memory import NativePages
+from app.model.cpu.sampling import NativeDraw, NativeMask
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph import CudaCapture
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel
-from app.model.native.attention import NativeAttention
-from app.model.native.decoder import NativeDecoder
-from app.model.native.library import Team
-from app.model.native.logprobs import NativeLogprobs
-from app.model.native.memory import NativePages
-from app.model.native.sampling import NativeDraw, NativeMask
 from app.model.runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
