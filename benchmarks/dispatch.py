@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.dispatch import make_policy
+from app.fleet.dispatch import make_policy
 from benchmarks.make_workload import make_workload
 from benchmarks.options import positive
 from benchmarks.percentile import percentile

@@ -16,13 +16,13 @@ ALLOWED = {
     "app": set(),
     "app.config": {"pydantic"},
     "app.errors": {"pydantic"},
-    "app.dispatch": {"app.errors"},
+    "app.fleet.dispatch": {"app.errors"},
     "app.engine": {"app.config", "app.errors"},
     "app.grammar": {
         "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
+        "app.fleet.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
     },
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
@@ -39,7 +39,7 @@ ALLOWED = {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
         "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
-    "app.autoscaling": {"app.config"},
+    "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
         "app.api", "app.batches", "app.config", "app.disk", "app.errors", "app.text", "app.engine.facts",

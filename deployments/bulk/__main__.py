@@ -68,7 +68,9 @@ def _set_environment(pool: PoolSettings) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",  # or a reader that outlives a failed job would start a cluster of its own
     }
-    if "RAY_ADDRESS" not in os.environ:  # a cluster of our own, on this machine alone: see deployments/launcher.py
+    if (
+        "RAY_ADDRESS" not in os.environ
+    ):  # a cluster of our own, on this machine alone: see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if pool.is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"

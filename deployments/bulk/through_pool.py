@@ -20,7 +20,7 @@ from app.errors import InvalidSetup
 from deployments.bulk.options import PoolSettings
 from deployments.bulk.pipeline import Preparation, prepared_rows
 from deployments.bulk.pool import EnginePool
-from deployments.own_cluster import num_cpus_for, start_own_cluster
+from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 
 
 def answer_rows(found: Input, folder: OutputFolder, rows: RowSettings, pool: PoolSettings) -> Summary:

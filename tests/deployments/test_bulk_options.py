@@ -16,7 +16,7 @@ from deployments.bulk.options import Options, PoolSettings, read_options
 CONFIG = """
 applications:
   - name: carousel
-    import_path: deployments.application:build
+    import_path: deployments.serve.application:build
     args:
       models:
         - {name: small, engine: {scheduler: {max_running: 7}}, replicas: {num_replicas: 3}}
