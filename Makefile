@@ -3,7 +3,7 @@
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make chaos    faults made on purpose, three to four hours: the reliability table
-#   make clients  other people's clients against the live service: docs/clients.md; CLIENTS="openai lm-eval" for some
+#   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml

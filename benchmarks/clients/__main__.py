@@ -4,8 +4,8 @@
 
 Installs each client with pip into an environment of its own under that folder (once; a later run uses what is there),
 starts the service with a model, and lets every client make its checks. The last lines of stdout are a table of
-`docs/clients.md` and the commands that the clients were run with. A client that cannot be installed has a row that says
-so, and the others go on. Exits with 1 when a check failed or a client could not be installed.
+`docs/results/clients.md` and the commands that the clients were run with. A client that cannot be installed has a row
+that says so, and the others go on. Exits with 1 when a check failed or a client could not be installed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.api.completions import ServedModel
+from app.api.endpoints.completions import ServedModel
 from app.bulk.record import Record
 from app.bulk.rows import PreparedRow, RowSettings, prepare, row_from_fields
 from app.config import ApiConfig

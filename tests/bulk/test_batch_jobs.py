@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from app.api import Answering, Cascade
-from app.api.completions import ServedModel
-from app.api.keys import KeyRing
+from app.api.auth.keys import KeyRing
+from app.api.endpoints.completions import ServedModel
 from app.batches import Answered, LocalBatchService, NewBatch
 from app.bulk.batch_jobs import BatchJobs
 from app.bulk.input_files import find_files, look_through, read_piece

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.completions import ServedModel
+from app.api.endpoints.completions import ServedModel
 from app.bulk.record import Record
 from app.bulk.row_generator import RowGenerator
 from app.bulk.rows import PreparedRow
