@@ -24,10 +24,10 @@ from app.api.replies import ReplyWriter
 from app.api.reply_schemas import ResponsesRequest
 from app.api.responses import ChatFormat, ChoiceWriter, CompletionFormat, Progress, WholeWriter
 from app.api.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest, GenerationRequest, QueuedRequest
-from app.batches import Answered, Json
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
 
@@ -71,7 +71,7 @@ class Accepted:
 
 
 class Answering:
-    """Answers requests of batches from the served models: `answer` is the seam that `app.batches` asks for."""
+    """Answers requests of batches from the served models: `answer` is the seam that `app.jobs` asks for."""
 
     def __init__(
         self,

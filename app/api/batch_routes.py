@@ -11,8 +11,8 @@ from app.api.answering import Answering
 from app.api.batches import BatchRoutes
 from app.api.files import FileRoutes
 from app.api.short_batches import ShortBatchRoutes
-from app.batches import BatchService
 from app.config import ApiConfig
+from app.jobs import BatchService
 
 
 def batch_routes(

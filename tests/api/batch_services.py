@@ -14,8 +14,8 @@ import httpx
 from app.api import Answering, batch_routes, build_app
 from app.api.guard import owner_of
 from app.api.keys import KeyRing, OpenDoor
-from app.batches import LocalBatchService
 from app.config import ApiConfig, BatchesConfig
+from app.jobs import LocalBatchService
 from app.metrics import RequestMetrics
 from app.webhooks import Courier
 from tests.api.fakes import Service
