@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeVar
 
-from app.engine.step_record import NOTHING, Share, StepRecord
+from app.engine.trace.entries import NOTHING, Share, StepRecord
 
 T = TypeVar("T")
 

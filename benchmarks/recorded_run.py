@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from app.engine.step_record import Entry, Header, parse
+from app.engine.trace.entries import Entry, Header, parse
 from benchmarks.errors import BenchmarkError
 
 

@@ -12,7 +12,7 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.matcher import TokenSet
 from app.engine.request import Request
-from app.engine.step_record import Failed, StepRecord
+from app.engine.trace.entries import Failed, StepRecord
 from benchmarks.stand_ins import StandIns
 
 

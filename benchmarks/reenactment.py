@@ -10,8 +10,7 @@ from app.config import CacheConfig, SchedulerConfig
 from app.engine.engine import ModelRunner, StepError
 from app.engine.facts import ModelFacts
 from app.engine.matcher import Matchers
-from app.engine.recorder import StepRecorder
-from app.engine.step_record import (
+from app.engine.trace.entries import (
     NOTHING,
     Abort,
     Arrival,
@@ -22,6 +21,7 @@ from app.engine.step_record import (
     Retuned,
     StepRecord,
 )
+from app.engine.trace.recorder import StepRecorder
 from benchmarks.reenacting_runner import ReenactingLauncher, ReenactingRunner
 from benchmarks.stand_ins import StandIns
 

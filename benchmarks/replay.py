@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from app.assembly import build_matchers, build_sync_engine
 from app.config import EngineConfig
 from app.engine.engine import ModelRunner
-from app.engine.step_record import Entry, Header, Lost, Retuned, StepRecord
+from app.engine.trace.entries import Entry, Header, Lost, Retuned, StepRecord
 from app.errors import CarouselError
 from app.versions import commit, versions
 from benchmarks.divergence import Circumstances, Comparison, Divergence, differences_between

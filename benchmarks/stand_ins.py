@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from app.engine.request import Request
-from app.engine.step_record import Content, Entry, HiddenArrival, sampling_of
+from app.engine.trace.entries import Content, Entry, HiddenArrival, sampling_of
 
 _FIRST = 1 << 32  # above the token ids of every model
 

@@ -22,8 +22,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from app.api.completions import ServedModel
-from app.api.routes import build_app
+from app.api.endpoints.completions import ServedModel
+from app.api.http.routes import build_app
 from app.config import ApiConfig
 from app.dispatch import GroupChooser, make_policy
 from app.engine.facts import ModelFacts

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.api.admin import Findings, ProcessReport, usage_of
-from app.api.keys import Doorkeeper
+from app.api.auth.keys import Doorkeeper
+from app.api.endpoints.admin import Findings, ProcessReport, usage_of
 from app.config import ServedModelConfig
 from deployments.boards import board_of
 from deployments.metrics import answers_of

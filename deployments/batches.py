@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
-from app.api.admin import ProcessReport
+from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig
 from app.errors import Unavailable
 from app.jobs import BatchWorker, LocalBatchService

@@ -13,8 +13,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from app.api import Answering, ServedModel, batch_routes, build_app
-from app.api.admin import ProcessReport
-from app.api.guard import owner_of
+from app.api.endpoints.admin import ProcessReport
+from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
 from deployments.admin import Insight
 from deployments.batch_calls import RemoteBatchService

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import NoReturn
 
-from app.api.keys import Doorkeeper, KeyRing, open_door
+from app.api.auth.keys import Doorkeeper, KeyRing, open_door
 from app.config import ApiConfig
 from app.errors import InvalidSetup
 from deployments.settings import all_keys

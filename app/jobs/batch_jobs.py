@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from app.api import Accepted, ServedModel
-from app.api.responses import Answer, ChatFormat, CompletionFormat, Format, answered_elsewhere
-from app.api.schemas import GenerationRequest, QueuedRequest
+from app.api.output.completion_writers import Answer, ChatFormat, CompletionFormat, Format, answered_elsewhere
+from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.errors import InvalidRequest
 from app.jobs import Answered, BatchWork, InputLine, LineResult, failed_line, result_of
 from app.jobs.batch_folder import FolderDraft, Part, Records, delete_all_but, delete_folder, parts_of

@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from app.api.completions import SEED_MASK, Call, ServedModel, prepare_chat, prepare_completion
-from app.api.parameters import refuse_unavailable
-from app.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, from_validation_error
+from app.api.endpoints.completions import SEED_MASK, Call, ServedModel, prepare_chat, prepare_completion
+from app.api.schemas.parameters import refuse_unavailable
+from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, from_validation_error
 from app.config import ApiConfig
 from app.engine.request import Request
 from app.errors import CarouselError, InvalidRequest

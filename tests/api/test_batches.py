@@ -244,7 +244,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
 def test_an_upload_that_stalls_gives_its_place_back(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.multipart.SILENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.05)
 
     async def stalling() -> AsyncIterator[bytes]:
         yield b"--edge\r\n" + FILE_PART

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.api.answering import Answering
+from app.api.handler import Answering
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed

@@ -18,10 +18,10 @@ from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
-from app.engine.recorder import Recorder, StepRecorder
-from app.engine.redaction import Redactor
 from app.engine.request import Grammar, GrammarKind
-from app.engine.step_record import Entry, Header, StepRecord, parse, to_line
+from app.engine.trace.entries import Entry, Header, StepRecord, parse, to_line
+from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.redaction import Redactor
 from benchmarks.divergence import Circumstances, Comparison
 from benchmarks.reenactment import Reenactment
 from benchmarks.replay import Found, main, reenact

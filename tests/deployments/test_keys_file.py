@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.api.keys import OpenDoor
+from app.api.auth.keys import OpenDoor
 from app.config import ApiConfig
 from app.errors import InvalidSetup, Unauthenticated
 from deployments.keys_file import Keys

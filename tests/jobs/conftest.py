@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.api.completions import ServedModel
+from app.api.endpoints.completions import ServedModel
 from app.config import ApiConfig
 from app.engine.facts import ModelFacts
 from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields

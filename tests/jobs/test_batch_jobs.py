@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from app.api import Answering, Cascade
-from app.api.completions import ServedModel
-from app.api.keys import KeyRing
+from app.api.auth.keys import KeyRing
+from app.api.endpoints.completions import ServedModel
 from app.config import ApiConfig, BatchesConfig
 from app.errors import InvalidRequest
 from app.jobs import Answered, LocalBatchService, NewBatch

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.api.completions import ServedModel, prepare_chat
-from app.api.schemas import ChatRequest
+from app.api.endpoints.completions import ServedModel, prepare_chat
+from app.api.schemas.requests import ChatRequest
 from app.config import ApiConfig
 from app.jobs.preparation import PreparedRow, RowSettings, has_question, own_id, row_from_fields, row_from_line
 from app.jobs.record import Record

@@ -13,13 +13,13 @@ from typing import Any
 
 import openai
 import pytest
-from tests.jobs.test_batch_runner import raising
 
 from app.config import BatchesConfig, WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.jobs import LocalBatchService, NewBatch, NewWebhook, PageOf
 from app.webhooks import Courier
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
+from tests.jobs.test_batch_runner import raising
 from tests.webhooks.receivers import OK, SECRET, Received, Receiver, config, status
 
 ONE = jsonl(input_line("one"))
