@@ -1,7 +1,7 @@
 """Runs any number of rows on one engine at once, in a thread that steps it: each row ends when it is done.
 
 `AsyncEngine` wakes a task for every token of every request, which readers of streams need. Nobody reads along here:
-rows are handed over when they have ended, and the loop is that of `benchmarks.throughput`.
+rows are handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
 """
 
 from __future__ import annotations
