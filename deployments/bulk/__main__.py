@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from app.bulk import through_service
-from app.bulk.input_files import find_files, look_through
-from app.bulk.output_folder import RESULTS, finished_summary, open_folder
-from app.bulk.summary import Summary
-from app.bulk.through_service import ServiceSettings
 from app.errors import CarouselError
+from app.jobs import through_service
+from app.jobs.input_files import find_files, look_through
+from app.jobs.progress import Summary
+from app.jobs.results import RESULTS, finished_summary, open_folder
+from app.jobs.through_service import ServiceSettings
 from deployments.bulk.options import Options, PoolSettings, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for

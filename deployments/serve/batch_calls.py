@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.batches import Json, NewBatch, NewFile, PageOf
+from app.jobs import Json, NewBatch, NewFile, PageOf
 from deployments.serve.errors import to_carousel_error
 
 

@@ -12,9 +12,9 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import Answering
 from app.api.endpoints.admin import ProcessReport
-from app.batches import BatchWorker, LocalBatchService
 from app.config import ApplicationConfig
 from app.errors import Unavailable
+from app.jobs import BatchWorker, LocalBatchService
 from app.metrics import BatchCounts
 from deployments.serve.admin import Insight
 from deployments.serve.client import ModelClient, cascades_of, served_model
@@ -93,7 +93,7 @@ class Batches:
 def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[Answering], BatchWorker]:
     """Who works batches off by Ray jobs, once the models are there. Raises InvalidSetup when nobody runs jobs."""
     # Here, as most services need neither Arrow nor Ray's job client, and each would be in every process of theirs.
-    from app.bulk.batch_jobs import BatchJobs
+    from app.jobs.batch_jobs import BatchJobs
     from deployments.serve.ray_jobs import RayJobs
 
     batches = config.batches

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from app.bulk.job_server import INPUT, OUTPUT, JobState, NoJobServer
 from app.config import ApiConfig, ApplicationConfig, JobsConfig, ModelConfig
 from app.errors import InvalidSetup
+from app.jobs.job_server import INPUT, OUTPUT, JobState, NoJobServer
 from deployments.serve.settings import BUILDER, read_serve_file
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from app.batches.remote_contents import filesystem_at
 from app.config import (
     ApiConfig,
     ApplicationConfig,
@@ -26,6 +25,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
+from app.jobs.remote_contents import filesystem_at
 from app.webhooks import check_default
 
 BUILDER = "deployments.serve.application:build"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bulk.through_service import ServiceSettings
 from app.errors import InvalidSetup
+from app.jobs.through_service import ServiceSettings
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, PoolSettings, read_options
 

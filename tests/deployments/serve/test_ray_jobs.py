@@ -11,8 +11,8 @@ import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from app.bulk.job_server import OUTPUT
 from app.errors import InvalidSetup
+from app.jobs.job_server import OUTPUT
 from deployments.serve.ray_jobs import RayJobs
 from deployments.serve.settings import parse, read_serve_file
 from tests.deployments.conftest import Deployed, steps_of
