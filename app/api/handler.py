@@ -31,10 +31,10 @@ from app.api.output.completion_writers import ChatFormat, ChoiceWriter, Completi
 from app.api.schemas.parameters import UnknownFields
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, GenerationRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
-from app.batches import Answered, Json
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
 
@@ -78,7 +78,7 @@ class Accepted:
 
 
 class Answering:
-    """Answers requests of batches from the served models: `answer` is the seam that `app.batches` asks for."""
+    """Answers requests of batches from the served models: `answer` is the seam that `app.jobs` asks for."""
 
     def __init__(
         self,

@@ -237,7 +237,11 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
         "engine": {"model": model, "scheduler": {"max_running": given.slots}},
         "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
     }
-    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    application = {
+        "name": "carousel",
+        "import_path": "deployments.serve.application:build",
+        "args": {"models": [served]},
+    }
     return {"applications": [application]}
 
 

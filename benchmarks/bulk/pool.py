@@ -102,7 +102,11 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
         },
         "replicas": {"num_replicas": 1, "num_cpus": 1},
     }
-    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    application = {
+        "name": "carousel",
+        "import_path": "deployments.serve.application:build",
+        "args": {"models": [served]},
+    }
     return {"applications": [application]}
 
 

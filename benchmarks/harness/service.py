@@ -144,7 +144,7 @@ def _serve_file(
             {
                 "name": "carousel",
                 "route_prefix": "/",
-                "import_path": "deployments.application:build",
+                "import_path": "deployments.serve.application:build",
                 "args": dict(application),
                 "deployments": [
                     {"name": name} | {option: numbers[name] for option, numbers in options.items() if name in numbers}

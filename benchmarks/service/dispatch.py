@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.dispatch import make_policy
+from app.fleet.dispatch import make_policy
 from benchmarks.harness.options import positive
 from benchmarks.harness.percentile import percentile
 from benchmarks.harness.progress import tell

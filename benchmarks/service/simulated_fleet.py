@@ -1,4 +1,4 @@
-"""A fleet of replicas and ingresses in simulated time, around the real rules of `app.dispatch`. No model, no clock.
+"""A fleet of replicas and ingresses in simulated time, by the real rules of `app.fleet.dispatch`. No model, no clock.
 
 A replica batches at every step: each running request that decodes gets a token, prompts get chunks of what is left of
 the step's budget, and a step takes `base_s` and `token_s` for each token. KV memory bounds only what stays cached.
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from app.dispatch import DispatchPolicy, Ledger, OutputLengths, PrefixIndex, ReplicaReport, RequestSize
 from app.engine.pace import Pace
+from app.fleet.dispatch import DispatchPolicy, Ledger, OutputLengths, PrefixIndex, ReplicaReport, RequestSize
 
 _MAX_STEP_TOKENS = 512
 _CHUNK_TOKENS = 256

@@ -25,10 +25,10 @@ from typing import Any
 from app.api.endpoints.completions import ServedModel
 from app.api.http.routes import build_app
 from app.config import ApiConfig
-from app.dispatch import GroupChooser, make_policy
 from app.engine.facts import ModelFacts
 from app.engine.request import Request, TokenDelta
 from app.fleet import Board, Fleet, Frame, Limits, Patience, Report
+from app.fleet.dispatch import GroupChooser, make_policy
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from benchmarks.harness.options import positive

@@ -11,8 +11,8 @@ from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.handler import Answering
-from app.batches import BatchService
 from app.config import ApiConfig
+from app.jobs import BatchService
 
 
 def batch_routes(

@@ -16,9 +16,9 @@ from app.api.http.body import DEADLINE_HEADER, read_json_object, with_deadline
 from app.api.http.guard import visit_of
 from app.api.http.hints import is_strict
 from app.api.http.sse import unless_disconnected
-from app.batches import Answered, BatchService, Json, NewBatch, NewFile, Status
 from app.config import ApiConfig
 from app.errors import CarouselError, InvalidRequest
+from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
 
 INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from app.dispatch import make_policy
+from app.fleet.dispatch import make_policy
 from benchmarks.service.dispatch import Figures, Trial, main, measure
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedIngress
 
