@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 # Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold, when
 # each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
 MAX_WAITING_TOKENS = 1_000_000
-# A step log is a ring: sixteen files of 64 MB, so that each restart and each full file costs the oldest 6% only.
-_LOG_FILE_BYTES, _MAX_LOG_FILES = 64_000_000, 16
+# Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
+_NUM_LOG_FILES = 16
 
 _PROJECT = Path(__file__).resolve().parent.parent
 
@@ -188,7 +188,8 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts,
         return Recorder()
     header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    files = LogFiles(folder, run=header.run, file_bytes=_LOG_FILE_BYTES, max_files=_MAX_LOG_FILES)
+    file_bytes = settings.max_megabytes * 1_000_000 // _NUM_LOG_FILES
+    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=_NUM_LOG_FILES)
     try:
         log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
     except OSError as error:

@@ -255,6 +255,9 @@ class StepLogConfig(Settings):
     record_prompts: bool = Field(
         True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
     )
+    max_megabytes: int = Field(
+        1024, ge=16, le=1_000_000, description="MB of the records in that folder, at most; the oldest files are deleted"
+    )
 
 
 class EngineConfig(Settings):
