@@ -19,8 +19,8 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.configuration_page` from app/config.py. Change the settings there, not this page. -->
 
-The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong value
-stops the start with its path and the fix; so does a name that is not on this page.
+The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong
+value stops the start with its path and the fix; so does a name that is not on this page.
 
 Limits that no deployment needs to change are constants in the code, each beside its use.
 
