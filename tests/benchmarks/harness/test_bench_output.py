@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.output import report
+from benchmarks.harness.command import BenchmarkError, report
 from benchmarks.service import canary, fuzz, online
 
 SOUND: dict[ModuleType, dict[str, Any]] = {
@@ -79,5 +78,5 @@ def test_what_cannot_be_measured_is_said_and_nothing_is_printed(capsys: pytest.C
     def measure() -> dict[str, Any]:
         raise BenchmarkError("there is no model")
 
-    assert report(measure, None, is_bad=lambda figures: True) == 2
+    assert report(measure, Namespace(), is_bad=lambda figures: True) == 2
     assert capsys.readouterr() == ("", "error: there is no model\n")
