@@ -19,14 +19,14 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.facts import ModelFacts
-from app.engine.log_files import LogFiles
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.recorder import Recorder, StepRecorder
-from app.engine.redaction import Redactor
 from app.engine.scheduler import Scheduler
-from app.engine.step_log import StepLog
-from app.engine.step_record import Header
+from app.engine.trace.entries import Header
+from app.engine.trace.log_files import LogFiles
+from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.redaction import Redactor
+from app.engine.trace.step_log import StepLog
 from app.errors import InvalidSetup
 from app.versions import commit, versions
 
@@ -78,7 +78,7 @@ def build_sync_engine(config: EngineConfig) -> Engine:
 def _build_torch(config: EngineConfig) -> Engine:
     import torch
 
-    from app.model.fastest import build_runner
+    from app.model.backends import build_runner
     from app.model.kv_cache import num_blocks_that_fit
     from app.model.loader import load_model, run_full_step
 

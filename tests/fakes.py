@@ -17,8 +17,8 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine, ModelRunner
 from app.engine.facts import ModelFacts
 from app.engine.matcher import Matcher, with_tokens
-from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
+from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 
 VOCAB_SIZE = 50

@@ -8,8 +8,8 @@ import torch
 from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.errors import InvalidSetup
-from app.model.native.decoder import NativeDecoder
-from app.model.native.library import is_fast
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import is_fast
 from tests.tiny_models import save_tiny_model
 
 

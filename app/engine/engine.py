@@ -15,7 +15,6 @@ from app.engine.isolation import DeviceFailed, run_in_parts
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.measurements import EngineMeasurements
 from app.engine.quarantine import Quarantine
-from app.engine.recorder import Recorder
 from app.engine.request import (
     MAX_DEADLINE_S,
     MAX_GRAMMAR_CHARACTERS,
@@ -27,7 +26,8 @@ from app.engine.request import (
 )
 from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineStats
-from app.engine.step_record import Failed
+from app.engine.trace.entries import Failed
+from app.engine.trace.recorder import Recorder
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup, Quarantined, StepFailed
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.facts import ModelFacts
-from app.engine.recorder import Recorder
 from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
-from app.engine.step_record import Failed
+from app.engine.trace.entries import Failed
+from app.engine.trace.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A model calls `attend` in every layer; the per-step facts travel as the forward keyword argument `paged`, so nothing is
 set before a call and read inside it. The attention below is the plain torch one: right on CPU and CUDA, the reference
-for faster ones (`native/attention.py`).
+for faster ones (`cpu/attention.py`).
 """
 
 from __future__ import annotations

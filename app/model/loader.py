@@ -12,13 +12,13 @@ from app.config import ModelConfig
 from app.engine.facts import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team, is_fast
+from app.model.cpu.memory import NativePages
+from app.model.cpu.weights import NativeWeights, read_weights, why_not_native
 from app.model.description import as_token_ids, max_model_len
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
-from app.model.native.decoder import NativeDecoder
-from app.model.native.library import Team, is_fast
-from app.model.native.memory import NativePages
-from app.model.native.weights import NativeWeights, read_weights, why_not_native
 from app.model.packed_linear import pack_linear_layers
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import StepError
-from app.engine.recorder import Recorder
 from app.engine.request import FinishReason, Pooling, Request
+from app.engine.trace.recorder import Recorder
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.fakes import (
     FakeClock,

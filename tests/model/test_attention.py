@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
+from app.model.cpu.attention import NativeAttention
+from app.model.cpu.library import Team
+from app.model.cpu.memory import NativePages
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
-from app.model.native.attention import NativeAttention
-from app.model.native.library import Team
-from app.model.native.memory import NativePages
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.model.attention import TorchAttention
+from app.model.cpu.attention import NativeAttention
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import is_fast
 from app.model.forward import TransformersForward
-from app.model.native.attention import NativeAttention
-from app.model.native.decoder import NativeDecoder
-from app.model.native.library import is_fast
 from tests.fakes import make_request, run_to_end
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
 

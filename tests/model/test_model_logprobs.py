@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.engine.engine import Engine
 from app.engine.request import Request, TokenLogprobs
+from app.model.cpu.library import Team, library
+from app.model.cpu.logprobs import NativeLogprobs
 from app.model.logprobs import compute_logprobs
-from app.model.native.library import Team, library
-from app.model.native.logprobs import NativeLogprobs
 from tests.fakes import Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
 from tests.tiny_models import VOCAB_SIZE

@@ -1,0 +1,212 @@
+"""Who is told what happens in an engine: nobody, or a recorder that turns it into the entries of a step log.
+
+It stands in the way of every step, so it only gathers: a step in which the same sequences go on by one token, as most
+do, costs a comparison and one entry. Whoever takes the entries writes them elsewhere, see `step_log.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import perf_counter_ns
+
+from app.config import SchedulerConfig
+from app.engine.batch import Batch
+from app.engine.request import Request, TokenDelta
+from app.engine.sequence import Sequence
+from app.engine.trace.entries import (
+    NOTHING,
+    UNKNOWN,
+    Abort,
+    Arrival,
+    CacheCleared,
+    Entry,
+    Failed,
+    Failure,
+    Retuned,
+    Share,
+    StepRecord,
+)
+
+
+class Recorder:
+    """What an engine tells, in the order in which it happens, from the one thread that uses it. This one forgets it."""
+
+    def arrived(self, request: Request, *, at: float) -> None:
+        """A request was queued; `at` is in seconds of the engine's clock."""
+
+    def aborted(self, request_id: str) -> None:
+        """A request that had not ended was ended at its caller's wish."""
+
+    def retuned(self, config: SchedulerConfig) -> None:
+        """Other settings hold from the next step on."""
+
+    def cache_cleared(self) -> None:
+        """Every shared prefix is forgotten."""
+
+    def began(self) -> None:
+        """A call of `Engine.step`; it ends with `told`, or with `failed` of the device."""
+
+    def scheduled(self, batch: Batch) -> None:
+        """The scheduler made this batch, perhaps an empty one."""
+
+    def drew(self, batch: Batch, token_ids: list[int]) -> None:
+        """The model runner is done with this batch: one token for each sampled sequence of it."""
+
+    def failed(self, how: Failed, sequences: Iterable[Sequence] = ()) -> None:
+        """A step failed, and these sequences end by it."""
+
+    def told(self, deltas: list[TokenDelta], *, at: float) -> None:
+        """The results were booked at the time `at`, and callers will hear this."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class StepRecorder(Recorder):
+    """Makes one entry of every step and of whatever comes from outside, and hands each on when it is whole."""
+
+    def __init__(
+        self,
+        put: Callable[[Entry], bool],
+        close: Callable[[], None] = lambda: None,
+        stopwatch_ns: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        """`put` is called in the engine's thread, may keep the entry, must not block; False: the entry is lost."""
+        self._put = put
+        self._close = close
+        self._stopwatch_ns = stopwatch_ns
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._numbers: dict[str, int] = {}  # of those that have not ended, by request id
+        self._steady: tuple[Sequence, ...] | None = None  # of the step before, if each of them drew a token
+        self._begin()
+
+    def arrived(self, request: Request, *, at: float) -> None:
+        number = self._num_arrived
+        self._num_arrived += 1
+        self._numbers[request.request_id] = number
+        self._put(Arrival(number, at, request))
+
+    def aborted(self, request_id: str) -> None:
+        self._put(Abort(self._left(request_id)))
+
+    def retuned(self, config: SchedulerConfig) -> None:
+        self._put(Retuned(config))
+
+    def cache_cleared(self) -> None:
+        self._put(CacheCleared())
+
+    def began(self) -> None:
+        self._begin()
+        self._began_ns = self._scheduled_ns = self._stopwatch_ns()
+
+    def _begin(self) -> None:
+        self._batch: Batch | None = None
+        self._blocks: list[list[int]] | tuple[()] = ()
+        self._share: Share | None = NOTHING
+        self._token_ids: list[int] = []
+        self._is_late = False
+        self._failures: list[Failure] = []
+        self._began_ns = self._scheduled_ns = self._drew_ns = 0
+
+    def scheduled(self, batch: Batch) -> None:
+        self._batch = batch
+        self._blocks = [list(sequence.block_ids) for sequence in batch.joined] if batch.joined else ()
+        self._share = None if self._goes_on(batch) else _share(batch)
+        if self._share is not None:
+            self._steady = batch.sequences if batch and not self._share.silent else None
+        self._scheduled_ns = self._stopwatch_ns()
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether it is the step before once more, one token later."""
+        return (
+            self._steady == batch.sequences  # compared by identity, in C
+            and batch.num_scheduled_tokens == len(batch.sequences)
+            and not batch.joined
+            and not batch.preempted
+        )
+
+    def drew(self, batch: Batch, token_ids: list[int]) -> None:
+        self._token_ids, self._is_late = token_ids, batch is not self._batch
+        self._drew_ns = self._stopwatch_ns()
+
+    def failed(self, how: Failed, sequences: Iterable[Sequence] = ()) -> None:
+        ending = [sequence for sequence in sequences if not sequence.is_finished]
+        self._failures.append(Failure(how, [sequence.arrival for sequence in ending]))
+        self._steady = None
+        if how is Failed.DEVICE:
+            ended = [(self._left(sequence.request.request_id), "error:StepFailed") for sequence in ending]
+            self._finish(ended, ended_at=None)
+
+    def told(self, deltas: list[TokenDelta], *, at: float) -> None:
+        ended = [(self._left(delta.request_id), _reason(delta)) for delta in deltas if delta.finish_reason is not None]
+        self._finish(ended, ended_at=at)
+
+    def close(self) -> None:
+        self._close()
+
+    def _left(self, request_id: str) -> int:
+        # An id may come again before the end of the one before it has been told; a record is no reason to fail then.
+        return self._numbers.pop(request_id, UNKNOWN)
+
+    def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
+        now_ns = self._stopwatch_ns()
+        batch, self._batch = self._batch, None  # it holds on to its sequences
+        record = self._record(batch, ended, ended_at, now_ns)
+        if not self._put(record) or batch is None:
+            self._steady = None  # after a hole, or a step of nobody, the share is told in full
+
+    def _record(
+        self, batch: Batch | None, ended: list[tuple[int, str]], ended_at: float | None, now_ns: int
+    ) -> StepRecord:
+        self._num_steps += 1
+        drew_ns = self._drew_ns or self._scheduled_ns
+        times_us = (
+            (self._scheduled_ns - self._began_ns) // 1000,
+            (drew_ns - self._scheduled_ns) // 1000,
+            (now_ns - drew_ns) // 1000,
+        )
+        if batch is None:  # an engine that is ahead waited for the step before, and scheduled none
+            return StepRecord(
+                self._num_steps,
+                ended_at=ended_at,
+                share=NOTHING,
+                token_ids=self._token_ids,
+                is_late=self._is_late,
+                ended=ended,
+                times_us=times_us,
+                failures=self._failures,
+            )
+        return StepRecord(
+            self._num_steps,
+            batch.began_at,
+            ended_at,
+            self._share,
+            self._token_ids,
+            self._is_late,
+            _numbers(batch.joined) if batch.joined else (),
+            self._blocks,
+            _numbers(batch.preempted) if batch.preempted else (),
+            ended,
+            batch.num_waiting,
+            batch.hold_up,
+            batch.num_free_blocks,
+            times_us,
+            self._failures,
+        )
+
+
+def _share(batch: Batch) -> Share:
+    scheduled = batch.scheduled
+    is_plain = batch.num_scheduled_tokens == len(scheduled)
+    counts = None if is_plain else [len(item.token_ids) for item in scheduled]
+    silent = [index for index, item in enumerate(scheduled) if not item.samples]
+    return Share(_numbers(batch.sequences), [item.start for item in scheduled], counts, silent)
+
+
+def _numbers(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.arrival for sequence in sequences]
+
+
+def _reason(delta: TokenDelta) -> str:
+    return str(delta.finish_reason) if delta.error is None else f"error:{type(delta.error).__name__}"

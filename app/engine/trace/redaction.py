@@ -1,0 +1,101 @@
+"""A step log that tells how long everything was and what was equal, but not what it said.
+
+Tokens are replaced by a keyed hash (BLAKE2b) of each full block of a request's tokens, because blocks are what the
+prefix cache compares: equal prefixes stay equal. The key is drawn for the log and never written, so that nobody can
+hash guesses and compare. Salts and tenants are hashed with it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from app.engine.request import Request
+from app.engine.trace.entries import (
+    NOTHING,
+    Abort,
+    Arrival,
+    Content,
+    Entry,
+    HiddenArrival,
+    Share,
+    StepRecord,
+    request_fields,
+)
+
+_KEY_BYTES = 32
+_HASH_BYTES = 8
+_KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background", "pooling", "num_scored_tokens")
+
+
+class Redactor:
+    """Takes the entries of one log in their order and gives what may be written of each."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._tokens: dict[
+            int, array[int]
+        ] = {}  # of requests that have not ended, by number, beyond full prompt blocks
+        self._share = NOTHING  # of the step before
+
+    def redacted(self, entry: Entry) -> Iterable[Entry]:
+        """One entry or several, in their order."""
+        match entry:
+            case Arrival():
+                return (self._arrival(entry),)
+            case Abort():
+                return (entry, *self._content([entry.number]))
+            case StepRecord():
+                return self._step(entry)
+        return (entry,)
+
+    def _arrival(self, arrival: Arrival) -> HiddenArrival:
+        request = arrival.request
+        tokens = array("q", (*request.prompt_token_ids, *request.generated_token_ids))
+        hashes = self._hashes(tokens)
+        self._tokens[arrival.number] = tokens[len(hashes) * self._block_size :]
+        fields = {name: value for name, value in request_fields(request).items() if name in _KEPT}
+        fields["sampling"] = self._sampling(fields["sampling"])
+        fields |= {"num_prompt_tokens": len(request.prompt_token_ids), "block_hashes": hashes} | self._names(request)
+        if request.generated_token_ids:
+            fields["num_generated_tokens"] = len(request.generated_token_ids)
+        return HiddenArrival(arrival.number, arrival.at, fields)
+
+    def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Without what the output should say, or should not; that there was such a wish stays."""
+        hidden: dict[str, Any] = {}
+        if "grammar" in given:
+            hidden["grammar"] = given["grammar"] | {"text": self._hash(given["grammar"]["text"].encode())}
+        if "bad_words" in given:
+            hidden["bad_words"] = [[0] * len(word) for word in given["bad_words"]]
+        return given | hidden
+
+    def _names(self, request: Request) -> dict[str, str]:
+        given = {"cache_salt": request.cache_salt, "tenant": request.tenant}
+        return {name: self._hash(text.encode()) for name, text in given.items() if text}
+
+    def _step(self, record: StepRecord) -> tuple[Entry, ...]:
+        before, self._share = self._share, self._share_of(record)
+        for number, token_id in record.drawn(self._share, before):
+            if number in self._tokens:
+                self._tokens[number].append(token_id)
+        return (record._replace(token_ids=()), *self._content(number for number, _ in record.ended))
+
+    def _share_of(self, record: StepRecord) -> Share:
+        return self._share.one_token_on() if record.share is None else record.share
+
+    def _content(self, numbers: Iterable[int]) -> list[Content]:
+        """What is written of those who end here."""
+        ended = ((number, self._hashes(self._tokens.pop(number, array("q")))) for number in numbers)
+        return [Content(number, hashes) for number, hashes in ended if hashes]
+
+    def _hashes(self, tokens: array[int]) -> list[str]:
+        size = self._block_size
+        return [self._hash(tokens[end - size : end].tobytes()) for end in range(size, len(tokens) + 1, size)]
+
+    def _hash(self, content: bytes) -> str:
+        return hashlib.blake2b(content, key=self._key, digest_size=_HASH_BYTES).hexdigest()

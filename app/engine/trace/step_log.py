@@ -1,0 +1,138 @@
+"""A step log, written by a thread of its own. An engine never waits for it, and never fails by it.
+
+The engine appends entries to a bounded queue; the thread wakes when there are some, lets more gather for a moment and
+writes them, one line each. Where the disk is too slow, entries are dropped, counted, and their number is written in
+their place; a crash loses at most what came in that moment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from app.engine.trace.entries import Entry, Header, Lost, to_line
+from app.engine.trace.redaction import Redactor
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 10_000  # entries that the thread may be behind
+_GATHER_S = 0.2
+_CLOSE_S = 10.0  # how long an engine that ends waits for the disk
+
+
+class Files(Protocol):
+    """Where a log is written."""
+
+    file_bytes: int  # after which it goes on in another file
+
+    def open_part(self, part: int) -> io.BufferedWriter:
+        """The file number `part`, from 1. Raises OSError."""
+        ...
+
+
+class StepLog:
+    """Takes entries from one thread and writes them in another."""
+
+    def __init__(
+        self, files: Files, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
+    ) -> None:
+        """Open the first file and start the thread. Raises OSError when that file cannot be written."""
+        self._files = files
+        self._header = header
+        self._redactor = redactor
+        self._max_pending = max_pending
+        self._pending: deque[Entry] = deque()
+        self._num_untold = 0  # entries dropped since the last that was taken
+        self.num_lost = 0
+        self._wake = threading.Event()
+        self._is_closing = threading.Event()
+        self._has_failed = False
+        self._num_bytes = 0  # in the open file
+        self._file = self._open()
+        self._thread = threading.Thread(target=self._run, name="step log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, entry: Entry) -> bool:
+        """Have an entry written soon; False when it is dropped. Never blocks, never raises."""
+        if self._has_failed or len(self._pending) >= self._max_pending:
+            self._drop()
+            return False
+        if self._num_untold:
+            self._pending.append(Lost(self._num_untold))
+            self._num_untold = 0
+        self._pending.append(entry)
+        if not self._wake.is_set():
+            self._wake.set()
+        return True
+
+    def close(self) -> None:
+        """Write what is left and end the thread. Safe to call twice."""
+        atexit.unregister(self.close)
+        self._is_closing.set()
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+        if self.num_lost:
+            logger.warning("the step log lacks %d entries, for which the disk was too slow", self.num_lost)
+            self.num_lost = 0
+
+    def _drop(self) -> None:
+        if not self.num_lost:
+            logger.warning("the step log drops entries: the disk is too slow for it; serving goes on")
+        self.num_lost += 1
+        self._num_untold += 1
+
+    # ------------------------------------------------------------------ the writer's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing.is_set():
+                self._wake.wait()
+                self._is_closing.wait(_GATHER_S)
+                self._wake.clear()
+                self._write_pending()
+            self._write_pending()
+        except Exception as error:
+            self._has_failed = True
+            logger.exception("the step log ends here, serving goes on: %s", error)
+        finally:
+            with suppress(OSError):  # what it could not write is lost, and was told
+                self._file.close()
+
+    def _write_pending(self) -> None:
+        while self._pending:
+            for entry in self._permitted(self._pending.popleft()):
+                self._write(to_line(entry))
+            if self._num_bytes >= self._files.file_bytes:
+                self._go_on_in_next_file()
+
+    def _permitted(self, entry: Entry) -> Iterable[Entry]:
+        return (entry,) if self._redactor is None else self._redactor.redacted(entry)
+
+    def _write(self, line: str) -> None:
+        # Each by itself: the system call lets the engine's thread have the interpreter in between.
+        self._num_bytes += self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+    def _go_on_in_next_file(self) -> None:
+        self._file.close()
+        self._header = replace(self._header, part=self._header.part + 1)
+        self._file = self._open()
+
+    def _open(self) -> io.BufferedWriter:
+        file = self._files.open_part(self._header.part)
+        try:
+            self._num_bytes = file.write(f"{self._header.to_line()}\n".encode())
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # it says again that it cannot be written
+                file.close()
+            raise
+        return file

@@ -1,0 +1,83 @@
+"""Which of the ways of computing a step an engine gets: the fastest that its machine, model and settings allow."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from app.config import EngineConfig
+from app.errors import InvalidSetup
+from app.model.attention import TorchAttention
+from app.model.cpu.attention import NativeAttention
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team
+from app.model.cpu.logprobs import NativeLogprobs
+from app.model.cpu.memory import NativePages
+from app.model.cpu.sampling import NativeDraw, NativeMask
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.graph import CudaCapture
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.forward import ForwardPass, TransformersForward
+from app.model.kv_cache import KVCache
+from app.model.loader import LoadedModel
+from app.model.runner import TorchModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
+    """A runner with KV memory of `num_blocks` blocks.
+
+    Raises:
+        InvalidSetup: no way keeps what `model.batch_invariant` promises.
+    """
+    if TritonAttention.fits(model.device):
+        return _on_cuda(config, model, num_blocks)
+    if config.model.batch_invariant and model.native is None:
+        raise InvalidSetup(
+            f"model.batch_invariant is set, but {config.model.path} on {model.device} runs on transformers' code, "
+            f"whose matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
+            f"native decoder (model.native_decoder, a Llama-like model, cache.block_size a multiple of 16); the log "
+            f"says what was in its way"
+        )
+    block_size = config.cache.block_size
+    wants_native = config.model.native_attention or model.native is not None
+    if wants_native and NativePages.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
+        return _in_native_code(config, model, num_blocks)
+    if model.device.type == "cuda":
+        logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
+    cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
+    return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
+
+
+def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
+    pages = NativePages(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
+    team = Team(config.model.num_threads)
+    if model.native is None:
+        forward = TransformersForward(model.module, NativeAttention(pages, team))
+        return _native_runner(forward, model.device, team)
+    torch.set_num_threads(1)  # nearly nothing is left to torch, whose threads would wait in the way of ours
+    return _native_runner(NativeDecoder(model.native, pages, team), model.device, team)
+
+
+def _native_runner(forward: ForwardPass, device: torch.device, team: Team) -> TorchModelRunner:
+    return TorchModelRunner(
+        forward, device, draw=NativeDraw(team), mask=NativeMask(team), compute_logprobs=NativeLogprobs(team)
+    )
+
+
+def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
+    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_blocks=min(num_blocks, -(-model.facts.max_model_len // block_size)),
+        dtype=model.dtype,
+        device=model.device,
+        batch_invariant=config.model.batch_invariant,
+    )
+    capture = CudaCapture(model.device) if config.model.cuda_graphs else None
+    return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture)

@@ -1,0 +1,66 @@
+"""Paged attention for CPUs in C++, for models that run on transformers' own code.
+
+Where there is no compiler, or a model's shape does not fit, `TorchAttention` serves instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from app.engine.batch import Batch
+from app.model.attention import AttentionRules, AttentionStep
+from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, library
+from app.model.cpu.memory import NativePages
+from app.model.inputs import ModelInputs, Segments, build_segments
+
+MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
+
+
+class NativeAttention:
+    """KV memory in the kernel's own layout, and the kernel."""
+
+    def __init__(self, pages: NativePages, team: Team) -> None:
+        self.block_size = pages.block_size
+        self.pages = pages
+        code = library()
+        assert code is not None, "NativePages.fits held"
+        self.function = getattr(code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
+        self.team = team
+
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+        segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+        return _NativeStep(self, inputs.slots, segments)
+
+
+class _NativeStep:
+    def __init__(self, attention: NativeAttention, slots: torch.Tensor, segments: Segments) -> None:
+        self._attention = attention
+        self._slots = slots
+        self._segments = segments
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        attention, pages, segments = self._attention, self._attention.pages, self._segments
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        num_tokens, num_heads, key_dim = query.shape
+        output = query.new_empty(num_tokens, num_heads, value.shape[-1])
+        sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
+        shape = AttentionShape(
+            num_heads, key.shape[1], key_dim, value.shape[-1], pages.block_size,
+            rules.scaling, rules.softcap or 0.0, rules.sliding_window or 0, None if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
+        strides = Strides(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
+        attention.function(
+            attention.team.handle, ctypes.byref(shape), ctypes.byref(strides),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots.data_ptr(), num_tokens,
+            pages.keys[layer].data_ptr(), pages.values[layer].data_ptr(),
+            segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+        return output
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

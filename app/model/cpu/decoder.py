@@ -1,0 +1,118 @@
+"""Whole steps of a Llama-like model in one call to C++: no operator, no Python between its layers.
+
+Each row is computed in an order of its own, so its bits do not depend on what shares the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from app.engine.batch import Batch
+from app.model.cpu.attention import MAX_SEGMENT_TOKENS
+from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
+from app.model.cpu.memory import NativePages
+from app.model.cpu.weights import NativeLayer, NativeWeights
+from app.model.forward import Prediction
+from app.model.inputs import ModelInputs, Segments, build_segments
+from app.model.preparer import Preparable, Preparer
+
+
+class NativeDecoder:
+    """Weights, KV memory and the threads that work on them."""
+
+    def __init__(self, weights: NativeWeights, pages: NativePages, team: Team, *, num_layers: int = 0) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all."""
+        code = library()
+        assert code is not None, "NativePages.fits held"
+        self.block_size = pages.block_size
+        self._weights, self._pages, self._team = weights, pages, team
+        suffix = DTYPES[weights.dtype]
+        self._run = getattr(code, f"carousel_decoder_run_{suffix}")
+        self._times = getattr(code, f"carousel_decoder_times_{suffix}")
+        num_layers = num_layers or len(weights.layers)
+        shape = DecoderShape(
+            weights.hidden_size, weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.head_dim,
+            weights.intermediate_size, weights.vocab_size, pages.block_size, num_layers,
+            weights.epsilon, weights.scaling,
+        )  # fmt: skip
+        layers = (LayerWeights * num_layers)(
+            *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
+        )
+        self._decoder = getattr(code, f"carousel_decoder_new_{suffix}")(
+            ctypes.byref(shape), layers, weights.embedding.data_ptr(), weights.final_norm.data_ptr(),
+            weights.head.data_ptr(), team.handle,
+        )  # fmt: skip
+        weakref.finalize(self, getattr(code, f"carousel_decoder_delete_{suffix}"), self._decoder)
+        self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
+        self._preparer = Preparer()
+
+    def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
+        """Logits in float32, rounded to the model's type. Meanwhile the batch's matchers are prepared."""
+        segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+        return self.compute(inputs, segments, batch.matchers)
+
+    def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
+        cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+        num_logits = inputs.logits_indices.shape[0]
+        logits = torch.empty(num_logits, self._weights.vocab_size)
+        likeliest = torch.empty(num_logits, dtype=torch.long)
+        wanted = _wanted_rows(inputs)
+        hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.hidden_size)
+        step = DecoderStep(
+            inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
+            inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),
+            segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(), cosine.data_ptr(),
+            sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(), None if hidden is None else hidden.data_ptr(),
+        )  # fmt: skip
+        # Not before: until here there is Python to run, for which the other thread would have to wait, or this one.
+        with self._preparer.preparing(matchers):
+            self._run(self._decoder, ctypes.byref(step))
+        return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
+
+    def seconds(self) -> dict[str, float]:
+        """Time spent in C++ since this was made: linear, head (the output layer), attention, rest."""
+        times = DecoderTimes()
+        self._times(self._decoder, ctypes.byref(times))
+        return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
+
+    def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
+        def pointer(tensor: torch.Tensor | None) -> int | None:
+            return None if tensor is None else tensor.data_ptr()
+
+        return LayerWeights(
+            input_norm=pointer(layer.input_norm),
+            query_key_value=pointer(layer.query_key_value),
+            query_key_value_bias=pointer(layer.query_key_value_bias),
+            query_norm=pointer(layer.query_norm),
+            key_norm=pointer(layer.key_norm),
+            output=pointer(layer.output),
+            output_bias=pointer(layer.output_bias),
+            post_attention_norm=pointer(layer.post_attention_norm),
+            gate_up=pointer(layer.gate_up),
+            down=pointer(layer.down),
+            keys=self._pages.keys[index].data_ptr(),
+            values=self._pages.values[index].data_ptr(),
+            sliding_window=layer.sliding_window,
+        )
+
+
+class _WantedRows(NamedTuple):
+    """The tokens of which anything is wanted, and which of them for what. All int64."""
+
+    rows: torch.Tensor  # [num_rows], places in the packed row, ascending
+    logits: torch.Tensor  # [num_logits], among the rows
+    hidden: torch.Tensor | None  # [num_hidden], among the rows
+
+
+def _wanted_rows(inputs: ModelInputs) -> _WantedRows:
+    logits, hidden = inputs.logits_indices, inputs.hidden_indices
+    if hidden is None:
+        return _WantedRows(logits, logits, None)
+    rows = torch.unique(torch.cat((logits, hidden)), sorted=True)
+    return _WantedRows(rows, torch.searchsorted(rows, logits), torch.searchsorted(rows, hidden))

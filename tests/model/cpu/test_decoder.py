@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.config import ModelConfig
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.request import SamplingParams
+from app.model import loader
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team, is_fast
+from app.model.cpu.memory import NativePages
+from app.model.inputs import build_inputs
+from app.model.loader import LoadedModel, load_model
+from tests.tiny_models import VOCAB_SIZE, build_tiny_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(70)]
+
+
+def load(path: Path, dtype: str) -> LoadedModel:
+    if not is_fast(DTYPES[dtype]):
+        pytest.skip(f"this CPU has no vector instructions for {dtype}, or there is no C++ compiler")
+    return load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
+
+
+def decoder_of(model: LoadedModel, *, num_threads: int = 2) -> NativeDecoder:
+    assert model.native is not None
+    pages = NativePages(model.layers, num_blocks=32, block_size=16, dtype=model.dtype)
+    for memory in (*pages.keys.values(), *pages.values.values()):
+        memory.fill_(-1)  # NaN in both types: what another sequence may have left
+    return NativeDecoder(model.native, pages, Team(num_threads))
+
+
+def chunk(
+    token_ids: list[int], start: int, size: int, block_ids: list[int], *, samples: bool = True
+) -> ScheduledSequence:
+    return ScheduledSequence(
+        request_id="r", token_ids=tuple(token_ids[start : start + size]), start=start, block_ids=block_ids,
+        samples=samples, sampling=SamplingParams(max_tokens=1),
+    )  # fmt: skip
+
+
+def step(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
+    batch = Batch(items, ())
+    inputs = build_inputs(batch, block_size=decoder.block_size, device=torch.device("cpu"))
+    prediction = decoder.predict(batch, inputs)
+    assert prediction.likeliest is not None
+    assert torch.equal(prediction.likeliest, prediction.logits.argmax(dim=-1))
+    return prediction.logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.inference_mode()
+def test_logits_are_the_models_own(architecture: str, dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    path = tiny_model_path(architecture)
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="eager").eval()
+    expected = own(torch.tensor([PROMPT])).logits[0, -1].float()
+    got = step(decoder_of(load(path, dtype)), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))[0]
+    assert torch.allclose(got, expected, atol=1e-4 if dtype == "float32" else 0.06 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+@torch.inference_mode()
+def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(
+    architecture: str, dtype: str, tiny_model_path
+) -> None:  # type: ignore[no-untyped-def]
+    """Bit for bit: in one step alone, in chunks, token by token, beside others, on other threads."""
+    model = load(tiny_model_path(architecture), dtype)
+    blocks, others = [3, 8, 1, 0, 9], [2, 7, 4, 5, 6]
+    whole = step(decoder_of(model), chunk(PROMPT, 0, 70, blocks))[0]
+
+    single = decoder_of(model, num_threads=1)
+    for at in range(70):
+        last = step(single, chunk(PROMPT, at, 1, blocks))[0]
+    assert torch.equal(last, whole)
+
+    crowded = decoder_of(model, num_threads=3)
+    backwards = PROMPT[::-1]
+    for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
+        beside = [chunk(backwards, at, 1, others) for at in range(start, start + 1)]
+        rows = step(crowded, *beside, chunk(PROMPT, start, size, blocks), chunk(backwards, 0, 40, [10, 11, 12]))
+    assert torch.equal(rows[1], whole)
+
+
+def test_a_step_may_sample_nothing(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    decoder = decoder_of(load(tiny_model_path("llama"), "float32"))
+    assert step(decoder, chunk(PROMPT, 0, 20, [0, 1], samples=False)).shape == (0, VOCAB_SIZE)
+
+
+def test_time_is_counted_by_part(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    decoder = decoder_of(load(tiny_model_path("llama"), "float32"))
+    before = decoder.seconds()
+    step(decoder, chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))
+    assert all(after > before[part] for part, after in decoder.seconds().items())
+
+
+def test_models_it_does_not_know_run_on_transformers_code(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO")
+    assert load(tiny_model_path("gemma2"), "float32").native is None
+    assert "Gemma2ForCausalLM is none of" in caplog.text
+
+
+def test_rotary_positions_that_follow_the_batch_are_left_to_transformers(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO")
+    model = build_tiny_model("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path, "float32").native is None
+    assert "dynamic rotary positions" in caplog.text
+
+
+def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    right = loader.read_weights
+    monkeypatch.setattr(
+        loader, "read_weights", lambda *given: dataclasses.replace(right(*given), scaling=1.3 * right(*given).scaling)
+    )
+    model = load(tiny_model_path("llama"), "float32")
+    assert model.native is None
+    assert "the first layer's output differs by" in caplog.text
+    assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.assembly import build_sync_engine
+from app.config import EngineConfig, ModelConfig
+from app.model.attention import TorchAttention
+from app.model.cpu import library, memory
+from app.model.forward import TransformersForward
+
+
+def test_without_a_compiler_plain_torch_serves(
+    demo_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    build = library.library.__wrapped__
+    for module in (library, memory):
+        monkeypatch.setattr(module, "library", build)
+    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
+    forward = engine.runner.forward  # type: ignore[attr-defined]
+    assert type(forward) is TransformersForward
+    assert type(forward.attention) is TorchAttention
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(library.shutil, "which", lambda name: "/bin/false")
+    assert library.library.__wrapped__() is None
+    assert "cannot be built" in caplog.text
+
+
+def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = library.shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    built = library._built(compiler)
+    stamp = built.stat().st_mtime_ns
+    assert library._built(compiler) == built
+    assert built.stat().st_mtime_ns == stamp
