@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.config import ApplicationConfig, leaves
-from deployments.settings import parse
+from deployments.serve.settings import parse
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 
 README = PROJECT / "README.md"
