@@ -12,6 +12,7 @@ import yaml
 
 from app.config import ApplicationConfig, leaves
 from deployments.serve.settings import parse
+from scripts import configuration_page
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 
 README = PROJECT / "README.md"
@@ -68,6 +69,18 @@ def test_every_configuration_is_accepted(block: Block) -> None:
     """Blocks show an application's `args`, or the content of a file of keys, which is a list."""
     content = yaml.safe_load(block.text)
     parse({"api": {"keys": content}} if isinstance(content, list) else content)
+
+
+def test_the_configuration_page_is_that_of_the_settings() -> None:
+    assert configuration_page.PAGE.read_text() == configuration_page.page(), (
+        "run `python -m scripts.configuration_page`"
+    )
+
+
+def test_the_configuration_page_has_every_setting() -> None:
+    page = configuration_page.page()
+    missing = [path for path, _ in leaves(ApplicationConfig) if f"`{path.rpartition('.')[2]}`" not in page]
+    assert not missing
 
 
 def test_the_readme_is_short() -> None:
