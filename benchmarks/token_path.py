@@ -22,8 +22,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from app.api.endpoints.completions import ServedModel
-from app.api.http.routes import build_app
+from app.api import RequestHandler, ServedModel, build_app
 from app.config import ApiConfig
 from app.dispatch import GroupChooser, make_policy
 from app.engine.facts import ModelFacts
@@ -135,7 +134,7 @@ async def measure(model_path: str, *, num_streams: int, num_frames: int, pause_s
     )
     model = ServedModel(name=MODEL_NAME, tokenizer=tokenizer, facts=facts, generate=fleet.generate, created=0)
     listener = Listener()
-    app = build_app([model], ApiConfig(), _is_ready)
+    app = build_app(RequestHandler([model], ApiConfig()), _is_ready)
     body = {"prompt": [_TEXT_TOKENS[0]], "max_tokens": num_frames + _WARM_UP_FRAMES + 1, "stream": True}
     streams = [asyncio.create_task(listener.stream(app, json.dumps(body).encode())) for _ in range(num_streams)]
     await replica.has_all.wait()

@@ -13,7 +13,7 @@ import numpy
 import ray
 from ray.exceptions import RayError
 
-from app.api.endpoints.completions import ServedModel
+from app.api import ServedModel
 from app.bulk.input_files import Input, InputFile, Piece, read_piece
 from app.bulk.record import Record
 from app.bulk.row_set import RowSet
