@@ -25,10 +25,10 @@ from app.api.output.choices import Piece, generate_pieces
 from app.api.output.completion_writers import Progress, Writer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
-from app.batches import Answered, Json
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
 T = TypeVar("T")

@@ -9,6 +9,10 @@ from app.engine.policies.policy import SchedulingPolicy
 from app.engine.request import Request, SamplingParams
 from app.engine.sequence import Sequence
 
+# The output length that is expected of a request is the median of past ones: half of the refusals by a higher quantile
+# would be of requests that would have met their deadlines.
+_EXPECTED_QUANTILE = 0.5
+
 
 class Arrivals:
     """Numbers those who come, and looks ahead for them: how long they will be, how long that will take."""
@@ -23,7 +27,7 @@ class Arrivals:
         self, request: Request, policy: SchedulingPolicy, *, now: float, matcher: Matcher | None
     ) -> Sequence:
         """A new sequence, ranked, that arrived at `now`."""
-        num_predicted_tokens = self._lengths.predict(request, quantile=policy.length_quantile)
+        num_predicted_tokens = self._lengths.predict(request, quantile=_EXPECTED_QUANTILE)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,
@@ -41,15 +45,15 @@ class Arrivals:
         deadline_at = sequence.deadline_at
         assert deadline_at is not None, "only a sequence with a deadline is given up"
         num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
-        service_s = self._pace.step_s * (num_chunks + self._num_tokens_to_come(sequence, policy) - 1)
+        service_s = self._pace.step_s * (num_chunks + self._num_tokens_to_come(sequence) - 1)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # not even if it started now
         give_up_at = policy.give_up_at(sequence, service_s)
         return deadline_at if give_up_at is None else give_up_at
 
-    def _num_tokens_to_come(self, sequence: Sequence, policy: SchedulingPolicy) -> int:
+    def _num_tokens_to_come(self, sequence: Sequence) -> int:
         # Nobody is refused on a guess: without experience, only what is certain to be computed counts.
-        predicted = self._lengths.predict(sequence.request, quantile=policy.length_quantile)
+        predicted = self._lengths.predict(sequence.request, quantile=_EXPECTED_QUANTILE)
         num_tokens = sequence.request.sampling.min_tokens if predicted is None else predicted
         return max(1, num_tokens - sequence.num_generated_tokens)
 

@@ -14,12 +14,12 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import ServedModel
-from app.bulk.input_files import Input, InputFile, Piece, read_piece
-from app.bulk.record import Record
-from app.bulk.row_set import RowSet
-from app.bulk.rows import PreparedRow, Row, RowSettings, prepare
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
+from app.jobs.input_files import Input, InputFile, Piece, read_piece
+from app.jobs.item_set import RowSet
+from app.jobs.preparation import PreparedRow, Row, RowSettings, prepare
+from app.jobs.record import Record
 from app.text import Tokenizer
 
 ROWS_IN_A_BATCH = 128

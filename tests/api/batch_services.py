@@ -13,8 +13,8 @@ import httpx
 
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
-from app.batches import LocalBatchService
 from app.config import ApiConfig, BatchesConfig
+from app.jobs import LocalBatchService
 from app.webhooks import Courier
 from tests.api.fakes import Service
 

@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from app.api import RequestHandler, batch_routes, build_app
-from app.batches import LocalBatchService
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.jobs import LocalBatchService
 from app.text import Tokenizer
 from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from app.batches.line import InputLine, result_of
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
+from app.jobs.line import InputLine, result_of
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, Step, say

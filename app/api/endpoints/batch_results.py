@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from app.batches import Answered, BatchService, Json
-from app.batches.input_file import BYTE_ORDER_MARK
 from app.errors import NotFound
+from app.jobs import Answered, BatchService, Json
+from app.jobs.items import BYTE_ORDER_MARK
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more is for whoever fetches the files
 _READ_BYTES = 1024 * 1024

@@ -11,7 +11,7 @@ from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.handler import RequestHandler
-from app.batches import BatchService
+from app.jobs import BatchService
 
 
 def batch_routes(

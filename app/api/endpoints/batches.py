@@ -17,8 +17,8 @@ from app.api.http.body import read_json_object
 from app.api.http.headers import is_strict
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
-from app.batches import BatchService, NewBatch, NewWebhook
 from app.config import ApiConfig
+from app.jobs import BatchService, NewBatch, NewWebhook
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256

@@ -16,8 +16,8 @@ from app.api.http.headers import is_strict
 from app.api.http.multipart import Form, read_form
 from app.api.schemas.parameters import refuse_names
 from app.api.schemas.requests import Schema, from_validation_error
-from app.batches import BatchService, NewFile
 from app.errors import InvalidRequest
+from app.jobs import BatchService, NewFile
 
 MAX_FILENAME_LENGTH = 255
 MAX_FILES_OF_PAGE = 10_000

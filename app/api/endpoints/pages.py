@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.batches import PageOf
 from app.errors import InvalidRequest
+from app.jobs import PageOf
 
 
 def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_limit: int) -> PageOf:

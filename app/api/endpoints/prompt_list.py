@@ -13,8 +13,8 @@ from app.api.endpoints.batches import Metadata, WebhookRequest
 from app.api.handler import RequestHandler
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_PROMPTS, Schema, from_validation_error
-from app.batches import Json
 from app.errors import InvalidRequest
+from app.jobs import Json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OWN_FIELDS = frozenset(("prompts", "async", "webhook", "metadata"))

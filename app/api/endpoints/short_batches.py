@@ -16,8 +16,8 @@ from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
 from app.api.http.sse import unless_disconnected
-from app.batches import Answered, BatchService, Json, NewBatch, NewFile, Status
 from app.errors import CarouselError, InvalidRequest
+from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
 
 INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024

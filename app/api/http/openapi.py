@@ -22,8 +22,8 @@ from app.api.schemas.requests import (
     TokenizeTextRequest,
 )
 from app.api.schemas.responses import ResponsesRequest
-from app.batches import Status
 from app.config import ApiConfig
+from app.jobs import Status
 from app.versions import versions
 
 Json = dict[str, Any]

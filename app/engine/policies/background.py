@@ -17,7 +17,6 @@ class BackgroundLast(SchedulingPolicy):
     def __init__(self, inner: SchedulingPolicy) -> None:
         self._inner = inner
         self.preempts = inner.preempts
-        self.length_quantile = inner.length_quantile
 
     def rank(self, sequence: Sequence) -> Rank:
         if sequence.request.is_background:

@@ -6,12 +6,14 @@ import heapq
 from collections.abc import Collection
 from itertools import count
 
-from app.config import FairConfig
 from app.engine.batch import Batch
 from app.engine.policies.policy import PolicyQueue, Rank, RankQueue, SchedulingPolicy
 from app.engine.sequence import Sequence
 
 MAX_IDLE_TENANTS = 10_000
+# A generated token takes a place in a step of its own, prompt tokens are computed many at a time; Sheng et al. charge
+# the same.
+PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
 
 
 class FairShare(SchedulingPolicy):
@@ -22,8 +24,7 @@ class FairShare(SchedulingPolicy):
     (or waited last), so that idling earns no credit. Among one tenant's requests the first to arrive goes first.
     """
 
-    def __init__(self, config: FairConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._counters: dict[str, float] = {}  # by tenant; the longest idle first
         self._num_waiting: dict[str, int] = {}  # by tenant, those that have any
         self._order = _TenantHeap(self._counters)
@@ -46,13 +47,12 @@ class FairShare(SchedulingPolicy):
         tenant = sequence.request.tenant
         self._last_served = max(self._last_served, self.counter(tenant))
         if sequence.num_preemptions == 0:  # what is computed again because we took it away is on us
-            self._charge(tenant, sequence.num_uncomputed_tokens * self._config.prompt_weight)
+            self._charge(tenant, sequence.num_uncomputed_tokens * PROMPT_WEIGHT)
 
     def computed(self, batch: Batch) -> None:
-        weight = self._config.generated_weight
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if item.samples and not sequence.request.is_background:
-                self._charge(sequence.request.tenant, weight)
+                self._charge(sequence.request.tenant, GENERATED_WEIGHT)
 
     def entered(self, tenant: str) -> None:
         """One more request of this tenant waits."""

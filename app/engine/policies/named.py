@@ -26,6 +26,6 @@ def _foreground_policy_of(config: PolicyConfig) -> SchedulingPolicy:
         case PriorityConfig():
             return PriorityFirst(config)
         case FairConfig():
-            return FairShare(config)
+            return FairShare()
         case DeadlineConfig():
-            return EarliestDeadlineFirst(config)
+            return EarliestDeadlineFirst()

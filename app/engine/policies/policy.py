@@ -39,7 +39,6 @@ class SchedulingPolicy(ABC):
     """
 
     preempts = False  # whether a waiting sequence may ever take the place of a running one
-    length_quantile = 0.5  # which quantile of past output lengths this policy wants to expect
 
     @abstractmethod
     def rank(self, sequence: Sequence) -> Rank:

@@ -6,6 +6,10 @@ from app.config import SjfConfig
 from app.engine.policies.policy import Rank, SchedulingPolicy
 from app.engine.sequence import Sequence
 
+# A second of waiting outweighs so many tokens of work. This rate only orders requests within `max_overtaking_s`, the
+# bound on starvation that an operator chooses.
+AGEING_TOKENS_PER_S = 1000.0
+
 
 class ShortestJobFirst(SchedulingPolicy):
     """The least estimated work (prompt and predicted output tokens) first; waiting buys priority.
@@ -17,8 +21,7 @@ class ShortestJobFirst(SchedulingPolicy):
 
     def __init__(self, config: SjfConfig) -> None:
         self._config = config
-        self.length_quantile = config.length_quantile
 
     def rank(self, sequence: Sequence) -> Rank:
-        handicap_s = sequence.estimated_work / self._config.ageing_tokens_per_s
+        handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
         return (sequence.arrived_at + min(handicap_s, self._config.max_overtaking_s), sequence.arrival)

@@ -10,19 +10,21 @@ _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # times the target
 
 
 class Adaptive(WholeBatches):
-    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow."""
+    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow.
+
+    It begins with batches of one sequence, and `batch_size` is the largest.
+    """
 
     def __init__(self, config: AdaptiveConfig) -> None:
-        super().__init__(batch_size=config.min_batch_size, max_wait_s=config.max_wait_ms / 1e3)
-        self._sizes = (config.min_batch_size, config.max_batch_size)
+        super().__init__(batch_size=1, max_wait_s=config.max_wait_ms / 1e3)
+        self._largest = config.batch_size
         self._target_s = config.target_latency_ms / 1e3
         self._average_s: float | None = None
 
     def _batch_ended(self, latency_s: float) -> None:
         before = latency_s if self._average_s is None else self._average_s
         self._average_s = before + _NEWEST_SHARE * (latency_s - before)
-        smallest, largest = self._sizes
         if self._average_s < _TOO_FAST * self._target_s:
-            self.batch_size = min(self.batch_size + 1, largest)
+            self.batch_size = min(self.batch_size + 1, self._largest)
         elif self._average_s > _TOO_SLOW * self._target_s:
-            self.batch_size = max(self.batch_size - 1, smallest)
+            self.batch_size = max(self.batch_size - 1, 1)

@@ -14,9 +14,7 @@ class Continuous(BatchingStrategy):
     joins_any_step = True
 
     def __init__(self, config: ContinuousConfig | HybridConfig) -> None:
-        self._selective = (
-            Selective(short_tokens=config.short_tokens, long_tokens=config.long_tokens) if config.selective else None
-        )
+        self._selective = Selective() if config.selective else None
 
     def plan(self, situation: Situation) -> StepPlan:
         return StepPlan(

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from app.engine.sequence import Sequence
 from app.engine.strategies.strategy import Situation
 
+# A sequence below SHORT_TOKENS is short; a chunk of a prompt above LONG_TOKENS is long. A chat turn is the one, a
+# document the other; what is between them costs neither much.
+SHORT_TOKENS, LONG_TOKENS = 64, 1024
+
 
 class Selective:
     """Where both are there, they take turns: one step for the short ones, one for the long prompts.
@@ -14,10 +18,7 @@ class Selective:
     Whatever is neither takes part in every step, so nobody waits for more than one step.
     """
 
-    def __init__(self, *, short_tokens: int, long_tokens: int) -> None:
-        """A sequence below `short_tokens` is short; a chunk of a prompt above `long_tokens` is long."""
-        self._short_tokens = short_tokens
-        self._long_tokens = long_tokens
+    def __init__(self) -> None:
         self._is_turn_of_long = False
         self._has_short = False  # in the step that is being made
         self._has_long = False
@@ -47,7 +48,7 @@ class Selective:
         return True
 
     def _is_short(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens < self._short_tokens
+        return sequence.num_tokens < SHORT_TOKENS
 
     def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_prompt_tokens > self._long_tokens and not sequence.is_decoding
+        return sequence.num_prompt_tokens > LONG_TOKENS and not sequence.is_decoding
