@@ -26,8 +26,7 @@ from app.api.completions import ServedModel
 from app.api.routes import build_app
 from app.config import ApiConfig
 from app.dispatch import GroupChooser, make_policy
-from app.engine.facts import ModelFacts
-from app.engine.request import Request, TokenDelta
+from app.engine.request import ModelFacts, Request, TokenDelta
 from app.fleet import Board, Fleet, Frame, Limits, Patience, Report
 from app.metrics import RequestMetrics
 from app.text import Tokenizer

@@ -15,8 +15,7 @@ from ray.serve import config as serve_config
 
 from app.autoscaling import ReplicaUse, Situation, desired_replicas
 from app.config import AutoscalingConfig, ServedModelConfig
-from app.engine.measurements import EngineMeasurements
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineMeasurements, EngineStats
 
 REPORT_INTERVAL_S = 2.0  # how often replicas and handles tell the controller
 LOOK_BACK_S = 4.0  # Serve wants it longer than the interval; a fifth of it is how often a replica is asked

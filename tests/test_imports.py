@@ -22,28 +22,26 @@ ALLOWED = {
         "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
+        "app.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats", "msgpack",
     },
     "app.model": {
-        "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
-        "torch", "transformers", "triton",
+        "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",
     },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {
-        "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
-        "prometheus_client",
+        "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.request", "prometheus_client",
     },
     "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
     "app.batches": {"app.config", "app.disk", "app.errors", "app.webhooks", "fsspec", "pydantic_core"},
     "app.api": {
         "app.batches", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
-        "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
     "app.bulk": {
-        "app.api", "app.batches", "app.config", "app.disk", "app.errors", "app.text", "app.engine.facts",
-        "app.engine.matcher", "app.engine.request", "aiohttp", "numpy", "pyarrow", "pydantic", "pydantic_core",
+        "app.api", "app.batches", "app.config", "app.disk", "app.errors", "app.text", "app.engine.request",
+        "app.engine.matcher", "aiohttp", "numpy", "pyarrow", "pydantic", "pydantic_core",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip

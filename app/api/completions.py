@@ -20,8 +20,7 @@ from app.api.structured_output import grammar_of
 from app.api.token_details import TokenWishes
 from app.api.tool_calls import ToolUse, tool_use
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import Generate, Pooling, Request, SamplingParams
+from app.engine.request import Generate, ModelFacts, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest, NotFound
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat

@@ -19,8 +19,8 @@ from app.dispatch import (
     Sessions,
     of_group,
 )
-from app.engine.pace import RetryTimes
 from app.engine.request import Request
+from app.engine.throughput import RetryTimes
 from app.errors import Overloaded
 from app.fleet.frame import Report
 

@@ -10,7 +10,7 @@ from app.assembly import build_matchers, build_sync_engine, resolve_model_path
 from app.bulk.row_generator import Harvest, RowGenerator
 from app.bulk.rows import PreparedRow
 from app.config import EngineConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.text import Tokenizer
 
 SWITCH_INTERVAL_S = 0.0002

@@ -13,7 +13,7 @@ from app.api.completions import ServedModel
 from app.bulk.record import Record
 from app.bulk.rows import PreparedRow, RowSettings, prepare, row_from_fields
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.text import Tokenizer
 
 Prepare = Callable[..., PreparedRow | Record]

@@ -180,7 +180,7 @@ def test_nothing_is_answered_late_and_nothing_expired_ever_takes_part_in_a_step(
 
 
 def goodput(policy: str) -> float:
-    """Share of the asked tokens that were answered in time at twice the load that can be served."""
+    """ScheduledTokens of the asked tokens that were answered in time at twice the load that can be served."""
     draw = random.Random(11)
     engine, _, clock = timed_engine(policy, max_running=4, max_waiting=10_000)
     outcome, sizes = Outcome(), {}
