@@ -297,7 +297,7 @@ class SchedulerConfig(Settings):
 
 
 class StepLogConfig(Settings):
-    """The record of every step's decisions, for `python -m benchmarks.replay`. Off unless it has a path."""
+    """The record of every step's decisions, for `python -m benchmarks.engine.replay`. Off unless it has a path."""
 
     path: str | None = Field(
         None, min_length=1, description="folder for the record of every step; default: none is kept"

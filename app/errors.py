@@ -23,7 +23,7 @@
         └── UnsupportedModel     the model cannot be served, with the reason
 
 They cross process borders, so each survives pickling with all its attributes. HTTP statuses are not decided here
-(see `app/api/errors.py`).
+(see `app/api/http/errors.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How fast the engine is, and others beside it: measured, compared, taken apart. Needs torch and transformers; no Ray.
+"""The engine and the service measured, compared with others, put under faults. Not part of the installed package.
 
-Every page starts as `python -m benchmarks.NAME`; `--help` says what it takes. Not part of the installed package.
+Commands are `python -m benchmarks.ROOM.NAME`; README.md lists them, `--help` prints the options. Those of the engine
+need torch and transformers and no Ray; those of the service start it as `make serve` does.
 """

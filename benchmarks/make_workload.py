@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BenchmarkError, refused
-from benchmarks.options import positive
-from benchmarks.progress import tell
+from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.options import positive
+from benchmarks.harness.progress import tell
 
 SEED = 1234
 VOCAB_SIZE = 49152

@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from app.api.choices import Piece, generate_pieces
-from app.api.completions import Call, ServedModel
-from app.api.limits import Account
-from app.api.responses import Json, Progress, model_entry
-from app.api.token_details import LEAST_LOGPROB
+from app.api.auth.limits import Account
+from app.api.endpoints.completions import Call, ServedModel
+from app.api.output.choices import Piece, generate_pieces
+from app.api.output.completion_writers import Json, Progress, model_entry
+from app.api.output.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed
 from app.metrics import NO_MODEL, CallMetrics, RequestMetrics

@@ -69,7 +69,7 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when generation stops. Validated where requests enter (`app/api/schemas.py`).
+    """How tokens are drawn and when generation stops. Validated where requests enter (`app/api/schemas/requests.py`).
 
     Penalties follow the OpenAI API (presence, frequency: over generated tokens) and the CTRL paper
     (repetition: over prompt and generated tokens).

@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.dispatch import (
+from app.engine.request import Request
+from app.engine.throughput import RetryTimes
+from app.errors import Overloaded
+from app.fleet.dispatch import (
     Decision,
     DispatchPolicy,
     GroupChooser,
@@ -19,9 +22,6 @@ from app.dispatch import (
     Sessions,
     of_group,
 )
-from app.engine.request import Request
-from app.engine.throughput import RetryTimes
-from app.errors import Overloaded
 from app.fleet.frame import Report
 
 

@@ -30,7 +30,7 @@ _MAX_EXPLAINED = 100
 
 
 class Calls(Protocol):
-    """How replicas are reached. Implemented over Serve's handles (`deployments/calls.py`), faked in tests."""
+    """How replicas are reached. Implemented over Serve's handles (`deployments/serve/calls.py`), faked in tests."""
 
     async def serve(self, request: Request) -> None:
         """Have a request served by a replica, tried in the board's order; returns when it has ended there.

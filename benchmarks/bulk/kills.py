@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks import machine
-from benchmarks.errors import BenchmarkError
-from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import report
-from benchmarks.processes import family
-from benchmarks.progress import tell
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import report
+from benchmarks.harness.processes import family
+from benchmarks.harness.progress import tell
 
 PATIENCE_S = 180.0
 _LOOK_EVERY_S = 0.05
@@ -237,7 +237,11 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
         "engine": {"model": model, "scheduler": {"max_running": given.slots}},
         "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
     }
-    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    application = {
+        "name": "carousel",
+        "import_path": "deployments.serve.application:build",
+        "args": {"models": [served]},
+    }
     return {"applications": [application]}
 
 

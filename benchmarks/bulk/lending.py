@@ -2,9 +2,9 @@
 
     python -m benchmarks.bulk.lending --rounds 2 --seconds 20 --step-ms 20
 
-Starts the service as `make serve` does, with replicas that only sleep, and drives it with `benchmarks.online`: without
-a bulk run and beside one (`python -m deployments.bulk --through fleet`), in turn. Once the bulk run has the service for
-itself: that is its whole capacity. Progress goes to stderr; the last line of stdout is one JSON object:
+Starts the service as `make serve` does, with replicas that only sleep, and drives it with `benchmarks.service.online`:
+without a bulk run and beside one (`python -m deployments.bulk --through fleet`), in turn. Once the bulk run has the
+service for itself: that is its whole capacity. Progress goes to stderr; the last line of stdout is one JSON object:
 
     off, on           the online client's times without and beside the bulk run, the median of the rounds, seconds
     ratio             of the two, for each
@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks import machine
-from benchmarks.errors import BenchmarkError
-from benchmarks.fleet import MODEL_NAME
-from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import report
-from benchmarks.progress import tell
-from benchmarks.service import Service, service
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import report
+from benchmarks.harness.progress import tell
+from benchmarks.harness.service import Service, service
+from benchmarks.service.fleet import MODEL_NAME
 
 TIMES = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 _FILL_S = 5.0  # until a bulk run has found out how much it gets
@@ -139,8 +139,8 @@ def bulk_run(rows: Path, out: Path, url: str) -> Iterator[BulkRun]:
 
 
 def online(url: str, requests: Path, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
-    """The figures of `benchmarks.online`. Raises BenchmarkError when it fails."""
-    command = [sys.executable, "-m", "benchmarks.online", "--base-url", url, "--model", MODEL_NAME]
+    """The figures of `benchmarks.service.online`. Raises BenchmarkError when it fails."""
+    command = [sys.executable, "-m", "benchmarks.service.online", "--base-url", url, "--model", MODEL_NAME]
     command += ["--workload", str(requests), "--rate", str(given.rate), "--duration", str(given.seconds)]
     done = subprocess.run([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks import machine
-from benchmarks.errors import BenchmarkError
-from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import report
-from benchmarks.processes import Process, family, resident_bytes
-from benchmarks.progress import tell
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import report
+from benchmarks.harness.processes import Process, family, resident_bytes
+from benchmarks.harness.progress import tell
 
 _KINDS = {"readers": "ray::MapWorker", "engines": "ray::EngineActor"}
 _READ_BYTES = 1 << 20
@@ -161,7 +161,11 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
         },
         "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
     }
-    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    application = {
+        "name": "carousel",
+        "import_path": "deployments.serve.application:build",
+        "args": {"models": [served]},
+    }
     return {"applications": [application]}
 
 

@@ -1,4 +1,4 @@
-"""How fast a bulk run's own engine is against the same engine stepped in a loop: `benchmarks.throughput`, in turn.
+"""How fast a bulk run's own engine is, in turn with the same engine stepped in a loop (`benchmarks.engine.throughput`).
 
     python -m benchmarks.make_workload uniform --vocab 763 --requests 10000 --out rows.jsonl
     python -m benchmarks.bulk.pool --model models/demo --workload rows.jsonl --rounds 3
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from app.versions import commit
-from benchmarks import machine
-from benchmarks.errors import BenchmarkError
-from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import report
-from benchmarks.progress import tell
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import report
+from benchmarks.harness.progress import tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(workload: Path) -> str:
-    """The lines of a workload as rows of a bulk run: greedy, as `benchmarks.throughput` draws."""
+    """The lines of a workload as rows of a bulk run: greedy, as `benchmarks.engine.throughput` draws."""
     lines = []
     for text in workload.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
@@ -72,7 +72,7 @@ def rows_of(workload: Path) -> str:
 
 
 def _loop_tokens_per_s(given: argparse.Namespace) -> float:
-    command = ["benchmarks.throughput", "--model", given.model, "--workload", given.workload, "--repeat", "1"]
+    command = ["benchmarks.engine.throughput", "--model", given.model, "--workload", given.workload, "--repeat", "1"]
     command += ["--threads", str(given.threads), "--set", f"scheduler.max_running={given.slots}"]
     command += [f"cache.memory_gib={given.memory_gib}"]
     return float(json.loads(_run(command).splitlines()[-1])["output_tokens_per_s"])
@@ -102,7 +102,11 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
         },
         "replicas": {"num_replicas": 1, "num_cpus": 1},
     }
-    application = {"name": "carousel", "import_path": "deployments.application:build", "args": {"models": [served]}}
+    application = {
+        "name": "carousel",
+        "import_path": "deployments.serve.application:build",
+        "args": {"models": [served]},
+    }
     return {"applications": [application]}
 
 

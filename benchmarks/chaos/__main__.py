@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from app.versions import commit
-from benchmarks import machine
 from benchmarks.chaos.around import kill_controller, kill_ingress
 from benchmarks.chaos.changing import change_under_load
 from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
@@ -36,11 +35,12 @@ from benchmarks.chaos.partition import part_from_replicas
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.vanishing import vanish
 from benchmarks.chaos.verdict import without_samples
-from benchmarks.errors import BenchmarkError, refused
-from benchmarks.options import num_usable_cores, positive
-from benchmarks.output import write_json
-from benchmarks.progress import tell
-from benchmarks.suggestions import did_you_mean
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import write_json
+from benchmarks.harness.progress import tell
+from benchmarks.harness.suggestions import did_you_mean
 
 Row = Callable[[Size], Coroutine[Any, Any, list[dict[str, Any]]]]
 

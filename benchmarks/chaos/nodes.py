@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.stage import Stage
-from benchmarks.errors import BenchmarkError
-from benchmarks.processes import family
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.processes import family
 
 _STOP_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored

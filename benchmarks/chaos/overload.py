@@ -1,4 +1,4 @@
-"""Row C6: more requests than the service can take, by the open-loop client of `benchmarks.online`."""
+"""Row C6: more requests than the service can take, by the open-loop client of `benchmarks.service.online`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.chaos.mix import MODEL_NAME, alike
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.errors import BenchmarkError
+from benchmarks.harness.errors import BenchmarkError
 
 _STEP_MS = 30.0
 _NUM_TOKENS = 60
@@ -51,7 +51,7 @@ def _sweep(running: Stage, capacity: float) -> dict[str, Any]:
         ]
         workload.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         command = [
-            sys.executable, "-m", "benchmarks.online", "--base-url", f"http://{target.host}:{target.port}",
+            sys.executable, "-m", "benchmarks.service.online", "--base-url", f"http://{target.host}:{target.port}",
             "--model", MODEL_NAME, "--workload", str(workload), "--sweep", _FACTORS, "--capacity", f"{capacity:.3f}",
             "--duration", str(_SECONDS), "--slo-ttft-ms", "2500", "--slo-itl-ms", "100",
         ]  # fmt: skip

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.chaos.mix import MODEL_NAME
-from benchmarks.errors import BenchmarkError
-from benchmarks.http_call import Target
-from benchmarks.processes import Process, family
-from benchmarks.service import Layout, Service, service
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.processes import Process, family
+from benchmarks.harness.service import Layout, Service, service
 
 RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.05

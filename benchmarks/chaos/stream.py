@@ -1,4 +1,4 @@
-"""One streamed answer in full: what it said, when, and how it ended. Figures of speed alone: `benchmarks.answer`."""
+"""One streamed answer in full: what it said, when, and how it ended. Speed alone: `benchmarks.harness.answer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.http_call import Target, call
+from benchmarks.harness.http_call import Target, call
 
 TIMEOUT = "timeout"
 _MAX_KEPT_BYTES = 4096  # of an answer that is no stream

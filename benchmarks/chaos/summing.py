@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.verdict import SAMPLES, spread, without_samples
-from benchmarks.errors import BenchmarkError, refused
+from benchmarks.harness.errors import BenchmarkError, refused
 
 _SAME = ("row", "fault", "cpu", "num_cores", "commit")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.chaos.mix import Asked, with_stop
 from benchmarks.chaos.stream import Stream, follow
-from benchmarks.errors import BenchmarkError
-from benchmarks.http_call import Target
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
 
 TIMEOUT_S = 90.0  # a client that has waited so long counts as hung
 _AFTER_FAILURE_S = 0.2  # a client waits, as real ones do

@@ -26,9 +26,9 @@ from typing import Any
 
 from benchmarks.clients.client import CLIENTS, Client
 from benchmarks.clients.environments import installed, version_of
-from benchmarks.errors import BenchmarkError, refused
-from benchmarks.progress import tell
-from benchmarks.service import service
+from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.progress import tell
+from benchmarks.harness.service import service
 
 MODEL_NAME = "demo"
 CLIENT_TIMEOUT_S = 300.0

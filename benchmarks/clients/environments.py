@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.clients.client import Client
-from benchmarks.errors import BenchmarkError
-from benchmarks.progress import tell
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.progress import tell
 
 INSTALL_TIMEOUT_S = 1800.0
 _CONSTRAINTS = Path(__file__).resolve().parent.parent.parent / "constraints.txt"

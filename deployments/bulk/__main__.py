@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from app.bulk import through_service
-from app.bulk.input_files import find_files, look_through
-from app.bulk.output_folder import RESULTS, finished_summary, open_folder
-from app.bulk.summary import Summary
-from app.bulk.through_service import ServiceSettings
 from app.errors import CarouselError
+from app.jobs import through_service
+from app.jobs.input_files import find_files, look_through
+from app.jobs.progress import Summary
+from app.jobs.results import RESULTS, finished_summary, open_folder
+from app.jobs.through_service import ServiceSettings
 from deployments.bulk.options import Options, PoolSettings, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
@@ -68,7 +68,9 @@ def _set_environment(pool: PoolSettings) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",  # or a reader that outlives a failed job would start a cluster of its own
     }
-    if "RAY_ADDRESS" not in os.environ:  # a cluster of our own, on this machine alone: see deployments/launcher.py
+    if (
+        "RAY_ADDRESS" not in os.environ
+    ):  # a cluster of our own, on this machine alone: see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if pool.is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from app.assembly import build_matchers, build_sync_engine, resolve_model_path
-from app.bulk.row_generator import Harvest, RowGenerator
-from app.bulk.rows import PreparedRow
 from app.config import EngineConfig
 from app.engine.request import ModelFacts
+from app.jobs.engine_worker import Harvest, RowGenerator
+from app.jobs.preparation import PreparedRow
 from app.text import Tokenizer
 
 SWITCH_INTERVAL_S = 0.0002

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from app.assembly import resolve_model_path
-from app.bulk.rows import RowSettings
-from app.bulk.through_service import ServiceSettings
 from app.config import ApiConfig, ServedModelConfig
 from app.errors import InvalidSetup
-from deployments.settings import parse, read_serve_file
+from app.jobs.preparation import RowSettings
+from app.jobs.through_service import ServiceSettings
+from deployments.serve.settings import parse, read_serve_file
 
 DEFAULT_PORT = 8000  # as in deployments/serve.yaml
 DEFAULT_MAX_IN_FLIGHT = 1024

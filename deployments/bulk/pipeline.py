@@ -13,13 +13,13 @@ import numpy
 import ray
 from ray.exceptions import RayError
 
-from app.api.completions import ServedModel
-from app.bulk.input_files import Input, InputFile, Piece, read_piece
-from app.bulk.record import Record
-from app.bulk.row_set import RowSet
-from app.bulk.rows import PreparedRow, Row, RowSettings, prepare
+from app.api.endpoints.completions import ServedModel
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
+from app.jobs.input_files import Input, InputFile, Piece, read_piece
+from app.jobs.item_set import RowSet
+from app.jobs.preparation import PreparedRow, Row, RowSettings, prepare
+from app.jobs.record import Record
 from app.text import Tokenizer
 
 ROWS_IN_A_BATCH = 128

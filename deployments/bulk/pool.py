@@ -16,12 +16,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from app.bulk.backlog import Backlog
-from app.bulk.row_generator import Harvest
-from app.bulk.rows import PreparedRow
-from app.bulk.workers import Account, Workers
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
+from app.jobs.backlog import Backlog
+from app.jobs.engine_worker import Harvest
+from app.jobs.preparation import PreparedRow
+from app.jobs.workers import Account, Workers
 from deployments.bulk.engine_actor import EngineActor
 
 logger = logging.getLogger(__name__)

@@ -9,18 +9,18 @@ from collections.abc import Generator
 import ray
 
 from app.assembly import resolve_model_path
-from app.bulk.input_files import Input
-from app.bulk.job import BulkJob, ReadingBroke
-from app.bulk.output_folder import OutputFolder
-from app.bulk.record import Record
-from app.bulk.rows import PreparedRow, RowSettings
-from app.bulk.summary import Summary
 from app.config import ReplicasConfig
 from app.errors import InvalidSetup
+from app.jobs.input_files import Input
+from app.jobs.preparation import PreparedRow, RowSettings
+from app.jobs.progress import Summary
+from app.jobs.record import Record
+from app.jobs.results import OutputFolder
+from app.jobs.runner import BulkJob, ReadingBroke
 from deployments.bulk.options import PoolSettings
 from deployments.bulk.pipeline import Preparation, prepared_rows
 from deployments.bulk.pool import EnginePool
-from deployments.own_cluster import num_cpus_for, start_own_cluster
+from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 
 
 def answer_rows(found: Input, folder: OutputFolder, rows: RowSettings, pool: PoolSettings) -> Summary:

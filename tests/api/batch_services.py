@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 
 from app.api import Answering, batch_routes, build_app
-from app.api.guard import owner_of
-from app.api.keys import KeyRing, OpenDoor
-from app.batches import LocalBatchService
+from app.api.auth.keys import KeyRing, OpenDoor
+from app.api.http.guard import owner_of
 from app.config import ApiConfig, BatchesConfig
+from app.jobs import LocalBatchService
 from app.metrics import RequestMetrics
 from app.webhooks import Courier
 from tests.api.fakes import Service

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.api.admin import AdminRoutes, Findings, ProcessReport
-from app.api.keys import KeyRing
-from app.api.limits import Account, Usage
+from app.api.auth.keys import KeyRing
+from app.api.auth.limits import Account, Usage
+from app.api.endpoints.admin import AdminRoutes, Findings, ProcessReport
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.text import Tokenizer

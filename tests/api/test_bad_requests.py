@@ -263,7 +263,7 @@ def test_among_several_models_one_must_be_named(tokenizer: Tokenizer) -> None:
 def test_unknown_fields_are_logged_once_and_known_ones_never(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="app.api.parameters")
+    caplog.set_level(logging.INFO, logger="app.api.schemas.parameters")
     for _ in range(2):
         service.chat(a_field_of_tomorrow=1, user="me", tools=[])
     assert [record.getMessage() for record in caplog.records] == [

@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from app.api import Answering, batch_routes, build_app
-from app.batches import LocalBatchService
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.jobs import LocalBatchService
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.batch_services import ENDED, Stalls, served, with_http
@@ -244,7 +244,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
 def test_an_upload_that_stalls_gives_its_place_back(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.multipart.SILENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.05)
 
     async def stalling() -> AsyncIterator[bytes]:
         yield b"--edge\r\n" + FILE_PART

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from app.api.answering import Answering
-from app.api.keys import KeyRing
+from app.api.auth.keys import KeyRing
+from app.api.handler import Answering
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded

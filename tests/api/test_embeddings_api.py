@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.api.answering import Answering
+from app.api.handler import Answering
 from app.assembly import build_engine
 from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta

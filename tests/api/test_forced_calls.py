@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
-from app.api.forced_calls import moved
+from app.api.output.forced_calls import moved
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route, Router
 
-from app.api.guard import Guard
+from app.api.http.guard import Guard
 from app.config import ApiConfig
 from app.text import Tokenizer
 from tests.api.batch_services import served

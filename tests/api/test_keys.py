@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.keys import KeyRing, OpenDoor
+from app.api.auth.keys import KeyRing, OpenDoor
 from app.config import KeyConfig
 from app.errors import Unauthenticated
 from tests.api.keys import KEY, OTHER_KEY, entry

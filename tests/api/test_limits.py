@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.limits import Account, TokenBucket
+from app.api.auth.limits import Account, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted
 from tests.api.keys import entry

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from starlette.routing import Route, Router
 
-from app.api.guard import Guard
-from app.api.openapi import BODIES, openapi_document
-from app.api.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
-from app.api.schemas import CompletionRequest
+from app.api.http.guard import Guard
+from app.api.http.openapi import BODIES, openapi_document
+from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
+from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
 from app.text import Tokenizer
 from tests.api.batch_services import with_http

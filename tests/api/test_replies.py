@@ -10,11 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from app.api.answering import Answering
-from app.batches.line import InputLine, result_of
+from app.api.handler import Answering
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
+from app.jobs.line import InputLine, result_of
 from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.openapi import BATCH_BODIES, openapi_document
+from app.api.http.openapi import BATCH_BODIES, openapi_document
 from app.config import ApiConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
@@ -299,7 +299,7 @@ def test_a_job_whose_files_are_gone_or_too_large_to_show_has_no_results(
         job = await job_ended(client, (await post(client, ["Hi"], **JOB)).json()["id"])
         assert job["results"] is not None
         with monkeypatch.context() as small:
-            small.setattr("app.api.batch_results.MAX_SHOWN_BYTES", 100)
+            small.setattr("app.api.endpoints.batch_results.MAX_SHOWN_BYTES", 100)
             assert (await client.get(f"/v1/batch/{job['id']}")).json()["results"] is None
         await client.delete(f"/v1/files/{job['output_file_id']}")
         job = (await client.get(f"/v1/batch/{job['id']}")).json()

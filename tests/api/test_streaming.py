@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.api import build_app
-from app.api.sse import HEARTBEAT
+from app.api.http.sse import HEARTBEAT
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.structured_output import schema_grammar
+from app.api.output.structured_output import schema_grammar
 from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.token_details import TokenNames, ToldToken, completion_logprobs
+from app.api.output.token_details import TokenNames, ToldToken, completion_logprobs
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Service, Step

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.workload import read_workload
 from benchmarks.make_model import SHAPES, Shape, make_model
 from benchmarks.make_workload import WORKLOADS, Line, main, make_workload
-from benchmarks.workload import read_workload
 
 
 def lengths(lines: Iterable[Line]) -> list[tuple[int, int]]:

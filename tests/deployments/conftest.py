@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from deployments.launcher import environment, free_ports
-from deployments.settings import ServeFile, parse
+from deployments.launcher.supervisor import environment, free_ports
+from deployments.serve.settings import ServeFile, parse
 
 HERE = Path(__file__).parent
 NATIVE: Mapping[str, Any] = {}
@@ -53,7 +53,7 @@ with warnings.catch_warnings():
     import ray
     from ray import serve
 
-    from deployments.own_cluster import start_own_cluster
+    from deployments.launcher.own_cluster import start_own_cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,7 +110,7 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def deployed(cluster: str) -> Deployed:
     """Deploys `args` as an application of this name for the length of a block; gives where it answers."""
-    from deployments.application import build
+    from deployments.serve.application import build
 
     @contextmanager
     def for_a_block(name: str, args: Mapping[str, Any]) -> Iterator[str]:
@@ -129,7 +129,7 @@ def service(cluster: str, demo_path: Path) -> Service:
     The last two are simulated: a stream lasts as long on every machine, so that it still runs when a test looks.
     `least` computes on plain torch: in native code the first questions are answered before the last have come.
     """
-    from deployments.application import build
+    from deployments.serve.application import build
 
     models = [
         _model("turns", demo_path, num_replicas=2, dispatch="round_robin"),

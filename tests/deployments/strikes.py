@@ -14,7 +14,7 @@ from ray import serve
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import Traffic
 from benchmarks.chaos.verdict import judged
-from deployments.launcher import session_members
+from deployments.launcher.supervisor import session_members
 
 
 def replica_pids(application: str, deployment: str) -> list[int]:

@@ -38,7 +38,7 @@ def config(tmp_path: Path, demo_path: Path) -> Path:
         "engine": {"model": slow, "cache": {"memory_gib": 0.05}, "scheduler": {"max_running": 8}},
         "replicas": {"num_replicas": 2, "num_cpus": 0.1},
     }
-    application = {"name": "a", "import_path": "deployments.application:build", "args": {"models": [model]}}
+    application = {"name": "a", "import_path": "deployments.serve.application:build", "args": {"models": [model]}}
     path = tmp_path / "slow.yaml"
     path.write_text(yaml.safe_dump({"applications": [application]}))
     return path

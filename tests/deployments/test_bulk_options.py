@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from app.bulk.through_service import ServiceSettings
 from app.errors import InvalidSetup
+from app.jobs.through_service import ServiceSettings
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, PoolSettings, read_options
 
 CONFIG = """
 applications:
   - name: carousel
-    import_path: deployments.application:build
+    import_path: deployments.serve.application:build
     args:
       models:
         - {name: small, engine: {scheduler: {max_running: 7}}, replicas: {num_replicas: 3}}

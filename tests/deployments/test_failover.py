@@ -18,9 +18,9 @@ from benchmarks.chaos.mix import MODEL_NAME, alike, mixed
 from benchmarks.chaos.stage import application
 from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
-from benchmarks.http_call import Target
-from deployments.application import build
-from deployments.settings import parse
+from benchmarks.harness.http_call import Target
+from deployments.serve.application import build
+from deployments.serve.settings import parse
 from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, replica_states, struck
 
 APPLICATION = "failover"

@@ -12,7 +12,7 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.settings import read_serve_file
+from deployments.serve.settings import read_serve_file
 from tests.api.keys import entry
 
 PROJECT = Path(__file__).parents[2]

@@ -28,10 +28,10 @@ from ray.serve.config import RequestRouterConfig
 from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
-from deployments.application import _ingress_deployment, _replica_deployment, build
-from deployments.foreground import reason
-from deployments.launcher import session_members
-from deployments.settings import parse
+from deployments.launcher.foreground import reason
+from deployments.launcher.supervisor import session_members
+from deployments.serve.application import _ingress_deployment, _replica_deployment, build
+from deployments.serve.settings import parse
 from scripts.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
 

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from app.dispatch import Group, GroupChooser, make_policy
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
 from app.engine.request import Request
 from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
+from app.fleet.dispatch import Group, GroupChooser, make_policy
 from tests.fakes import CountingRunner, build_fake_engine, until
 
 

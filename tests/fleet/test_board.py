@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.dispatch import Group, GroupChooser, make_policy
 from app.errors import InvalidRequest, Overloaded
 from app.fleet import Board
+from app.fleet.dispatch import Group, GroupChooser, make_policy
 from tests.fakes import FakeClock, make_request
 from tests.fleet.reports import make_report
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.dispatch import Group
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, until
 from tests.fleet.replicas import LocalFleet, LocalReplica

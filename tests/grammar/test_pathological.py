@@ -15,7 +15,7 @@ from app.errors import InvalidRequest, Overloaded
 from app.grammar.compiling import lark_of, new_matcher, walk
 from app.grammar.grammars import MAX_USES, Grammars
 from app.grammar.vocabulary import Vocabulary
-from benchmarks.hostile_grammars import Case, cases
+from benchmarks.engine.hostile_grammars import Case, cases
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
 

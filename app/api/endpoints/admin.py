@@ -1,0 +1,104 @@
+"""The admin routes: what each API key has used, and how the replicas are. Neither keys nor prompts are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.auth.keys import Doorkeeper
+from app.api.auth.limits import Account, Usage
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReport:
+    """What one process that sends requests knows: an ingress, or the one that works batches off."""
+
+    process: str
+    usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
+    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # as it sees them, by model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What all processes say that answered in time."""
+
+    reports: Sequence[ProcessReport]
+    num_missing: int = 0
+
+
+Inquire = Callable[[], Awaitable[Findings]]
+
+
+class AdminRoutes:
+    """`GET /admin/keys` and `GET /admin/fleet`."""
+
+    def __init__(self, doorkeeper: Doorkeeper, inquire: Inquire) -> None:
+        self._doorkeeper = doorkeeper
+        self._inquire = inquire
+
+    def routes(self) -> list[Route]:
+        """All of them, for admins only."""
+        return [
+            Route("/admin/keys", self.keys, methods=["GET"]),
+            Route("/admin/fleet", self.fleet, methods=["GET"]),
+        ]
+
+    async def keys(self, request: Request) -> Response:
+        """What each key has used, summed over all processes, beside the limits that each process keeps to."""
+        findings = await self._inquire()
+        entries = [
+            _entry(account, [report.usage.get(account.name, Usage()) for report in findings.reports])
+            for account in self._doorkeeper.accounts
+        ]
+        return _list(entries, findings)
+
+    async def fleet(self, request: Request) -> Response:
+        """Each process's view of each model's replicas: they differ where a network is cut."""
+        findings = await self._inquire()
+        entries = [
+            {"process": report.process, "model": model, "replicas": list(replicas)}
+            for report in findings.reports
+            for model, replicas in sorted(report.replicas.items())
+        ]
+        return _list(entries, findings)
+
+
+def usage_of(doorkeeper: Doorkeeper) -> dict[str, Usage]:
+    """What this process has counted, by the name of the key."""
+    return {account.name: account.usage for account in doorkeeper.accounts}
+
+
+def only_this_process(doorkeeper: Doorkeeper) -> Inquire:
+    """Where there are no other processes to ask."""
+
+    async def inquire() -> Findings:
+        return Findings(reports=[ProcessReport(process="", usage=usage_of(doorkeeper))])
+
+    return inquire
+
+
+def _list(entries: list[Json], findings: Findings) -> Response:
+    processes = {"answered": len(findings.reports), "missing": findings.num_missing}
+    return JSONResponse({"object": "list", "data": entries, "processes": processes})
+
+
+def _entry(account: Account, of_processes: Sequence[Usage]) -> Json:
+    key, usage = account.key, sum(of_processes, start=Usage())
+    limits = ("requests_per_minute", "tokens_per_minute", "max_concurrency", "max_tokens")
+    return {
+        "name": account.name,
+        "admin": account.may_administer,
+        "models": list(key.models) if key else [],
+        "requests": usage.num_requests,
+        "refused": usage.num_refused,
+        "running": usage.num_running,
+        "tokens": usage.num_tokens,
+        "limits": {name: getattr(key, name, None) for name in limits},
+    }

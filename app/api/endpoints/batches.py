@@ -1,0 +1,123 @@
+"""/v1/batches: create, list, get, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.endpoints.files import ExpiresAfter
+from app.api.endpoints.pages import page_of
+from app.api.handler import BATCH_ENDPOINTS
+from app.api.http.body import read_json_object
+from app.api.http.hints import is_strict
+from app.api.schemas.parameters import refuse_unknown
+from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
+from app.jobs import BatchService, NewBatch, NewWebhook
+
+MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
+MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
+MAX_BATCHES_OF_PAGE = 100
+_MAX_BODY_BYTES = 64 * 1024
+_BODY_TIMEOUT_S = 60.0
+
+
+def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
+            raise ValueError(
+                f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
+                f"{key[:40]!r} has {len(key):,} and {len(value):,}"
+            )
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short_metadata)]
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # whatever it is, it is not repeated
+        raise ValueError(f"should be a string of at most {MAX_SECRET_LENGTH} characters")
+    return value
+
+
+class WebhookRequest(Schema):
+    """Who is told when the batch has ended. The secret signs what they get (Standard Webhooks)."""
+
+    url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
+    secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
+
+    def as_new(self) -> NewWebhook:
+        return NewWebhook(url=self.url, secret=self.secret)
+
+
+class BatchRequest(Schema):
+    """The body of POST /v1/batches."""
+
+    input_file_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
+    endpoint: str = Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+    webhook: WebhookRequest | None = None  # ours: OpenAI's are set up for a whole project
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_is_served(cls, endpoint: str) -> str:
+        if endpoint not in BATCH_ENDPOINTS:
+            raise ValueError(f"should be one of {', '.join(BATCH_ENDPOINTS)}")
+        return endpoint
+
+
+class BatchRoutes:
+    """The endpoints, over whoever keeps the batches."""
+
+    def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
+        self._service = service
+        self._owner_of = owner_of
+
+    def routes(self) -> list[Route]:
+        """An id in a path is one segment, and only looked up."""
+        return [
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch."""
+        body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES, timeout_s=_BODY_TIMEOUT_S)
+        if is_strict(request.headers):
+            refuse_unknown(body, BatchRequest)
+        try:
+            asked = BatchRequest.model_validate(body)
+        except ValidationError as error:
+            raise from_validation_error(error) from None
+        expires_after = asked.output_expires_after
+        new = NewBatch(
+            owner=self._owner_of(request),
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            metadata=asked.metadata,
+            output_expires_after_s=None if expires_after is None else expires_after.seconds,
+            webhook=None if asked.webhook is None else asked.webhook.as_new(),
+        )
+        return JSONResponse(await self._service.create_batch(new))
+
+    async def list(self, request: Request) -> Response:
+        """A page of batches, the newest first."""
+        page = page_of(self._owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
+        return JSONResponse(await self._service.batches(page))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One batch's object."""
+        return JSONResponse(await self._service.batch(self._owner_of(request), request.path_params["batch_id"]))
+
+    async def cancel(self, request: Request) -> Response:
+        """Stop a batch."""
+        return JSONResponse(await self._service.cancel_batch(self._owner_of(request), request.path_params["batch_id"]))

@@ -1,0 +1,153 @@
+"""The use case behind /v1/embeddings: texts become requests that end with a vector, vectors become the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import sys
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from app.api.endpoints.completions import Call, ServedModel, check_token_ids, off_the_loop
+from app.api.output.choices import Piece
+from app.api.output.completion_writers import Json, Progress
+from app.api.output.token_details import TokenWishes
+from app.api.schemas.requests import EmbeddingsRequest
+from app.config import ApiConfig
+from app.engine.request import Request, SamplingParams
+from app.errors import ContextTooLong, Failure, InvalidRequest
+
+MAX_BYTES_ON_THE_LOOP = 50_000  # more are written in a thread, so that streams do not stutter
+
+
+async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: ApiConfig) -> Call:
+    """Check and tokenize the texts. Raises InvalidRequest."""
+    size = model.facts.embedding_size
+    if model.pooling is None or size is None:
+        raise InvalidRequest(f"the model {model.name!r} gives no embeddings; ask another", param="model")
+    if len(body.input) > limits.max_inputs:
+        raise InvalidRequest(
+            f"input holds {len(body.input):,} texts; this server accepts {limits.max_inputs:,} in one call",
+            param="input",
+        )
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
+        )
+    for text in body.input:
+        if not isinstance(text, str):
+            check_token_ids(text, model, "input")
+
+    def encode() -> list[tuple[int, ...]]:
+        return [
+            model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+            if isinstance(text, str)
+            else tuple(text)
+            for text in body.input
+        ]
+
+    prompts = await off_the_loop(encode, sum(len(text) for text in body.input if isinstance(text, str)))
+    for prompt in prompts:
+        _check_length(len(prompt), model.facts.max_model_len)
+    call_id = f"embd-{uuid.uuid4().hex}"
+    return Call(
+        call_id=call_id,
+        created=int(time.time()),
+        model=model,
+        requests=tuple(_request(body, model, f"{call_id}-{at}", prompt) for at, prompt in enumerate(prompts)),
+        num_samples=1,
+        num_choices=1,
+        prompt_texts=(),
+        stop=(),
+        skip_special_tokens=True,
+        include_stop=False,
+        wishes=TokenWishes(),
+        include_usage=False,
+        continuous_usage=False,
+        max_at_once=limits.max_prompts,
+    )
+
+
+def _check_length(num_tokens: int, max_model_len: int) -> None:
+    if num_tokens == 0:
+        raise InvalidRequest("input has a text without tokens; give each at least one", param="input")
+    if num_tokens > max_model_len:
+        raise ContextTooLong(
+            f"input has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten it",
+            param="input",
+        )
+
+
+def _request(body: EmbeddingsRequest, model: ServedModel, request_id: str, prompt: tuple[int, ...]) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=0),
+        pooling=model.pooling,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        tenant=body.user,
+        deadline_s=body.deadline_s,
+        is_background=body.service_tier == "flex",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsWriter:
+    """The answer of one call on /v1/embeddings."""
+
+    body: EmbeddingsRequest
+
+    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+        """Wait for all vectors and write them."""
+        vectors = [b""] * len(progress.answers)
+        with progress.metrics:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    progress.add(piece, keep_text=False)
+                    if piece.finish_reason is not None:
+                        vectors[piece.index] = _given(piece)
+        progress.log_end()
+        num_tokens = progress.call.num_prompt_tokens
+        return {
+            "object": "list",
+            "data": await self._written(vectors),
+            "model": progress.call.model.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    async def _written(self, vectors: list[bytes]) -> list[Json]:
+        def write() -> list[Json]:
+            return [
+                {"object": "embedding", "index": at, "embedding": self._one(each)} for at, each in enumerate(vectors)
+            ]
+
+        is_short = sum(map(len, vectors)) <= MAX_BYTES_ON_THE_LOOP
+        return write() if is_short else await asyncio.to_thread(write)
+
+    def _one(self, vector: bytes) -> list[float] | str:
+        numbers = normalised(array("f", vector)[: self.body.dimensions])
+        if self.body.encoding_format == "float":
+            return numbers.tolist()
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _given(piece: Piece) -> bytes:
+    if piece.embedding is None:
+        raise Failure(f"the request of text {piece.index} ended without a vector")
+    return piece.embedding
+
+
+def normalised(numbers: array[float]) -> array[float]:
+    """The vector of length 1 in the same direction. Raises Failure when there is none."""
+    length = math.hypot(*numbers)
+    if not (math.isfinite(length) and length):
+        raise Failure(f"the model gave a vector of length {length}")
+    return array("f", [number / length for number in numbers])

@@ -1,0 +1,134 @@
+"""/v1/files: upload, list, get, content, delete."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from app.api.endpoints.pages import page_of
+from app.api.http.hints import is_strict
+from app.api.http.multipart import Form, read_form
+from app.api.schemas.parameters import refuse_names
+from app.api.schemas.requests import Schema, from_validation_error
+from app.errors import InvalidRequest
+from app.jobs import BatchService, NewFile
+
+MAX_FILENAME_LENGTH = 255
+MAX_FILES_OF_PAGE = 10_000
+_READ_BYTES = 1024 * 1024
+_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
+
+
+class ExpiresAfter(Schema):
+    """When a file goes."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2_592_000)
+
+
+class FileRoutes:
+    """The endpoints, over whoever keeps the files."""
+
+    def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, max_file_bytes: int) -> None:
+        self._service = service
+        self._owner_of = owner_of
+        self._max_file_bytes = max_file_bytes
+
+    def routes(self) -> list[Route]:
+        """An id in a path is one segment, and only looked up."""
+        return [
+            Route("/v1/files", self.create, methods=["POST"]),
+            Route("/v1/files", self.list, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.retrieve, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Keep an uploaded file."""
+        service = self._service
+        upload_id = await service.begin_upload()
+        try:
+            form = await read_form(
+                request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
+            )
+            if is_strict(request.headers):
+                refuse_names(sorted(form.fields.keys() - _FIELDS))
+            return JSONResponse(await service.finish_upload(upload_id, _new_file(form, self._owner_of(request))))
+        except BaseException:
+            with suppress(Exception):  # it is forgotten anyway, some minutes later
+                await service.abandon_upload(upload_id)
+            raise
+
+    async def list(self, request: Request) -> Response:
+        """A page of files, the newest first unless asked otherwise."""
+        page = page_of(
+            self._owner_of(request), request.query_params, max_limit=MAX_FILES_OF_PAGE, default_limit=MAX_FILES_OF_PAGE
+        )
+        return JSONResponse(await self._service.files(page))
+
+    async def retrieve(self, request: Request) -> Response:
+        """One file's object."""
+        return JSONResponse(await self._service.file(self._owner_of(request), request.path_params["file_id"]))
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a file."""
+        return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
+
+    async def content(self, request: Request) -> Response:
+        """A file as it was sent or written."""
+        file = await self._service.file(self._owner_of(request), request.path_params["file_id"])
+        num_bytes = file["bytes"]
+        headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
+        return StreamingResponse(
+            self._content(self._owner_of(request), file["id"], num_bytes),
+            media_type="application/jsonl",
+            headers=headers,
+        )
+
+    async def _content(self, owner: str, file_id: str, num_bytes: int) -> AsyncIterator[bytes]:
+        offset = 0
+        while offset < num_bytes:
+            data = await self._service.read(owner, file_id, offset, _READ_BYTES)
+            assert data, "a kept file has the bytes that it is listed with"
+            offset += len(data)
+            yield data
+
+
+def _new_file(form: Form, owner: str) -> NewFile:
+    fields = form.fields
+    purpose = fields.get("purpose")
+    if purpose != "batch":
+        raise InvalidRequest(f"purpose should be 'batch'; got {(purpose or '')[:40]!r}", param="purpose")
+    return NewFile(
+        owner=owner,
+        filename=_filename(form.filename),
+        purpose=purpose,
+        expires_after_s=_expires_after_s(fields),
+    )
+
+
+def _filename(given: str) -> str:
+    """The last part of it, as browsers send it: a name to show, of which no path is ever made here."""
+    name = given.replace("\\", "/").rpartition("/")[2]
+    if not 0 < len(name) <= MAX_FILENAME_LENGTH or not name.isprintable() or name in (".", ".."):
+        raise InvalidRequest(f"the filename should be 1 to {MAX_FILENAME_LENGTH} printable characters", param="file")
+    return name
+
+
+def _expires_after_s(fields: dict[str, str]) -> int | None:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) <= 10):
+        raise InvalidRequest("expires_after[seconds] should be a number of seconds", param="expires_after[seconds]")
+    try:
+        return ExpiresAfter.model_validate({"anchor": anchor, "seconds": int(seconds)}).seconds
+    except ValidationError as error:
+        raise from_validation_error(error) from None

@@ -1,0 +1,104 @@
+"""The body of POST /v1/batch: many prompts, and once what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from app.api.auth.limits import Visit
+from app.api.endpoints.batches import Metadata, WebhookRequest
+from app.api.handler import Answering
+from app.api.schemas.parameters import refuse_unknown
+from app.api.schemas.requests import MAX_PROMPTS, Schema, from_validation_error
+from app.errors import InvalidRequest
+from app.jobs import Json
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_OWN_FIELDS = frozenset(("prompts", "async", "webhook", "metadata"))
+# What stands for each prompt where only what they share is looked at.
+_STAND_INS: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "?"}]}, COMPLETIONS: {"prompt": "?"}}
+
+
+def _prompts(value: Any) -> Any:
+    """Texts, or conversations; what is in a conversation is found out prompt by prompt."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a list of texts, or a list of conversations, each a list of messages")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
+    if not all(isinstance(each, str) for each in value) and not all(isinstance(each, list) for each in value):
+        raise ValueError("should hold only texts, or only conversations, each a list of messages")
+    return value
+
+
+class PromptListRequest(Schema):
+    """The body of POST /v1/batch.
+
+    Every other field is one of a completion (where the prompts are texts) or of a chat, and is that of all prompts.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    prompts: Annotated[
+        list[Any],
+        BeforeValidator(_prompts),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "maxItems": MAX_PROMPTS,
+                        # Of messages; a conversation that is none fails alone, so it is no mistake of the list.
+                        "items": {"type": "array", "description": "the messages of a chat"},
+                    },
+                ]
+            }
+        ),
+    ]
+    is_async: bool = Field(False, alias="async")
+    webhook: WebhookRequest | None = None
+    metadata: Metadata | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptList:
+    """A checked body: which endpoint its prompts are for, and the fields that they share."""
+
+    asked: PromptListRequest
+    endpoint: str
+    shared: Mapping[str, Any]
+    num_choices: int  # of all prompts
+
+    def bodies(self) -> list[Json]:
+        """The body that each prompt would have at the endpoint."""
+        name = "messages" if self.endpoint == CHAT else "prompt"
+        return [{**self.shared, name: prompt} for prompt in self.asked.prompts]
+
+
+async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visit, *, is_strict: bool) -> PromptList:
+    """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
+    own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
+    shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+    if is_strict:
+        refuse_unknown(own, PromptListRequest)
+    try:
+        asked = PromptListRequest.model_validate(own)
+    except ValidationError as error:
+        raise from_validation_error(error) from None
+    for name in ("prompt", "messages"):
+        if shared.get(name) is not None:
+            raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)
+    if shared.get("stream"):
+        raise InvalidRequest("a batch is not streamed; leave stream out", param="stream")
+    endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
+    common = await answering.check_shared(visit, endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
+    for name in ("webhook", "metadata"):
+        if getattr(asked, name) is not None and not asked.is_async:
+            raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
+    if asked.is_async and common.deadline_s is not None:
+        raise InvalidRequest("a job has all the time of its batch; leave deadline_s out", param="deadline_s")
+    return PromptList(asked=asked, endpoint=endpoint, shared=shared, num_choices=len(asked.prompts) * common.n)

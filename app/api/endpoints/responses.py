@@ -1,0 +1,260 @@
+"""What POST /v1/responses gives: a reply, whole or as a stream of events that build it up."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.api.http.errors import error_body, log_error
+from app.api.http.sse import named_event
+from app.api.output.choices import Piece
+from app.api.output.completion_writers import Json, Progress
+from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs
+from app.api.output.tool_calls import ToolCallPiece
+from app.api.schemas.responses import ResponsesRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyWriter:
+    """The answers of one call on /v1/responses."""
+
+    body: ResponsesRequest
+
+    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+        """Wait for the end and write the reply."""
+        reply = Reply(self.body, progress)
+        with progress.metrics:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    for _ in reply.add(piece):
+                        pass  # nobody reads along
+        progress.log_end()
+        return reply.as_json()
+
+    async def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a call; they end with one that holds the whole reply.
+
+        An error before the first event is raised, so that it can have a status of its own; a later one makes the reply
+        a failed one.
+        """
+        reply = Reply(self.body, progress)
+        try:
+            with progress.metrics:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        for event in reply.add(piece):
+                            yield named_event(event)
+            progress.log_end()
+        except Exception as error:
+            if not reply.has_begun and not progress.is_open:
+                raise
+            log_error(error, progress.request_id)
+            for event in reply.fail(error_body(error, progress.request_id)["error"]):
+                yield named_event(event)
+
+
+class Reply:
+    """A reply in the making: items one after the other, and the events that tell of them.
+
+    response.created, response.in_progress,
+        for each item: output_item.added, … deltas …, output_item.done
+    response.completed, or response.incomplete, or response.failed
+    """
+
+    def __init__(self, body: ResponsesRequest, progress: Progress) -> None:
+        self._body = body
+        self._progress = progress
+        self._output: list[_Message | _Call] = []
+        self._status = "in_progress"
+        self._error: Json | None = None
+        self._num_events = 0
+        self._names = TokenNames(progress.call.model.tokenizer)
+        self._untold: list[ToldToken] = []  # tokens whose text is yet to come, or that have none
+        self.has_begun = False
+
+    def add(self, piece: Piece) -> Iterator[Json]:
+        """Book a piece; the events that it makes."""
+        self._progress.add(piece, keep_text=False)
+        if not piece.num_tokens and piece.finish_reason is None:
+            return  # it is queued; no word goes out before there is a token
+        yield from self._begin()
+        if piece.details is not None:
+            self._untold += piece.details.told
+        if piece.text:
+            yield from self._say(piece.text)
+        for call in piece.calls:
+            yield from self._call(call)
+        if piece.finish_reason is not None:
+            if self._untold and not (self._output and isinstance(self._output[-1], _Call)):
+                yield from self._say("")  # the end token counts, and has no text
+            yield from self._end(is_complete=piece.finish_reason != "length")
+
+    def fail(self, error: Json) -> Iterator[Json]:
+        """The reply ends with an error object as the API has it."""
+        yield from self._begin()
+        self._status = "failed"
+        code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
+        self._error = {"code": code, "message": error["message"]}
+        yield self._event("response.failed", response=self.as_json())
+
+    def as_json(self) -> Json:
+        """The reply as far as it has come."""
+        body, call = self._body, self._progress.call
+        is_incomplete = self._status == "incomplete"
+        return {
+            "id": call.call_id,
+            "object": "response",
+            "created_at": call.created,
+            "status": self._status,
+            "background": False,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": call.model.name,
+            "output": [item.as_json() for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": body.service_tier,
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if self._status == "in_progress" else self._usage(),
+            "user": body.user or None,
+        }
+
+    def _usage(self) -> Json:
+        usage = self._progress.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            **self._progress.extra_usage,
+        }
+
+    def _begin(self) -> Iterator[Json]:
+        if not self.has_begun:
+            self.has_begun = True
+            yield self._event("response.created", response=self.as_json())
+            yield self._event("response.in_progress", response=self.as_json())
+
+    def _say(self, text: str) -> Iterator[Json]:
+        if not self._output or not isinstance(self._output[-1], _Message):
+            yield from self._open(_Message())
+        message = self._output[-1]
+        assert isinstance(message, _Message), "one was opened"
+        message.text += text
+        logprobs = chat_logprobs(self._untold, self._names, self._body.top_logprobs or 0)["content"]
+        self._untold = []
+        message.logprobs += logprobs
+        yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+
+    def _call(self, piece: ToolCallPiece) -> Iterator[Json]:
+        if piece.name is not None:
+            yield from self._open(_Call(piece.call_id, piece.name))
+        call = self._output[-1]
+        assert isinstance(call, _Call), "a call is not interrupted"
+        self._untold = []  # logprobs are those of text
+        call.arguments += piece.arguments
+        if piece.arguments:
+            yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
+
+    def _open(self, item: _Message | _Call) -> Iterator[Json]:
+        yield from self._close(is_complete=True)
+        self._output.append(item)
+        yield self._item_event("response.output_item.added")
+        if isinstance(item, _Message):
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=item.empty_part())
+
+    def _close(self, *, is_complete: bool) -> Iterator[Json]:
+        """End the last item."""
+        if not self._output:
+            return
+        item = self._output[-1]
+        item.status = "completed" if is_complete else "incomplete"
+        if isinstance(item, _Message):
+            place = self._place() | {"content_index": 0}
+            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            yield self._event("response.content_part.done", **place, part=item.part())
+        else:
+            yield self._event(
+                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=item.arguments
+            )
+        yield self._item_event("response.output_item.done")
+
+    def _end(self, *, is_complete: bool) -> Iterator[Json]:
+        if not self._output:
+            yield from self._open(_Message())
+        yield from self._close(is_complete=is_complete)
+        self._status = "completed" if is_complete else "incomplete"
+        yield self._event(f"response.{self._status}", response=self.as_json())
+
+    def _place(self) -> Json:
+        return {"item_id": self._output[-1].item_id, "output_index": len(self._output) - 1}
+
+    def _item_event(self, kind: str) -> Json:
+        return self._event(kind, output_index=len(self._output) - 1, item=self._output[-1].as_json())
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "sequence_number": self._num_events} | fields
+        self._num_events += 1
+        return event
+
+
+@dataclass(slots=True)
+class _Message:
+    """Text of the assistant."""
+
+    text: str = ""
+    logprobs: list[Json] = field(default_factory=list)  # of its tokens, where they are wanted
+    status: str = "in_progress"
+    item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+
+    def part(self) -> Json:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def empty_part(self) -> Json:
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+    def as_json(self) -> Json:
+        content = [self.part()] if self.text or self.status != "in_progress" else []
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "status": self.status,
+            "role": "assistant",
+            "content": content,
+        }
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a function."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: str = "in_progress"
+    item_id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
+
+    def as_json(self) -> Json:
+        return {
+            "id": self.item_id,
+            "type": "function_call",
+            "status": self.status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }

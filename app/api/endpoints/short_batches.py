@@ -1,0 +1,151 @@
+"""/v1/batch, the short form: a list of prompts, answered at once or as a job, which is a batch like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.endpoints.batch_results import encoded_json, result, results_of
+from app.api.endpoints.prompt_list import PromptList, prompt_list
+from app.api.handler import Answering
+from app.api.http.body import DEADLINE_HEADER, read_json_object, with_deadline
+from app.api.http.guard import visit_of
+from app.api.http.hints import is_strict
+from app.api.http.sse import unless_disconnected
+from app.config import ApiConfig
+from app.errors import CarouselError, InvalidRequest
+from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
+
+INPUT_NAME = "prompts.jsonl"
+_SENT_AT_ONCE = 1024 * 1024
+
+
+class ShortBatchRoutes:
+    """The endpoints, over whoever answers and whoever keeps the batches."""
+
+    def __init__(
+        self, service: BatchService, answering: Answering, config: ApiConfig, owner_of: Callable[[Request], str]
+    ) -> None:
+        self._service = service
+        self._answering = answering
+        self._config = config
+        self._owner_of = owner_of
+
+    def routes(self) -> list[Route]:
+        """`stats` stands before the ids: it is none."""
+        return [
+            Route("/v1/batch", self.create, methods=["POST"]),
+            Route("/v1/batch/stats", self.stats, methods=["GET"]),
+            Route("/v1/batch/{batch_id}", self.retrieve, methods=["GET"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Answer a list of prompts, or begin a job that does."""
+        config = self._config
+        body = await read_json_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
+        strict = is_strict(request.headers)
+        prompts = await prompt_list(body, self._answering, visit_of(request), is_strict=strict)
+        if prompts.asked.is_async:
+            return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
+        return JSONResponse(await self._answer(request, prompts))
+
+    async def retrieve(self, request: Request) -> Response:
+        """A batch, how far it is, and once it has ended what came of each prompt."""
+        owner = self._owner_of(request)
+        batch = await self._service.batch(owner, request.path_params["batch_id"])
+        results = await results_of(self._service, owner, batch) if Status(batch["status"]).has_ended else None
+        shown = encoded_json(_with_progress(batch)).removesuffix(b"}") + b',"results":' + (results or b"null") + b"}"
+        return Response(shown, media_type="application/json")
+
+    async def stats(self, request: Request) -> Response:
+        """What the caller's batches have to do and have done."""
+        return JSONResponse(await self._service.stats(self._owner_of(request)))
+
+    async def _answer(self, request: Request, prompts: PromptList) -> Json:
+        if prompts.num_choices > self._config.max_prompts:
+            raise InvalidRequest(
+                f"the prompts make {prompts.num_choices:,} choices; this server answers {self._config.max_prompts:,} "
+                f"at once: send async: true for more",
+                param="prompts",
+            )
+        answers = await unless_disconnected(
+            request.receive,
+            self._answering.answer_at_once(
+                visit_of(request), request.headers, request.state.request_id, prompts.endpoint, prompts.bodies()
+            ),
+        )
+        return _answered_at_once(prompts, answers)
+
+    async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
+        service, asked = self._service, prompts.asked
+        upload_id = await service.begin_upload()
+        try:
+            for piece in _pieces(prompts):
+                await service.append(upload_id, piece)
+            new = NewFile(owner=owner, filename=INPUT_NAME, purpose="batch")
+            file = await service.finish_upload(upload_id, new)
+        except BaseException:
+            with suppress(Exception):  # it is forgotten anyway, some minutes later
+                await service.abandon_upload(upload_id)
+            raise
+        try:
+            batch = await service.create_batch(
+                NewBatch(
+                    owner=owner,
+                    endpoint=prompts.endpoint,
+                    input_file_id=file["id"],
+                    metadata=asked.metadata,
+                    webhook=None if asked.webhook is None else asked.webhook.as_new(),
+                )
+            )
+        except CarouselError:
+            with suppress(CarouselError):  # it stays as a file that its owner can delete
+                await service.delete_file(owner, file["id"])
+            raise
+        return _with_progress(batch) | {"results": None}
+
+
+def _pieces(prompts: PromptList) -> Iterator[bytes]:
+    """The lines of the input file, some at a time."""
+    piece = bytearray()
+    for index, body in enumerate(prompts.bodies()):
+        line = {"custom_id": str(index), "method": "POST", "url": prompts.endpoint, "body": body}
+        piece += encoded_json(line) + b"\n"
+        if len(piece) >= _SENT_AT_ONCE:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+def _with_progress(batch: Json) -> Json:
+    """The batch with the share of its requests that have ended."""
+    counts = batch["request_counts"]
+    num_ended = counts["completed"] + counts["failed"]
+    return batch | {"progress": num_ended / counts["total"] if counts["total"] else 0.0}
+
+
+def _answered_at_once(prompts: PromptList, answers: list[Answered]) -> Json:
+    """What a job's batch says at its end, as far as there is anything to say."""
+    num_completed = sum(answered.status_code == 200 for answered in answers)
+    usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
+    num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
+    return {
+        "id": None,  # nothing of it is kept
+        "object": "batch",
+        "endpoint": prompts.endpoint,
+        "status": Status.COMPLETED.value,
+        "request_counts": {
+            "total": len(answers),
+            "completed": num_completed,
+            "failed": len(answers) - num_completed,
+        },
+        "progress": 1.0,
+        "usage": {"input_tokens": num_input, "output_tokens": num_output, "total_tokens": num_input + num_output},
+        "results": [result(index, str(index), answered) for index, answered in enumerate(answers)],
+    }

@@ -1,0 +1,199 @@
+"""An upload as multipart/form-data, read as it comes: its file goes on in pieces, memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from app.api.http.errors import ClientGone
+from app.errors import BodyTooLarge, InvalidRequest
+
+FILE_FIELD = "file"
+MAX_PARTS = 16
+MAX_FIELD_BYTES = 4096
+MAX_NAME_BYTES = 128
+SILENCE_TIMEOUT_S = 60.0
+_PARSED_AT_ONCE = 64 * 1024  # bytes; between two such pieces others may use the event loop
+_SENT_AT_ONCE = 1024 * 1024
+_OVERHEAD_BYTES = 256 * 1024  # what boundaries, headers and fields may add to the file
+
+Sink = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a form said beside its file."""
+
+    filename: str
+    fields: dict[str, str]
+
+
+async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> Form:
+    """Read a form with one file, whose content goes to `sink`.
+
+    Raises InvalidRequest for what is no such form or has no end, BodyTooLarge, and what `sink` raises.
+    """
+    reader = _Reader(_boundary(request.headers.get("content-type", "")))
+    async for piece in _pieces(request, max_file_bytes + _OVERHEAD_BYTES):
+        reader.write(piece)
+        if len(reader.content) >= _SENT_AT_ONCE:
+            await sink(reader.take_content())
+        await asyncio.sleep(0)
+    if reader.content:
+        await sink(reader.take_content())
+    return reader.form()
+
+
+async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+    num_bytes = 0
+    chunks = request.stream()
+    while (chunk := await _next(chunks)) is not None:
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        for start in range(0, len(chunk), _PARSED_AT_ONCE):
+            yield chunk[start : start + _PARSED_AT_ONCE]
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    """What comes next of the body; None behind its end."""
+    try:
+        async with asyncio.timeout(SILENCE_TIMEOUT_S):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise InvalidRequest(
+            f"nothing came of the upload for {SILENCE_TIMEOUT_S:g} s; send the file again", code="upload_stalled"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the upload has more than {max_bytes:,} bytes, which this server accepts with its form")
+
+
+def _boundary(content_type: str) -> bytes:
+    kind, options = parse_options_header(content_type[:1024])
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise InvalidRequest("the body should be multipart/form-data with a boundary", code="invalid_form")
+    return options[b"boundary"]
+
+
+@dataclass(slots=True)
+class _Part:
+    """The part of the form that is being read."""
+
+    header_name: bytearray = field(default_factory=bytearray)
+    header_value: bytearray = field(default_factory=bytearray)
+    disposition: str = ""
+    name: str = ""
+    value: bytearray = field(default_factory=bytearray)
+
+
+class _Reader:
+    """Fed with pieces of the body; has the file's content as far as nobody took it."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.content = bytearray()
+        self._filename: str | None = None
+        self._fields: dict[str, str] = {}
+        self._part = _Part()
+        self._num_parts = 0
+        self._has_ended = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": lambda data, start, end: self._part.header_name.extend(data[start:end]),
+                    "on_header_value": lambda data, start, end: self._part.header_value.extend(data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._add,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise _invalid(str(error)) from None
+
+    def write(self, data: bytes) -> None:
+        """Parse a piece. Raises InvalidRequest."""
+        if self._has_ended:
+            return  # what follows the last boundary is nobody's
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise _invalid(str(error)) from None
+
+    def take_content(self) -> bytes:
+        """The file's content that nobody took yet."""
+        content = bytes(self.content)
+        self.content.clear()
+        return content
+
+    def form(self) -> Form:
+        """What was read. Raises InvalidRequest when something is missing."""
+        if not self._has_ended:
+            raise _invalid("it ends before its last boundary")
+        if self._filename is None:
+            raise InvalidRequest("the form has no file; send it as the part `file`, with a filename", param=FILE_FIELD)
+        return Form(filename=self._filename, fields=self._fields)
+
+    def _begin_part(self) -> None:
+        self._part = _Part()
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _invalid(f"it has more than {MAX_PARTS} parts")
+
+    def _end_header(self) -> None:
+        part = self._part
+        if bytes(part.header_name).lower() == b"content-disposition":
+            part.disposition = part.header_value.decode("utf-8", "replace")
+        part.header_name.clear()
+        part.header_value.clear()
+
+    def _end_headers(self) -> None:
+        # The parser's own decoding of these bytes is latin-1, whose inverse brings the client's UTF-8 back.
+        _, options = parse_options_header(self._part.disposition.encode("utf-8").decode("latin-1"))
+        name = options.get(b"name", b"")
+        if not 0 < len(name) <= MAX_NAME_BYTES:
+            raise _invalid(f"it has a part without a name of 1 to {MAX_NAME_BYTES} bytes")
+        self._part.name = name.decode("utf-8", "replace")
+        if self._part.name in self._fields or (self._is_file and self._filename is not None):
+            raise _invalid(f"it has two parts {self._part.name!r}")
+        if self._is_file:
+            if b"filename" not in options:
+                raise InvalidRequest("the part `file` has no filename; send it as a file", param=FILE_FIELD)
+            self._filename = options[b"filename"].decode("utf-8", "replace")
+
+    def _add(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.content += data[start:end]
+            return
+        self._part.value += data[start:end]
+        if len(self._part.value) > MAX_FIELD_BYTES:
+            raise _invalid(f"its field {self._part.name!r} has more than {MAX_FIELD_BYTES:,} bytes")
+
+    def _end_part(self) -> None:
+        if not self._is_file:
+            self._fields[self._part.name] = self._part.value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._has_ended = True
+
+    @property
+    def _is_file(self) -> bool:
+        return self._part.name == FILE_FIELD
+
+
+def _invalid(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the body is not valid multipart/form-data: {why}", code="invalid_form")

@@ -1,0 +1,1 @@
+"""What an output must look like (structured output, tools) and how outputs become responses."""

@@ -1,0 +1,188 @@
+"""A call's choices: each request's token deltas as text, all of them merged into one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from app.api.endpoints.completions import Call
+from app.api.output.token_details import Details, Telling
+from app.api.output.tool_calls import ToolCallPiece, ToolUse
+from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
+from app.errors import Failure, Unavailable
+from app.text import GeneratedText, TextDelta
+
+
+@dataclass(slots=True)  # one for every token, and a frozen one takes three times as long to make
+class Piece:
+    """What one delta added to one choice. The last piece of a choice has its finish reason."""
+
+    index: int
+    text: str
+    num_tokens: int
+    num_cached_tokens: int
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls", never anything else
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
+    queued: Queued | None = None  # on the first piece, where whoever generates tells it
+    calls: tuple[ToolCallPiece, ...] = ()  # what is new of tool calls
+    embedding: bytes | None = None  # on the last piece, where one is wanted
+    details: Details | None = None  # where the call wants any
+
+    @property
+    def measured_reason(self) -> str | None:
+        """The finish reason as metrics know it: calls are text to whoever generates."""
+        return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
+
+
+def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
+    """Run all requests of a call at once and yield their pieces as they come.
+
+    Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
+    """
+    choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
+    if call.tools is not None:
+        choices = [_with_calls(choice, call.tools) for choice in choices]
+    return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
+
+
+async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
+    request = call.requests[index]
+    text = GeneratedText(
+        call.model.tokenizer,
+        stop=call.stop,
+        min_tokens=request.sampling.min_tokens,
+        skip_special_tokens=call.skip_special_tokens,
+        shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
+        include_stop=call.include_stop,
+    )
+    telling = _telling(call, index)
+    async with _token_deltas(call.model.generate, request) as deltas:
+        async for delta in deltas:
+            added = text.push(delta)
+            if delta.finish_reason is None and added.finish_reason is None:
+                # By position: names take twice as long, and all tokens but the last of a choice come by here.
+                piece = Piece(index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued)
+                yield piece if telling is None else _with_details(piece, telling, delta)
+                continue
+            if delta.finish_reason is FinishReason.ABORT:
+                raise Unavailable("the server stopped this generation before its end; try again")
+            piece = _last_piece(index, delta, added, request)
+            yield piece if telling is None else _with_details(piece, telling, delta)
+            return
+    raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+
+
+def _telling(call: Call, index: int) -> Telling | None:
+    """Who tells of a choice's tokens, where the call wants to know."""
+    if not call.wishes:
+        return None
+    return Telling(
+        call.wishes,
+        call.requests[index],
+        call.model.tokenizer,
+        prompt_text=call.prompt_text(index),
+        skip_special_tokens=call.skip_special_tokens,
+    )
+
+
+def _with_details(piece: Piece, telling: Telling, delta: TokenDelta) -> Piece:
+    found = telling.tell(delta, num_tokens=piece.num_tokens, has_ended=piece.finish_reason is not None)
+    if found is not None:
+        echoed, piece.details = found
+        piece.text = echoed + piece.text
+    return piece
+
+
+def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> Piece:
+    stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
+    return Piece(
+        index=index,
+        text=added.text,
+        num_tokens=added.num_tokens,
+        num_cached_tokens=delta.num_cached_tokens,
+        finish_reason=None if added.finish_reason is None else added.finish_reason.value,
+        stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
+        queued=delta.queued,
+        embedding=delta.embedding,
+    )
+
+
+async def _with_calls(pieces: AsyncGenerator[Piece, None], tools: ToolUse) -> AsyncGenerator[Piece, None]:
+    """The pieces with tool calls taken out of their texts; they end with the first call where only one may be made."""
+    calls = tools.calls()
+    async with aclosing(pieces):
+        async for piece in pieces:
+            is_last = piece.finish_reason is not None
+            piece.text, piece.calls = calls.push(piece.text, is_last=is_last)
+            if calls.are_done or (calls.has_any and piece.finish_reason == "stop"):
+                piece.finish_reason = "tool_calls"
+            yield piece
+            if calls.are_done:
+                return
+
+
+@asynccontextmanager
+async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
+    """What `generate` yields, closed at the end of the block; that it was cancelled there is an error here.
+
+    Around the loop over the deltas and not another generator in it: that would be paid for at every token.
+    """
+    deltas = generate(request)
+    try:
+        yield deltas
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled us: whoever generates was cancelled, and to our caller that is a failure.
+        raise Unavailable("this generation was cancelled by the server; try again") from None
+    finally:
+        # Generators have `aclose`; other iterators need none.
+        aclose = getattr(deltas, "aclose", None)
+        if aclose is not None:
+            await aclose()
+
+
+class _Exhausted:
+    """Put into the queue by a source that has no more."""
+
+
+async def _merge(sources: Sequence[AsyncGenerator[Piece, None]], *, at_once: int) -> AsyncGenerator[Piece, None]:
+    """The pieces of all sources as they come. When this ends, in whatever way, all sources are closed.
+
+    Not a TaskGroup: that may not span a `yield`.
+    """
+    queue: asyncio.Queue[Piece | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
+    slots = asyncio.Semaphore(at_once)
+    pumps = [asyncio.create_task(_pump(source, queue, slots)) for source in sources]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, _Exhausted):
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    source: AsyncGenerator[Piece, None],
+    queue: asyncio.Queue[Piece | _Exhausted | Exception],
+    slots: asyncio.Semaphore,
+) -> None:
+    try:
+        async with slots, aclosing(source):
+            async for piece in source:
+                await queue.put(piece)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(_Exhausted())

@@ -1,0 +1,127 @@
+"""Tools on offer in a call: what has to be known to take the model's calls out of its text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.api.output.forced_calls import arguments_grammar, calls_grammar
+from app.api.output.strict_calls import document_or_calls_grammar, strict_calls_grammar
+from app.api.output.structured_output import grammar_of
+from app.api.schemas.requests import ChatRequest, FunctionDefinition, NamedTool
+from app.engine.request import Grammar, GrammarKind
+from app.errors import InvalidRequest
+from app.text import Tokenizer
+from app.text.tool_calls import LIST, CallParser, NamedFunction, ToolFormat, ToolParser
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class ToolCallPiece(NamedTuple):
+    """What is new of one call. Its first piece has the id and the name, the others more of the arguments."""
+
+    number: int  # of the call, from 0
+    call_id: str
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How the calls in the texts of one API call are found."""
+
+    make_parser: Callable[[], CallParser]
+    form: ToolFormat
+    token_ids: frozenset[int] = frozenset()  # special tokens that belong to the format and so are shown to the parser
+    grammar: Grammar | None = None  # of an output whose calls are forced, or have to keep to their schemas
+
+    def calls(self) -> Calls:
+        """For one choice."""
+        return Calls(self.make_parser(), self.form)
+
+
+class Calls:
+    """The calls of one choice, with ids."""
+
+    def __init__(self, parser: CallParser, form: ToolFormat) -> None:
+        """`form` says what ids look like."""
+        self._parser = parser
+        self._form = form
+
+    @property
+    def has_any(self) -> bool:
+        return self._parser.has_calls
+
+    @property
+    def are_done(self) -> bool:
+        """Whether the call that may be made was made."""
+        return self._parser.is_done
+
+    def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallPiece, ...]]:
+        """Take more of the text; what remains text and what is new of calls."""
+        parsed = self._parser.push(text)
+        parts = [parsed, self._parser.flush()] if is_last and not self._parser.is_done else [parsed]
+        calls = tuple(
+            ToolCallPiece(call.number, self._new_id() if call.name else "", call.name, call.arguments)
+            for part in parts
+            for call in part.calls
+        )
+        return "".join(part.text for part in parts), calls
+
+    def _new_id(self) -> str:
+        characters = [secrets.choice(_ID_CHARACTERS) for _ in range(self._form.id_length)]
+        return self._form.id_prefix + "".join(characters)
+
+
+def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
+    """What a chat needs for its tools; None when it offers none. Raises InvalidRequest when they cannot be served.
+
+    `form` is how the model writes calls where it is free to; forced ones are written in one way by all models.
+    """
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if not tokenizer.has_tools_in_template:
+        raise InvalidRequest(
+            "the chat template of this model has no place for tools; leave tools out, or send tool_choice none",
+            param="tools",
+        )
+    functions = {tool.function.name: tool.function for tool in body.tools}
+    only_first = not body.parallel_tool_calls
+    if isinstance(body.tool_choice, NamedTool):
+        chosen = functions[body.tool_choice.function.name]
+        return ToolUse(
+            make_parser=lambda: NamedFunction(chosen.name), form=form or LIST, grammar=arguments_grammar(chosen)
+        )
+    if body.tool_choice == "required":
+        grammar = calls_grammar(list(functions.values()), only_one=only_first)
+        return ToolUse(make_parser=lambda: ToolParser(LIST, functions), form=form or LIST, grammar=grammar)
+    if form is None:
+        raise InvalidRequest(
+            "it is not known how this model writes tool calls; its operator can say so with the setting tool_parser, "
+            "or send tool_choice none",
+            param="tools",
+        )
+    offered = list(functions.values())
+    is_strict = any(function.strict for function in offered)
+    return ToolUse(
+        make_parser=lambda: ToolParser(form, functions, only_first=only_first, is_strict=is_strict),
+        form=form,
+        token_ids=tokenizer.special_ids(form.special_texts),
+        grammar=_free_calls_grammar(offered, form, grammar_of(body)),
+    )
+
+
+def _free_calls_grammar(
+    functions: Sequence[FunctionDefinition], form: ToolFormat, document: Grammar | None
+) -> Grammar | None:
+    """Of an output in which calls may be made; None where nothing but the request's own grammar has to be kept to."""
+    if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
+        return document_or_calls_grammar(
+            json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient
+        )
+    is_strict = document is None and any(each.strict for each in functions)
+    return strict_calls_grammar(functions, form) if is_strict else None

@@ -1,0 +1,151 @@
+"""What is known of the fields that the schemas do not have: asked for in vain, without effect, or never heard of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from app.api.schemas.requests import ModelRequest, Schema, whole
+from app.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+# Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
+_UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+}
+_UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "chat": _UNAVAILABLE_EVERYWHERE
+    | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"], []),
+        "audio": ({},),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "echo": (False,),
+    },
+    "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    "reply": _UNAVAILABLE_EVERYWHERE
+    | {
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "reasoning": ({}, {"effort": "none"}),
+        "truncation": ("disabled",),
+        "max_tool_calls": (),
+        "n": (1,),
+        "best_of": (1,),
+        "context_management": ([],),
+        "moderation": (),
+        "max_tokens": (),
+        "max_completion_tokens": (),
+        "response_format": (),
+    },
+    "embedding": {"truncate_prompt_tokens": (), "messages": ([],)},
+    "tokenizer": {},
+}
+
+# What to send in place of some of them.
+_INSTEAD = {
+    "guided_json": 'structured_outputs: {"json": ...}',
+    "guided_regex": 'structured_outputs: {"regex": ...}',
+    "guided_choice": 'structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'structured_outputs: {"grammar": ...}',
+}
+
+# At OpenAI these change no text, and so it is here.
+_WITHOUT_EFFECT = frozenset(
+    "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
+)
+
+MAX_REMEMBERED_NAMES = 1000
+MAX_NAME_LENGTH = 100  # more of it is not remembered: a thousand names as long as bodies may be are gigabytes
+MAX_NAMED = 20
+STRICT_HEADER = "x-strict"
+
+
+def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
+    """The fields that ask for something that this version does not do, with the values that do not ask for it."""
+    return _UNAVAILABLE[schema.ENDPOINT]
+
+
+def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
+    """Raise InvalidRequest when the body asks for something that this version does not do."""
+    for name, harmless in unavailable(schema).items():
+        value = whole(body.get(name))
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+            instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+            raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
+
+
+def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
+    """Raise InvalidRequest with the paths of all fields that nobody knows, those inside other fields too."""
+    known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
+    refuse_names([path for path in _unknown(body, schema) if path not in known])
+
+
+def refuse_names(unknown: Sequence[str]) -> None:
+    """Raise InvalidRequest with these paths of fields that nobody knows, if there are any."""
+    if unknown:
+        shown = ", ".join(path[:100] for path in unknown[:MAX_NAMED])
+        more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
+        raise InvalidRequest(
+            f"there is no field {shown}{more}; leave it out, or send no {STRICT_HEADER}", param=unknown[0][:100]
+        )
+
+
+def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
+    """The paths in `value` of what the schemas in the type `kind` do not have."""
+    if isinstance(value, list):
+        for inner in get_args(kind):
+            for index, item in enumerate(value):
+                yield from _unknown(item, inner, f"{path}[{index}]")
+    elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Schema):
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+        for name, item in value.items():
+            field = fields.get(name)
+            inside = f"{path}.{name}" if path else name
+            if field is None:
+                yield inside
+            else:
+                yield from _unknown(item, field.annotation, inside)
+    elif isinstance(value, dict):  # where there is a choice of schemas, the one that knows most of it is meant
+        choices = [list(_unknown(value, inner, path)) for inner in get_args(kind) if _has_schema(inner)]
+        yield from min(choices, key=len, default=())
+
+
+def _has_schema(kind: Any) -> bool:
+    if isinstance(kind, type) and issubclass(kind, Schema):
+        return True
+    return get_origin(kind) is not dict and any(_has_schema(inner) for inner in get_args(kind))
+
+
+class UnknownFields:
+    """Logs the name of each field that nobody knows, once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
+        """Log the names in `body` that are new; their values have no effect."""
+        known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
+        for name in {name[:MAX_NAME_LENGTH] for name in body} - known:
+            if len(self._seen) >= MAX_REMEMBERED_NAMES:
+                return
+            self._seen.add(name)
+            logger.info("ignoring the unknown field %r of a %s request", name, schema.ENDPOINT)

@@ -1,0 +1,280 @@
+"""The body of POST /v1/responses, and the chat that it asks for. What comes back is called a reply in our code.
+
+Nothing is stored: whoever goes on with a conversation sends all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator, model_validator
+
+from app.api.schemas.requests import (
+    MAX_ID_LENGTH,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    TOOL_CHOICES,
+    ChatRequest,
+    FunctionName,
+    GenerationRequest,
+    Schema,
+    whole,
+)
+from app.errors import InvalidRequest
+
+_PARTS = ("input_text", "output_text", "refusal")
+_ITEMS = ("message", "function_call", "function_call_output")
+
+
+def _content(value: Any) -> Any:
+    """An item's text: a string, or text parts, which are joined by line ends."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if kind not in _PARTS or not isinstance(text, str):
+        raise ValueError(
+            'should hold only parts like {"type": "input_text", "text": "..."}; other parts are not supported'
+        )
+    return text
+
+
+class InputText(Schema):
+    """A part of an item's content."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[InputText])]
+
+
+class InputMessage(Schema):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content}
+
+
+class InputCall(Schema):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=MAX_ID_LENGTH)
+    name: str = Field(max_length=MAX_ID_LENGTH)
+    arguments: str
+
+    def for_chat(self) -> dict[str, Any]:
+        """One call of a message of the assistant."""
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class InputCallOutput(Schema):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=MAX_ID_LENGTH)
+    output: Content
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+def _items(value: Any) -> Any:
+    """`input`: a text stands for a message of the user."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError("should be a text or a list of items")
+    for number, item in enumerate(value):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind not in _ITEMS:
+            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEMS)}")
+    return value
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("#message")]
+    | Annotated[InputCall, Tag("#function_call")]
+    | Annotated[InputCallOutput, Tag("#function_call_output")],
+    Discriminator(lambda item: f"#{item.get('type', 'message') if isinstance(item, dict) else item.type}"),
+]
+
+
+class FunctionTool(Schema):
+    """What the model may call. Only functions: tools that the server runs itself do not exist here."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class NamedFunction(Schema):
+    """`tool_choice` as an object: this function and no other."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+def _tool_choice(value: Any) -> Any:
+    if not isinstance(value, dict) and value not in TOOL_CHOICES:
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
+    return value
+
+
+class TextFormat(Schema):
+    """What the text must look like: as `response_format` of a chat, but for a level less."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = Field("", max_length=MAX_ID_LENGTH)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_, "strict": self.strict}}
+
+
+class TextOptions(Schema):
+    format: TextFormat = TextFormat()
+
+
+def _nothing(what: str) -> Any:
+    """Refuse what would need that replies are stored."""
+
+    def refuse(value: Any) -> Any:
+        if value:
+            raise ValueError(f"{what}; nothing is stored here: send the whole conversation as input")
+        return value
+
+    return BeforeValidator(refuse)
+
+
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of the second there never is any
+
+
+class ResponsesRequest(GenerationRequest):
+    """The body of POST /v1/responses."""
+
+    ENDPOINT = "reply"
+
+    input: Annotated[
+        list[InputItem],
+        BeforeValidator(_items, json_schema_input_type=Annotated[str, Field(min_length=1)] | list[InputItem]),
+    ] = Field(min_length=1, max_length=MAX_MESSAGES)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction,
+        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    include: list[Includable] = Field(default_factory=list, max_length=16)
+    top_logprobs: int | None = Field(None, ge=0)
+    metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # comes back as it is
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
+    previous_response_id: Annotated[str | None, _nothing("names a reply"), WithJsonSchema({"type": "null"})] = None
+
+    @field_validator("max_output_tokens", "top_logprobs", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        return whole(value)
+
+    @model_validator(mode="after")
+    def _logprobs_are_included(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.wants_logprobs:
+            raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]; send both', param="top_logprobs")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of the text's tokens are to come back."""
+        return LOGPROBS in self.include
+
+    @property
+    def length_param(self) -> str:
+        return "max_output_tokens"
+
+    @property
+    def prompt_param(self) -> str:
+        return "input"
+
+    @property
+    def format_param(self) -> str:
+        return "text.format"
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    def as_chat(self) -> ChatRequest:
+        """The chat that has the same answer. Raises InvalidRequest when choice and tools disagree."""
+        shared = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        choice = self.tool_choice
+        given = shared | {
+            "logit_bias": {str(token_id): bias for token_id, bias in self.logit_bias.items()},
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool.for_chat() for tool in self.tools],
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else {"type": "function", "function": {"name": choice.name}},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "response_format": self.text.format.for_chat(),
+        }
+        return _ReplyChat.model_validate(given)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            if not isinstance(item, InputCall):
+                messages.append(item.for_chat())
+            elif messages and messages[-1]["role"] == "assistant":  # what it said and called in one turn is one message
+                messages[-1].setdefault("tool_calls", []).append(item.for_chat())
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [item.for_chat()]})
+        return messages
+
+
+class _ReplyChat(ChatRequest):
+    """A chat whose fields have other names where its sender can see them."""
+
+    @property
+    def length_param(self) -> str:
+        return "max_output_tokens"
+
+    @property
+    def prompt_param(self) -> str:
+        return "input"
+
+    @property
+    def format_param(self) -> str:
+        return "text.format"

@@ -1,0 +1,122 @@
+"""Files under names that we make, whole or not at all, and who may write. Blocks: call it in a thread."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from app.jobs.contents import Contents, LocalContents
+from app.jobs.job import new_file_id
+from app.jobs.remote_contents import RemoteContents
+
+
+class FileFolder:
+    """The drafts and contents of all files. Only ids that `FileDraft` made are ever names in it."""
+
+    def __init__(self, folder: Path, files_url: str | None = None) -> None:
+        """Create the folders where they are missing; only this user may look into them.
+
+        Contents are kept in the folder, or below `files_url`, which fsspec opens. Raises InvalidSetup when it cannot.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._drafts = folder / "drafts"
+        self._drafts.mkdir(mode=0o700, exist_ok=True)
+        self._contents: Contents = LocalContents(folder / "files")
+        if files_url is not None:
+            self._contents = RemoteContents(files_url, _own_name(folder))
+
+    def draft(self) -> FileDraft:
+        """Begin a file that nobody sees until it is kept."""
+        return FileDraft(self._drafts, self._contents)
+
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content, from its beginning. The id must be one that the store knows: it becomes a path."""
+        return self._contents.open(file_id)
+
+    def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
+        """A piece of a file's content that begins before its end; the id as for `open`."""
+        return self._contents.read(file_id, offset, num_bytes)
+
+    def delete(self, file_id: str) -> None:
+        """Remove a file's content, if it is there."""
+        self._contents.delete(file_id)
+
+    def sweep(self, known: Iterable[str]) -> None:
+        """Remove what a crash has left: drafts, and files that the store does not know. For use before any work."""
+        for draft in self._drafts.iterdir():
+            draft.unlink()
+        kept = set(known)
+        for file_id in list(self._contents.ids()):
+            if file_id not in kept:
+                self._contents.delete(file_id)
+
+
+class FileDraft:
+    """A file that is being written."""
+
+    def __init__(self, drafts: Path, contents: Contents) -> None:
+        self.id = new_file_id()
+        self.num_bytes = 0
+        self._path = drafts / self.id
+        self._contents = contents
+        self._file: BinaryIO = self._path.open("xb")
+
+    def __enter__(self) -> FileDraft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+    def write(self, data: bytes) -> None:
+        """Add to its end."""
+        self._file.write(data)
+        self.num_bytes += len(data)
+
+    def keep(self) -> None:
+        """Make it a file that survives a crash of the machine."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._contents.keep(self._path, self.id)
+
+    def abandon(self) -> None:
+        """Remove it, unless it was kept."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class FolderLock:
+    """Only one process may write: whoever holds this. The system frees it when its holder dies, however."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = (folder / "lock").open("a")
+
+    def try_acquire(self) -> bool:
+        """Whether it is ours now."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give it back; it cannot be acquired again."""
+        self._file.close()
+
+
+def _own_name(folder: Path) -> str:
+    """The name that this folder's contents have elsewhere, made once: two services on one URL never meet."""
+    path = folder / "files-name"
+    if not path.exists():
+        new = folder / "files-name.new"
+        new.write_text(f"carousel-{uuid.uuid4().hex}", encoding="ascii")
+        new.replace(path)
+    return path.read_text(encoding="ascii")

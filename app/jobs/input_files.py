@@ -1,0 +1,263 @@
+"""The files of a run: found, looked through once before anything runs, and read again piece by piece.
+
+A look-through keeps 8 bytes a row (a hash of its id) and gives what the rest needs: how many rows there are, a
+fingerprint by which a resumed run knows its input, and pieces that can be read apart from each other, with the numbers
+of their rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import glob
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy
+import pyarrow
+from pyarrow import fs, parquet
+
+from app.errors import InvalidSetup
+from app.jobs.preparation import Row, RowSettings, has_question, row_from_fields, row_from_line
+
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+ROWS_IN_A_PIECE = 512
+MAX_NAMED_DUPLICATES = 5
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """One file: where it lies, what its rows are called by, how it is written."""
+
+    uri: str
+    name: str
+    format: str  # jsonl, parquet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Neighbouring rows of one file, as one task reads them."""
+
+    file: InputFile
+    first_number: int  # of its first row in the whole input
+    num_rows: int
+    first_line: int  # in its file, from 1; in Parquet a row is a line
+    offset: int = 0  # JSONL: byte of the file where it begins
+    row_group: int = 0  # Parquet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What was found by looking through all files."""
+
+    files: tuple[InputFile, ...]
+    pieces: tuple[Piece, ...]
+    num_rows: int
+    fingerprint: str
+
+
+def find_files(pattern: str) -> tuple[InputFile, ...]:
+    """The files that a path, a folder or a glob pattern means, in the order of their names.
+
+    Local paths and whatever pyarrow (and so Ray Data) opens by a URI: s3://, gs://, abfs://, hdfs://.
+
+    Raises:
+        InvalidSetup: there is none, or one whose format its name does not tell.
+    """
+    try:
+        uris = _remote(pattern) if "://" in pattern else _local(pattern)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise InvalidSetup(f"--input {pattern}: cannot be read: {error}") from error
+    if not uris:
+        raise InvalidSetup(f"--input {pattern}: there is no such file")
+    folder = os.path.dirname(uris[0]) if len(uris) == 1 else os.path.commonpath([os.path.dirname(uri) for uri in uris])
+    return tuple(InputFile(uri=uri, name=os.path.relpath(uri, folder), format=_format(uri)) for uri in uris)
+
+
+def look_through(files: Sequence[InputFile], settings: RowSettings) -> Input:
+    """Read everything once.
+
+    Raises:
+        InvalidSetup: there are no rows, two have the same id (their lines are named), or no row asks anything.
+    """
+    digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
+    pieces: list[Piece] = []
+    num_rows, asks_something, sample = 0, False, None
+    for file in files:
+        try:
+            for piece in _pieces(file, first_number=num_rows, digest=digest):
+                pieces.append(piece)
+                num_rows += piece.num_rows
+                for row in read_piece(piece):
+                    id_hashes.append(_hash(row.row_id))
+                    sample = sample or row.fields
+                    asks_something = asks_something or has_question(row, settings)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise InvalidSetup(f"{file.uri}: cannot be read: {error}") from error
+    if num_rows == 0:
+        raise InvalidSetup(f"the input has no rows: {', '.join(file.uri for file in files)[:300]}")
+    _check_ids(pieces, id_hashes)
+    if sample is not None and not asks_something:
+        raise InvalidSetup(
+            f"no row has {settings.wanted_column}; the first has {', '.join(map(str, sample))[:300]}: name the column "
+            f"with --prompt-column or --messages-column"
+        )
+    return Input(files=tuple(files), pieces=tuple(pieces), num_rows=num_rows, fingerprint=digest.hexdigest())
+
+
+def read_piece(piece: Piece) -> Iterator[Row]:
+    """The rows of a piece, in order; a line that cannot be read is a row with an error."""
+    return _read_parquet(piece) if piece.file.format == "parquet" else _read_lines(piece)
+
+
+def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[Piece]:
+    """The pieces of a file; its bytes go into the digest on the way."""
+    digest.update(file.name.encode() + b"\0")
+    if file.format == "parquet":
+        with _open(file) as stream:
+            while chunk := stream.read(_READ_BYTES):
+                digest.update(chunk)
+        yield from _parquet_pieces(file, first_number)
+    else:
+        yield from _line_pieces(file, first_number, digest)
+
+
+def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[Piece]:
+    offset = at = 0
+    first_line, num_rows, line_number = 1, 0, 0
+    with _open(file) as stream:
+        for line_number, line in enumerate(stream, start=1):
+            digest.update(line)
+            at += len(line)
+            num_rows += not line.isspace()
+            if num_rows == ROWS_IN_A_PIECE:
+                yield Piece(
+                    file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset
+                )
+                first_number += num_rows
+                offset, first_line, num_rows = at, line_number + 1, 0
+    if num_rows:
+        yield Piece(file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset)
+
+
+def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[Piece]:
+    first_line = 1
+    with _parquet(file) as table:
+        for row_group in range(table.metadata.num_row_groups):
+            num_rows = table.metadata.row_group(row_group).num_rows
+            if num_rows:
+                yield Piece(
+                    file=file,
+                    first_number=first_number,
+                    num_rows=num_rows,
+                    first_line=first_line,
+                    row_group=row_group,
+                )
+            first_number, first_line = first_number + num_rows, first_line + num_rows
+
+
+def _read_lines(piece: Piece) -> Iterator[Row]:
+    number = piece.first_number
+    with _open(piece.file, piece.offset) as stream:
+        for line_number, line in enumerate(stream, start=piece.first_line):
+            if number == piece.first_number + piece.num_rows:
+                return
+            if not line.isspace():
+                yield row_from_line(line, number=number, place=f"{piece.file.name}:{line_number}")
+                number += 1
+
+
+def _read_parquet(piece: Piece) -> Iterator[Row]:
+    index = 0
+    with _parquet(piece.file) as table:
+        for batch in table.iter_batches(batch_size=ROWS_IN_A_PIECE, row_groups=[piece.row_group]):
+            for fields in batch.to_pylist():
+                place = f"{piece.file.name}:{piece.first_line + index}"
+                yield row_from_fields(_without_nulls(fields), number=piece.first_number + index, place=place)
+                index += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every row all fields that any row has; those without a value were not given."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_ids(pieces: Sequence[Piece], id_hashes: array[int]) -> None:
+    """Raise InvalidSetup when two rows have the same id. Only those whose hashes are equal are looked at twice."""
+    hashes = numpy.sort(numpy.frombuffer(id_hashes, dtype=numpy.uint64))
+    twice = {int(value) for value in hashes[1:][hashes[1:] == hashes[:-1]]}
+    if not twice:
+        return
+    places: dict[str, list[str]] = {}
+    for piece in pieces:
+        for row in read_piece(piece):
+            if _hash(row.row_id) in twice:
+                places.setdefault(row.row_id, []).append(row.place)
+    duplicates = {row_id: where for row_id, where in places.items() if len(where) > 1}
+    if duplicates:
+        shown = list(duplicates.items())[:MAX_NAMED_DUPLICATES]
+        named = "; ".join(f"{row_id!r} in {', '.join(where[:4])}" for row_id, where in shown)
+        more = f"; and {len(duplicates) - len(shown):,} more" if len(duplicates) > len(shown) else ""
+        raise InvalidSetup(f"{len(duplicates):,} ids stand for more than one row: {named}{more}; make each unique")
+
+
+def _hash(row_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+
+
+def _local(pattern: str) -> list[str]:
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        return sorted(str(entry.absolute()) for entry in path.iterdir() if entry.suffix in FORMATS)
+    if path.exists():
+        return [str(path.absolute())]
+    return sorted(str(Path(found).absolute()) for found in glob(str(path), recursive=True) if Path(found).is_file())
+
+
+def _remote(pattern: str) -> list[str]:
+    filesystem, path = fs.FileSystem.from_uri(pattern)
+    prefix = pattern.removesuffix(path)
+    folder, _, name = path.rpartition("/")
+    if any(character in folder for character in "*?["):
+        raise InvalidSetup(f"--input {pattern}: only the last part of a remote path may be a pattern")
+    if any(character in name for character in "*?["):
+        listed = filesystem.get_file_info(fs.FileSelector(folder))
+        return sorted(prefix + info.path for info in listed if info.is_file and fnmatch(info.base_name, name))
+    found = filesystem.get_file_info(path)
+    if found.type == fs.FileType.Directory:
+        listed = filesystem.get_file_info(fs.FileSelector(path))
+        return sorted(prefix + info.path for info in listed if info.is_file and Path(info.path).suffix in FORMATS)
+    return [pattern] if found.is_file else []
+
+
+def _format(uri: str) -> str:
+    suffix = Path(uri).suffix
+    if suffix not in FORMATS:
+        raise InvalidSetup(f"{uri}: a name that ends in {suffix!r} does not tell the format; use {', '.join(FORMATS)}")
+    return FORMATS[suffix]
+
+
+def _open(file: InputFile, offset: int = 0) -> BinaryIO:
+    if "://" not in file.uri:
+        stream = open(file.uri, "rb", buffering=_READ_BYTES)  # noqa: SIM115 - the caller closes it
+        stream.seek(offset)
+        return stream
+    filesystem, path = fs.FileSystem.from_uri(file.uri)
+    remote = filesystem.open_input_file(path)
+    remote.seek(offset)
+    return cast(BinaryIO, io.BufferedReader(remote, _READ_BYTES))
+
+
+def _parquet(file: InputFile) -> parquet.ParquetFile:
+    if "://" not in file.uri:
+        return parquet.ParquetFile(file.uri)
+    filesystem, path = fs.FileSystem.from_uri(file.uri)
+    return parquet.ParquetFile(path, filesystem=filesystem)

@@ -1,0 +1,454 @@
+"""Files and batches kept by this process: the lock on its folder, the store, the runner, uploads that are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from app.config import BatchesConfig
+from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.jobs.batch_runner import STORAGE_FAILURES, Runner
+from app.jobs.catalog import Store
+from app.jobs.files import FileDraft, FileFolder, FolderLock
+from app.jobs.job import (
+    INPUT_PURPOSE,
+    Batch,
+    Status,
+    StoredFile,
+    batch_object,
+    file_object,
+    new_batch_id,
+)
+from app.jobs.line import Answer, Json
+from app.jobs.one_thread import OneThread
+from app.jobs.service import NewBatch, NewFile, NewWebhook, PageOf
+from app.jobs.stats import stats_object
+from app.jobs.webhook_dispatcher import Postman
+from app.jobs.webhook_outbox import NewLetter
+from app.jobs.worker import BatchWorker
+from app.webhooks import Courier, new_message_id
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LOCK_RETRY_S = 0.5
+HOUSEKEEPING_S = 60.0
+UPLOAD_TIMEOUT_S = 600.0  # without a piece
+MAX_UPLOADS = 64
+RETRY_AFTER_S = 5.0
+
+
+@dataclass(slots=True)
+class _Upload:
+    draft: FileDraft
+    touched_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What there is while this process holds the folder."""
+
+    store: Store
+    folder: FileFolder
+    runner: Runner
+    postman: Postman
+
+
+class LocalBatchService:
+    """`BatchService` on a folder. Only one process at a time has it; another waits, and answers Unavailable."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: BatchesConfig,
+        answer: Answer,
+        *,
+        clock: Callable[[], float] = time.time,
+        courier: Courier | None = None,
+        worker: BatchWorker | None = None,
+    ) -> None:
+        """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
+
+        `courier` brings webhooks to their receivers; by default as the settings say. Where there is a `worker` it works
+        batches off as a whole, and `answer` is not asked.
+        """
+        self._path = path
+        self._config = config
+        self._answer = answer
+        self._clock = clock
+        self._courier = courier or Courier(config.webhooks)
+        self._worker = worker
+        self._thread = OneThread()
+        self._open: _Open | None = None
+        self._uploads: dict[str, _Upload] = {}
+        self._keeping: set[asyncio.Task[None]] = set()
+        self._life: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
+
+    async def __aenter__(self) -> LocalBatchService:
+        """Returns once the folder is this process's."""
+        self.start()
+        await self.opened()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Open the folder as soon as it is free, and go on with the batches in it. Needs a running loop."""
+        self._life = asyncio.create_task(self._live())
+
+    async def opened(self) -> None:
+        """Returns once the folder is this process's and work goes on; raises what keeps it from that."""
+        assert self._life is not None, "it was started"
+        opening = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait({opening, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opening.cancel()
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Raises what has ended the work, if something has."""
+        if self._life is not None and self._life.done():
+            self._life.result()
+
+    async def counts(self) -> dict[str, int]:
+        """What this process has done since it opened the folder, and how many letters are still to arrive."""
+        opened = self._open
+        if opened is None:
+            return {}
+        recorder, postman = opened.runner.recorder, opened.postman
+        return {
+            "num_lines_completed": recorder.num_completed,
+            "num_lines_failed": recorder.num_failed,
+            "num_webhook_attempts": postman.num_attempts,
+            "num_webhooks_delivered": postman.num_delivered,
+            "num_webhooks_given_up": postman.num_given_up,
+            "num_webhooks_pending": await self._thread.run(opened.store.letters.num_pending),
+        }
+
+    async def close(self) -> None:
+        """Stop working. Batches go on when the folder is opened again."""
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        self._courier.close()
+        self._thread.close()
+
+    async def _live(self) -> None:
+        lock = await self._thread.run(FolderLock, self._path)
+        try:
+            if not lock.try_acquire():
+                logger.warning("the batches folder %s is another process's; waiting for it", self._path)
+                while not lock.try_acquire():  # noqa: ASYNC110 (nobody is told when another process lets go)
+                    await asyncio.sleep(LOCK_RETRY_S)
+            await self._hold()
+        finally:
+            lock.release()
+
+    async def _hold(self) -> None:
+        store, folder = await self._thread.run(_open_folder, self._path, self._config.files)
+        webhooks = self._config.webhooks
+        postman = Postman(store.letters, self._thread, self._courier, webhooks, self._clock, random.Random())
+        runner = Runner(
+            store, folder, self._thread, self._answer, self._config, self._clock, postman.wake, self._worker
+        )
+        try:
+            unfinished = await self._thread.run(store.unfinished)
+            if self._worker is not None:
+                await self._worker.sweep([batch.id for batch in unfinished])
+            for batch in unfinished:
+                logger.info("batch %s goes on: %s", batch.id, batch.status.value)
+                runner.start(batch.id)
+            self._open = _Open(store, folder, runner, postman)
+            self._opened.set()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(postman.work())
+                while True:
+                    await self._keep_house(self._open)
+                    await asyncio.sleep(HOUSEKEEPING_S)
+        finally:
+            self._open = None
+            await runner.close()
+            await asyncio.gather(*self._keeping, return_exceptions=True)
+            for upload in self._uploads.values():
+                upload.draft.abandon()
+            self._uploads.clear()
+            await self._thread.run(store.close)
+
+    async def _keep_house(self, opened: _Open) -> None:
+        """Remove files whose time is over and uploads that nobody goes on with."""
+        late = time.monotonic() - UPLOAD_TIMEOUT_S
+        try:
+            for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
+                await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
+            for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
+                await self._thread.run(opened.store.remove_file, file_id)
+                await self._delete_content(opened, file_id)
+        except STORAGE_FAILURES:
+            logger.exception("files and uploads whose time is over could not be removed")
+
+    # Files
+
+    async def begin_upload(self) -> str:
+        """See `BatchService`."""
+        if len(self._uploads) >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files are being sent now; try again", retry_after_s=RETRY_AFTER_S)
+        draft = await self._run(self._opened_now().folder.draft)
+        self._uploads[draft.id] = _Upload(draft, time.monotonic())
+        return draft.id
+
+    async def append(self, upload_id: str, data: bytes) -> None:
+        """See `BatchService`."""
+        upload = self._upload(upload_id)
+        upload.touched_at = time.monotonic()
+        self._check_size(upload.draft.num_bytes + len(data))
+        await self._run(upload.draft.write, data)
+
+    async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
+        """See `BatchService`."""
+        upload = self._upload(upload_id)
+        opened = self._opened_now()
+        stored = await self._run(opened.store.total_bytes)
+        if stored + upload.draft.num_bytes > self._config.max_total_bytes:
+            raise InvalidRequest(
+                f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} "
+                f"and has {stored:,} already; delete files first",
+                code="storage_full",
+            )
+        keep_s = new.expires_after_s or self._config.keep_s
+        now = self._now()
+        file = StoredFile(
+            id=upload.draft.id,
+            owner=new.owner,
+            bytes=upload.draft.num_bytes,
+            created_at=now,
+            expires_at=None if keep_s is None else now + keep_s,
+            filename=new.filename,
+            purpose=new.purpose,
+        )
+        del self._uploads[upload_id]
+        # To its end, whoever waits for it: a file is kept and known, or neither.
+        keeping = asyncio.create_task(self._keep(opened, upload.draft, file))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+        await self._translated(asyncio.shield(keeping))
+        return file_object(file)
+
+    async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
+        """Not in the store's thread: a large file on its way to a storage elsewhere would hold up all others."""
+        try:
+            await asyncio.to_thread(draft.keep)
+        except STORAGE_FAILURES:
+            await asyncio.to_thread(draft.abandon)
+            raise
+        try:
+            await self._thread.run(opened.store.add_file, file)
+        except STORAGE_FAILURES:
+            await self._delete_content(opened, file.id)
+            raise
+
+    async def _delete_content(self, opened: _Open, file_id: str) -> None:
+        """Of a file that the store does not know; when it fails it is swept away at the next start."""
+        try:
+            await asyncio.to_thread(opened.folder.delete, file_id)
+        except OSError:
+            logger.exception("the content of %s could not be deleted", file_id)
+
+    async def abandon_upload(self, upload_id: str) -> None:
+        """See `BatchService`."""
+        upload = self._uploads.pop(upload_id, None)
+        if upload is not None:
+            await self._run(upload.draft.abandon)
+
+    async def file(self, owner: str, file_id: str) -> Json:
+        """See `BatchService`."""
+        return file_object(await self._file(owner, file_id))
+
+    async def files(self, page: PageOf) -> Json:
+        """See `BatchService`."""
+        files = await self._run(self._opened_now().store.files, page, self._clock())
+        return _list([file_object(file) for file in files], page)
+
+    async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
+        """See `BatchService`."""
+        if offset >= (await self._file(owner, file_id)).bytes:
+            return b""
+        return await self._translated(asyncio.to_thread(_read, self._opened_now().folder, file_id, offset, max_bytes))
+
+    async def delete_file(self, owner: str, file_id: str) -> Json:
+        """See `BatchService`."""
+        await self._file(owner, file_id)
+        opened = self._opened_now()
+        # The store first: after a crash between the two the content is swept away.
+        await self._run(_forget_unread, opened.store, file_id)
+        await self._delete_content(opened, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    # Batches
+
+    async def create_batch(self, new: NewBatch) -> Json:
+        """See `BatchService`."""
+        opened = self._opened_now()
+        if opened.runner.num_batches >= self._config.max_batches:
+            raise Overloaded(
+                f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if self._worker is not None and new.endpoint not in self._worker.endpoints:
+            raise InvalidRequest(
+                f"this server's batches run as jobs of their own, for {' and '.join(self._worker.endpoints)}; got "
+                f"{new.endpoint[:100]!r}",
+                param="endpoint",
+            )
+        letter = self._letter(new.webhook)
+        now = self._now()
+        batch = Batch(
+            id=new_batch_id(),
+            owner=new.owner,
+            endpoint=new.endpoint,
+            input_file_id=new.input_file_id,
+            status=Status.VALIDATING,
+            created_at=now,
+            expires_at=now + self._config.window_s,
+            metadata=None if new.metadata is None else dict(new.metadata),
+            output_expires_after_s=new.output_expires_after_s,
+        )
+        await self._run(_add_batch, opened.store, batch, letter, self._clock())
+        opened.runner.start(batch.id)
+        return await self.batch(new.owner, batch.id)
+
+    async def batch(self, owner: str, batch_id: str) -> Json:
+        """See `BatchService`."""
+        store = self._opened_now().store
+        [shown] = await self._shown([await self._run(store.batch, batch_id, owner)])
+        return shown
+
+    async def batches(self, page: PageOf) -> Json:
+        """See `BatchService`."""
+        return _list(await self._shown(await self._run(self._opened_now().store.batches, page)), page)
+
+    async def cancel_batch(self, owner: str, batch_id: str) -> Json:
+        """See `BatchService`."""
+        opened = self._opened_now()
+        batch = await self._run(_cancel, opened.store, owner, batch_id, self._now())
+        if batch.status not in (Status.CANCELLING, Status.CANCELLED):
+            raise InvalidRequest(f"the batch is {batch.status.value}; only one that has lines to do can be cancelled")
+        opened.runner.stop(batch_id)
+        [shown] = await self._shown([batch])
+        return shown
+
+    async def stats(self, owner: str) -> Json:
+        """See `BatchService`."""
+        opened = self._opened_now()
+        counts = await self._run(opened.store.counts, owner)
+        runner = opened.runner
+        return stats_object(counts, runner.num_in_flight(owner), runner.tokens_per_second(owner))
+
+    async def _shown(self, batches: Sequence[Batch]) -> list[Json]:
+        """The batches as clients read them, with what became of their webhooks."""
+        letters = await self._run(self._opened_now().store.letters.shown, [batch.id for batch in batches])
+        return [batch_object(batch) | {"webhook": letters.get(batch.id)} for batch in batches]
+
+    def _letter(self, webhook: NewWebhook | None) -> NewLetter | None:
+        """The letter that a new batch leaves behind. Raises InvalidRequest."""
+        if webhook is not None:
+            self._courier.check(webhook.url, webhook.secret)
+            return NewLetter(id=new_message_id(), receiver=webhook)
+        return NewLetter(id=new_message_id(), receiver=None) if self._config.webhooks.url is not None else None
+
+    def _opened_now(self) -> _Open:
+        if self._open is None:
+            raise Unavailable("files and batches are being opened or are another process's; try again")
+        return self._open
+
+    def _upload(self, upload_id: str) -> _Upload:
+        upload = self._uploads.get(upload_id)
+        if upload is None:
+            raise Unavailable("this upload was broken off by the server; send the file again")
+        return upload
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._config.max_file_bytes:
+            raise BodyTooLarge(
+                f"the file has more than {self._config.max_file_bytes:,} bytes, which this server accepts"
+            )
+
+    async def _file(self, owner: str, file_id: str) -> StoredFile:
+        return await self._run(self._opened_now().store.file, owner, file_id, self._clock())
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._translated(self._thread.run(function, *args, **kwargs))
+
+    async def _translated(self, call: Awaitable[T]) -> T:
+        """The call's result; the storage's own errors in words that are meant for clients."""
+        try:
+            return await call
+        except STORAGE_FAILURES as error:
+            logger.exception("the storage of files and batches failed")
+            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from error
+
+    def _now(self) -> int:
+        return int(self._clock())
+
+
+# In the store's thread, each in one go:
+
+
+def _open_folder(path: Path, files_url: str | None) -> tuple[Store, FileFolder]:
+    folder = FileFolder(path, files_url)
+    store = Store(path)
+    folder.sweep(store.file_ids())
+    return store, folder
+
+
+def _forget_unread(store: Store, file_id: str) -> None:
+    readers = store.readers(file_id)
+    if readers:
+        raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
+    store.remove_file(file_id)
+
+
+def _add_batch(store: Store, batch: Batch, letter: NewLetter | None, now: float) -> None:
+    file = store.file(batch.owner, batch.input_file_id, now)
+    if file.purpose != INPUT_PURPOSE:
+        raise InvalidRequest(
+            f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
+            param="input_file_id",
+        )
+    store.add_batch(batch, letter)
+
+
+def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
+    batch = store.batch(batch_id, owner)
+    if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
+        return store.change_batch(batch_id, batch.status, status=Status.CANCELLING, cancelling_at=now)
+    return batch
+
+
+def _read(folder: FileFolder, file_id: str, offset: int, max_bytes: int) -> bytes:
+    try:
+        return folder.read(file_id, offset, max_bytes)
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
+
+
+def _list(objects: Sequence[Json], page: PageOf) -> Json:
+    """A page of OpenAI's lists; `objects` has one more than was asked for when there are more."""
+    shown = list(objects[: page.limit])
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > page.limit,
+    }

@@ -1,0 +1,97 @@
+"""What the HTTP routes ask for, whoever keeps the files: this process or another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from app.jobs.line import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFile:
+    """What a client says about a file that it has sent."""
+
+    owner: str
+    filename: str
+    purpose: str
+    expires_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWebhook:
+    """Who a client wants to be told of the end, and the secret that they share with it."""
+
+    url: str = field(repr=False)
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBatch:
+    """What a client asks for."""
+
+    owner: str
+    endpoint: str
+    input_file_id: str
+    metadata: Mapping[str, str] | None = None
+    output_expires_after_s: int | None = None
+    webhook: NewWebhook | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageOf:
+    """Which part of a list is wanted: `limit` entries behind the one with the id `after`."""
+
+    owner: str
+    limit: int
+    after: str | None = None
+    is_ascending: bool = False
+    purpose: str | None = None  # of files
+
+
+class BatchService(Protocol):
+    """Files and batches, by their ids. All objects are those of OpenAI's API.
+
+    Each belongs to an owner, "" where nobody is told from anybody, and is there for no other. Every method raises
+    NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
+    """
+
+    async def begin_upload(self) -> str:
+        """An id under which the pieces of a new file are sent."""
+
+    async def append(self, upload_id: str, data: bytes) -> None:
+        """Add a piece. Raises BodyTooLarge beyond the limit of one file, InvalidRequest beyond that of all."""
+
+    async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
+        """Keep what was sent as a file, from here on over any crash."""
+
+    async def abandon_upload(self, upload_id: str) -> None:
+        """Forget what was sent, if it is still there."""
+
+    async def file(self, owner: str, file_id: str) -> Json:
+        """One file's object."""
+
+    async def files(self, page: PageOf) -> Json:
+        """A list of files."""
+
+    async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
+        """A piece of a file's content; empty behind its end."""
+
+    async def delete_file(self, owner: str, file_id: str) -> Json:
+        """Delete a file. Raises InvalidRequest while a batch reads it."""
+
+    async def create_batch(self, new: NewBatch) -> Json:
+        """Begin a batch. Raises Overloaded when too many have not ended, InvalidRequest for a webhook that is none."""
+
+    async def batch(self, owner: str, batch_id: str) -> Json:
+        """One batch's object."""
+
+    async def batches(self, page: PageOf) -> Json:
+        """A list of batches."""
+
+    async def cancel_batch(self, owner: str, batch_id: str) -> Json:
+        """Stop a batch. Raises InvalidRequest when all its lines have ended."""
+
+    async def stats(self, owner: str) -> Json:
+        """How many batches and requests there are in which state, and how fast tokens come."""

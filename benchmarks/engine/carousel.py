@@ -1,0 +1,57 @@
+"""Our engine as a contender, stepped in the calling thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from app.engine.engine import Engine
+from benchmarks.engine.run import Run, Timeline
+from benchmarks.harness.clock import Clock, MonotonicClock
+from benchmarks.harness.workload import TimedRequest, Workload
+
+
+class Carousel:
+    """Adds requests when they arrive (open loop: whether or not the engine keeps up) and steps while there is work."""
+
+    def __init__(self, engine: Engine, *, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
+        self._engine = engine
+        self._start_clock = start_clock
+
+    def serve(self, workload: Workload) -> Run:
+        engine = self._engine
+        before = engine.stats()
+        timelines = {timed.request.request_id: Timeline(timed.arrival_s) for timed in workload.requests}
+        arriving = deque(workload.requests)
+        clock = self._start_clock()
+        while arriving or engine.has_work:
+            now_s = clock.now()
+            while arriving and arriving[0].arrival_s <= now_s:
+                timed = arriving.popleft()
+                # When it came, not when we looked: its deadline counts from there.
+                engine.add(timed.request, arrived_at=engine.now() - (now_s - timed.arrival_s))
+            if engine.idle_s != 0.0:  # nothing to do before the next arrival, or before the strategy's timer
+                self._wait(clock, arriving)
+                continue
+            deltas = engine.step()
+            at_s = clock.now()
+            for delta in deltas:
+                timelines[delta.request_id].deliver(delta.token_ids, at_s=at_s)
+                timelines[delta.request_id].has_failed |= delta.error is not None
+        seconds = clock.now()
+        after = engine.stats()
+        return Run(
+            seconds=seconds,
+            timelines=timelines,
+            num_steps=after.total_steps - before.total_steps,
+            num_preemptions=after.total_preemptions - before.total_preemptions,
+            num_cached_prompt_tokens=after.total_cached_tokens - before.total_cached_tokens,
+        )
+
+    def _wait(self, clock: Clock, arriving: deque[TimedRequest]) -> None:
+        idle_s = self._engine.idle_s
+        due_s = [] if idle_s is None else [clock.now() + idle_s]
+        clock.wait_until(min([*due_s, *(timed.arrival_s for timed in list(arriving)[:1])]))
+
+    def forget(self) -> None:
+        self._engine.clear_prefix_cache()

@@ -1,0 +1,122 @@
+"""Model runners that do what a step log says of theirs: they fail where those failed, and draw what those drew.
+
+With a real runner inside they compute, and draw what it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.engine import ModelRunner
+from app.engine.matcher import TokenSet
+from app.engine.request import Request
+from app.engine.trace.entries import FailureKind, StepRecord
+from benchmarks.engine.stand_ins import StandIns
+
+
+class RecordedFailure(Exception):
+    """The step failed here when it was recorded."""
+
+
+class ReenactingRunner:
+    """Is told each step's record before the engine steps. `numbers` of requests are those of the log."""
+
+    def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
+        """Without a model the recorded tokens are drawn, or those that stand for them."""
+        self._model = model
+        self._stand_ins = stand_ins
+        self._eos_token_ids = eos_token_ids
+        self._record = StepRecord(0)
+        self._recorded: dict[int, int] | None = None  # number → token, once the whole batch has been seen
+
+    def expect(self, record: StepRecord) -> None:
+        """What comes next is this step."""
+        self._record, self._recorded = record, None
+
+    def run(self, batch: Batch) -> StepResult:
+        """Compute a step, or a part of one that failed."""
+        is_whole, tokens = self._recorded is None, self._tokens_of(batch)
+        for how, numbers in self._record.failures:
+            if how is FailureKind.MATCHERS:
+                _fail_matchers(batch, numbers)
+            is_to_blame = any(sequence.arrival in numbers for sequence in batch.sequences)
+            # A step that failed as a whole and in no part of it is nobody's fault.
+            if how is FailureKind.DEVICE or (
+                how is FailureKind.REQUESTS and (is_to_blame or (is_whole and not numbers))
+            ):
+                raise RecordedFailure
+        return StepResult(tokens) if self._model is None else self._model.run(batch)
+
+    def _tokens_of(self, batch: Batch) -> list[int]:
+        sampled = [
+            (item, sequence.arrival, sequence.request)
+            for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
+            if item.samples
+        ]
+        if self._recorded is None:
+            numbers = [number for _, number, _ in sampled]
+            self._recorded = dict(zip(numbers, self._record.token_ids, strict=False))
+        if self._stand_ins is not None:
+            return [self._stand_in(item, number, request) for item, number, request in sampled]
+        # Where others are sampled than the record says, it has no token; the comparison finds that out.
+        return [self._recorded.get(number, 0) for _, number, _ in sampled]
+
+    def _stand_in(self, item: ScheduledSequence, number: int, request: Request) -> int:
+        assert self._stand_ins is not None, "only a log without prompts needs them"
+        if (number, "stop") in self._record.ended:
+            return (*request.sampling.stop_token_ids, *self._eos_token_ids)[0]
+        return self._stand_ins.token(number, item.end)
+
+
+class _Failed(TokenSet):
+    """A matcher that could not say what may be drawn when the run was recorded."""
+
+    failure = "it failed when it was recorded"
+
+
+def _fail_matchers(batch: Batch, numbers: Sequence[int]) -> None:
+    for sequence in batch.sequences:
+        if sequence.arrival in numbers:
+            sequence.matcher = _Failed((), vocab_size=0)
+
+
+class ReenactingLauncher(ReenactingRunner):
+    """The same for an engine that launches ahead. Here a step is computed when its result is asked for."""
+
+    def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
+        super().__init__(model, stand_ins, eos_token_ids)
+        self._drawn: list[int] = []  # by the step before
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        if self._has_failed(FailureKind.LAUNCH):
+            raise RecordedFailure
+        return LaunchedStep(self, batch)
+
+    def compute(self, batch: Batch) -> StepResult:
+        """The result of a launched step."""
+        if self._has_failed(FailureKind.RESULT):
+            raise RecordedFailure
+        result = self.run(replace(batch, scheduled=tuple(map(self._known, batch.scheduled))))
+        self._drawn = result.token_ids
+        return result
+
+    def _has_failed(self, how: FailureKind) -> bool:
+        return any(failure.how is how for failure in self._record.failures)
+
+    def _known(self, item: ScheduledSequence) -> ScheduledSequence:
+        """With the token that the step before drew."""
+        first = item.token_ids[0]
+        return item if first >= 0 else replace(item, token_ids=(self._drawn[-1 - first],))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose result is not asked for yet."""
+
+    runner: ReenactingLauncher
+    batch: Batch
+
+    def result(self) -> StepResult:
+        return self.runner.compute(self.batch)

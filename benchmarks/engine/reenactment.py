@@ -1,0 +1,130 @@
+"""An engine that lives through a recorded run again: the same arrivals before the same steps, at the recorded times."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+
+from app.assembly import assemble
+from app.config import CacheConfig, SchedulerConfig
+from app.engine.engine import ModelRunner, StepError
+from app.engine.matcher import Matchers
+from app.engine.request import ModelFacts
+from app.engine.trace.entries import (
+    NOTHING,
+    Abort,
+    Arrival,
+    CacheCleared,
+    Entry,
+    Header,
+    Reconfigured,
+    RedactedArrival,
+    StepRecord,
+)
+from app.engine.trace.recorder import StepRecorder
+from benchmarks.engine.reenacting_runner import ReenactingLauncher, ReenactingRunner
+from benchmarks.engine.stand_ins import StandIns
+
+
+class RecordedClock:
+    """Tells the times that were read when the run was recorded, one after the other."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+        self._last = 0.0
+
+    def expect(self, *times: float | None) -> None:
+        """The readings of the next step; None where the clock was not read."""
+        self._times = deque(at for at in times if at is not None)
+
+    def __call__(self) -> float:
+        if self._times:  # else the engine reads it more often than then: the comparison finds that out
+            self._last = self._times.popleft()
+        return self._last
+
+
+class Reenactment:
+    """Takes the entries of a log in their order; gives, for each step, what the engine does this time."""
+
+    def __init__(
+        self,
+        header: Header,
+        *,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        model: ModelRunner | None = None,
+        matchers: Matchers | None = None,
+        stand_ins: StandIns | None = None,
+    ) -> None:
+        """Without a model, tokens are those of the log; of a log without prompts, `stand_ins`.
+
+        A model needs the matchers of grammars too, which the log's tokens have been through already.
+        """
+        facts = facts_of(header)
+        kind = ReenactingLauncher if header.launches_ahead else ReenactingRunner
+        self._runner = kind(model, stand_ins, facts.eos_token_ids)
+        self._stand_ins = stand_ins
+        self._matchers = matchers
+        self._clock = RecordedClock()
+        self._entries: list[Entry] = []
+        self._shares = Shares()
+        self.request_ids: dict[int, str] = {}  # by number
+        self._engine = assemble(
+            scheduler,
+            cache,
+            num_blocks=cache.num_blocks or header.num_blocks,
+            runner=self._runner,
+            facts=facts,
+            clock=self._clock,
+            recorder=StepRecorder(self._take, stopwatch_ns=lambda: 0),
+        )
+
+    def step(self, record: StepRecord) -> StepRecord:
+        """Make the step that is recorded; what is returned has its share in full."""
+        self._runner.expect(record)
+        self._clock.expect(record.began_at, record.ended_at)
+        self._entries.clear()
+        with suppress(StepError):  # as it is recorded, or the comparison says that it is not
+            self._engine.step()
+        (made,) = self._entries
+        assert isinstance(made, StepRecord), "a step makes one entry"
+        return self._shares.in_full(made)
+
+    def outside(self, entry: Entry) -> None:
+        """Do what came from outside between two steps."""
+        match entry:
+            case Arrival():
+                self.request_ids[entry.number] = entry.request.request_id
+                matcher = None if self._matchers is None else self._matchers.matcher_of(entry.request).result()
+                self._engine.add_checked(entry.request, arrived_at=entry.at, matcher=matcher)
+            case RedactedArrival():
+                assert self._stand_ins is not None, "a log without prompts needs tokens that stand for them"
+                request = self._stand_ins.request(entry)
+                self.request_ids[entry.number] = request.request_id
+                self._engine.add_checked(request, arrived_at=entry.at)
+            case Abort():
+                self._engine.abort(self.request_ids.get(entry.number, ""))
+            case Reconfigured():
+                self._engine.reconfigure(entry.config)
+            case CacheCleared():
+                self._engine.clear_prefix_cache()
+
+    def _take(self, entry: Entry) -> bool:
+        self._entries.append(entry)
+        return True
+
+
+def facts_of(header: Header) -> ModelFacts:
+    """What the recorded engine knew of its model."""
+    return ModelFacts(**header.facts | {"eos_token_ids": tuple(header.facts["eos_token_ids"])})
+
+
+class Shares:
+    """Shares in full, where the record only says that a step is the one before once more."""
+
+    def __init__(self) -> None:
+        self._last = NOTHING
+
+    def in_full(self, record: StepRecord) -> StepRecord:
+        self._last = self._last.one_token_on() if record.share is None else record.share
+        return record._replace(share=self._last)

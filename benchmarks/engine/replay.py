@@ -1,0 +1,206 @@
+"""Live through a recorded run again, and explain the first step that comes out otherwise.
+
+    python -m benchmarks.engine.replay LOG [--model DIR | --simulated] [--set PATH=VALUE ...] [--json OUT]
+
+LOG is a folder that `engine.step_log.path` named, or a file in it. Arrivals, aborts and retunings come before the same
+steps and the clock tells the recorded times. The model is that of the log unless another is named; `--simulated` draws
+the recorded tokens without one, which shows whether the same is decided. Exit status: 0 the same, 1 diverged, 2 cannot
+be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from app.assembly import build_matchers, build_sync_engine
+from app.config import EngineConfig
+from app.engine.engine import ModelRunner
+from app.engine.trace.entries import DroppedEntries, Entry, Header, Reconfigured, StepRecord
+from app.errors import CarouselError
+from app.versions import commit, versions
+from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, differences_between
+from benchmarks.engine.recorded_run import find_run
+from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
+from benchmarks.engine.stand_ins import StandIns
+from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.options import add_settings_option
+from benchmarks.harness.progress import tell
+from benchmarks.harness.settings import engine_config, parse_assignments
+
+_TELL_EVERY = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a replay found."""
+
+    run: str
+    num_requests: int
+    num_steps: int  # compared
+    divergence: Divergence | None
+    differences: list[str]  # of the set-up
+    notes: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How far the same was done, and how that ended."""
+
+    num_steps: int
+    divergence: Divergence | None = None
+    num_lost: int = 0  # entries missing after those steps
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("log", metavar="LOG", help="folder or file of a step log")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="DIR", help="compute by this model instead of the log's")
+    source.add_argument("--simulated", action="store_true", help="without a model: the recorded tokens are drawn")
+    add_settings_option(parser)
+    parser.add_argument("--json", metavar="OUT", help="write what was found there")
+    given = parser.parse_args(arguments)
+    try:
+        outcome = replay(given.log, model=given.model, simulated=given.simulated, settings=given.set)
+        if given.json is not None:
+            Path(given.json).write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+    except (BenchmarkError, CarouselError, OSError) as error:
+        return refused(error)
+    print(in_words(outcome), flush=True)
+    return 0 if outcome.divergence is None else 1
+
+
+def replay(log: str, *, model: str | None = None, simulated: bool = False, settings: Sequence[str] = ()) -> Outcome:
+    """Run a log again up to its end or the first difference.
+
+    Raises:
+        BenchmarkError: the log cannot be read or re-executed, or a setting is wrong.
+        CarouselError: the model cannot be loaded.
+    """
+    started = time.perf_counter()
+    run = find_run(log)
+    if run.hides_prompts and not simulated:
+        raise BenchmarkError("the log has no prompts (step_log.record_prompts was false): replay it with --simulated")
+    config = _configured(run.header, model, settings)
+    differences = _differences(run.header, config, computes=not simulated)
+    matchers = None if simulated else build_matchers(config, facts_of(run.header))
+    reenactment = Reenactment(
+        run.header,
+        scheduler=config.scheduler,
+        cache=config.cache,
+        model=None if simulated else _load(config),
+        matchers=matchers,
+        stand_ins=StandIns(run.entries(), block_size=config.cache.block_size) if run.hides_prompts else None,
+    )
+    circumstances = Circumstances(
+        differences=differences,
+        computes=not simulated,
+        strategy=config.scheduler.strategy.name,
+        policy=config.scheduler.policy.name,
+    )
+    comparison = Comparison(circumstances, reenactment.request_ids, hides_tokens=run.hides_prompts)
+    found = reenact(run.entries(), reenactment, comparison)
+    if matchers is not None:
+        matchers.close()
+    if found.num_lost:
+        run.notes.append(
+            f"{found.num_lost:,} entries were dropped after step {found.num_steps}, the disk was too slow: "
+            f"nothing after them can be run again"
+        )
+    return Outcome(
+        run=run.header.run,
+        num_requests=len(reenactment.request_ids),
+        num_steps=found.num_steps,
+        divergence=found.divergence,
+        differences=differences,
+        notes=run.notes,
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comparison) -> Found:
+    """Live through the entries up to their end, a hole in them or the first difference."""
+    num_steps, shares = 0, Shares()
+    for entry in entries:
+        if isinstance(entry, DroppedEntries):
+            return Found(num_steps, num_lost=entry.num_entries)
+        if isinstance(entry, StepRecord):
+            recorded = shares.in_full(entry)
+            divergence = comparison.first_difference(recorded, reenactment.step(recorded))
+            if divergence is not None:
+                return Found(num_steps, divergence)
+            num_steps += 1
+            if num_steps % _TELL_EVERY == 0:
+                tell(f"{num_steps:,} steps are the same")
+            continue
+        if isinstance(entry, Reconfigured):
+            comparison.reconfigured(entry.config.strategy.name, entry.config.policy.name)
+        reenactment.outside(entry)
+    return Found(num_steps)
+
+
+def in_words(outcome: Outcome) -> str:
+    """For people."""
+    lines = [*(f"note: {note}" for note in outcome.notes)]
+    if outcome.divergence is None:
+        lines.append(f"the same: {outcome.num_steps:,} steps, {outcome.num_requests:,} requests")
+        lines += [f"  although {difference}" for difference in outcome.differences]
+    else:
+        lines += [f"{outcome.num_steps:,} steps are the same", str(outcome.divergence)]
+    return "\n".join(lines)
+
+
+def _configured(header: Header, model: str | None, settings: Sequence[str]) -> EngineConfig:
+    """The log's settings, changed as asked. The replay keeps no log of its own."""
+    assignments = parse_assignments(settings)
+    base = dict(header.config) | {"step_log": {}}
+    base["model"] = header.config["model"] | ({} if model is None else {"path": model})
+    base["cache"] = header.config["cache"] | {"num_blocks": header.num_blocks}
+    for assignment in assignments:  # another rule begins with its own defaults
+        branch, _, name = assignment.path.partition(".")
+        if assignment.path in ("scheduler.strategy", "scheduler.policy"):
+            base[branch] = base[branch] | {name: {}}
+    try:
+        return engine_config(base, assignments)
+    except (ValidationError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
+
+
+def _differences(header: Header, config: EngineConfig, *, computes: bool) -> list[str]:
+    here = config.model_dump(mode="json")
+    recorded = {**header.config, "cache": header.config["cache"] | {"num_blocks": header.num_blocks}}
+    branches = ("scheduler", "cache", *(("model",) if computes else ()))
+    found = [
+        difference
+        for branch in branches
+        for difference in differences_between(recorded[branch], here[branch], f"{branch}.")
+    ]
+    if header.commit != commit():
+        found.append(f"commit: {header.commit} in the log, {commit()} here")
+    if computes:
+        found += differences_between(header.versions, versions())
+    return found
+
+
+def _load(config: EngineConfig) -> ModelRunner:
+    """The runner of the model, with as many blocks as there were."""
+
+    tell(f"loading {config.model.path}")
+    return build_sync_engine(config).runner
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""How long the scheduler takes for a step when many requests run and many wait, and what a waiting one weighs.
+
+    python -m benchmarks.engine.scheduler_scale --running 1024 --waiting 20000 [--steps 200] [--policy fair]
+
+The engine is the real one around a model runner that draws random tokens; no torch, no weights. Requests finish and
+join all the time: whenever one ends, another arrives, so the number waiting stays what was asked while it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from itertools import count
+
+from app.assembly import assemble_recorded
+from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
+from app.engine.batch import Batch, StepResult
+from app.engine.engine import Engine
+from app.engine.request import ModelFacts, Request, SamplingParams
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 50_000
+EOS = 1
+PROMPT_TOKENS = (64, 256)
+OUTPUT_TOKENS = (64, 256)
+SHARED_TOKENS = 48  # every other prompt begins with one of the shared prefixes
+NUM_SHARED = 8
+NUM_TENANTS = 50
+SETTLING_STEPS = 20
+
+
+class RandomRunner:
+    """Draws random tokens, and reads the clock where the scheduler hands over to the model and takes over again."""
+
+    def __init__(self, *, max_running: int) -> None:
+        randomness = random.Random(0)
+        self._tokens = [randomness.randrange(2, VOCAB_SIZE) for _ in range(64 * max_running)]
+        self._next = 0
+        self.started = 0.0
+        self.ended = 0.0
+        self.num_scheduled = 0
+
+    def run(self, batch: Batch) -> StepResult:
+        self.started = time.perf_counter()
+        self.num_scheduled, num_sampled = len(batch.scheduled), len(batch.sampled)
+        first = self._next if self._next + num_sampled <= len(self._tokens) else 0
+        self._next = first + num_sampled
+        token_ids = self._tokens[first : self._next]
+        self.ended = time.perf_counter()
+        return StepResult(token_ids)
+
+
+class Workload:
+    """An endless supply of requests: random prompts, some with a prefix that others have too."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+        self._numbers = count()
+        self._tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
+        self._shared = [self._draw_tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
+
+    def next(self) -> Request:
+        number = next(self._numbers)
+        num_tokens = self._random.randint(*PROMPT_TOKENS)
+        prefix = self._random.choice(self._shared) if number % 2 else ()
+        return Request(
+            request_id=f"request-{number:032d}",  # as long as those of the API
+            prompt_token_ids=prefix + self._draw_tokens(num_tokens - len(prefix)),
+            sampling=SamplingParams(max_tokens=self._random.randint(*OUTPUT_TOKENS), seed=number),
+            priority=number % 3,
+            tenant=self._tenants[number % NUM_TENANTS],
+        )
+
+    def _draw_tokens(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.choices(range(2, VOCAB_SIZE), k=num_tokens))
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds of each measured step."""
+
+    schedule: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    num_joined: int = 0
+
+    @property
+    def total(self) -> list[float]:
+        return [schedule + update for schedule, update in zip(self.schedule, self.update, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Bytes of one waiting request."""
+
+    with_ids: float
+    without_ids: float  # less one tuple of the prompt's ids and the integers in it
+
+
+def main() -> None:
+    options = _options()
+    times: dict[int, Times] = {}
+    for num_waiting in sorted({0, 1_000, options.waiting}):
+        print(f"{options.running:,} running, {num_waiting:,} waiting …", file=sys.stderr)
+        times[num_waiting] = measure_steps(
+            num_running=options.running,
+            num_waiting=num_waiting,
+            num_steps=options.steps,
+            policy=options.policy,
+            step_log=options.step_log,
+        )
+        gc.collect()
+    weight = weigh_waiting(max(options.waiting, 1), max_running=options.running)
+    largest = times[options.waiting]
+    report = {
+        "policy": options.policy,
+        "running": options.running,
+        "waiting": options.waiting,
+        "steps": options.steps,
+        "schedule_ms": _summary(largest.schedule),
+        "update_ms": _summary(largest.update),
+        "sum_ms": _summary(largest.total),
+        "sum_p50_ms_by_waiting": {waiting: _summary(each.total)["p50"] for waiting, each in times.items()},
+        "joined_per_step": round(largest.num_joined / options.steps, 2),
+        "bytes_per_waiting": round(weight.without_ids),
+        "bytes_per_waiting_with_ids": round(weight.with_ids),
+        "python": platform.python_version(),
+    }
+    print(json.dumps(report))
+
+
+def measure_steps(
+    *, num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs", step_log: str | None = None
+) -> Times:
+    """Time the scheduler's two halves of a step, with the number waiting held where it is."""
+    runner = RandomRunner(max_running=num_running)
+    engine = build_engine(runner, max_running=num_running, policy=policy, step_log=step_log)
+    workload = Workload()
+    _fill(engine, workload, num_running=num_running, num_waiting=num_waiting)
+    times = Times()
+    for step in range(-SETTLING_STEPS, num_steps):
+        begin = time.perf_counter()
+        deltas = engine.step()
+        end = time.perf_counter()
+        assert runner.num_scheduled == num_running, f"{runner.num_scheduled} of {num_running} run"
+        num_ended = sum(delta.finish_reason is not None for delta in deltas)
+        for _ in range(num_ended):
+            engine.add(workload.next())
+        if step >= 0:
+            times.schedule.append((runner.started - begin) * 1e3)
+            times.update.append((end - runner.ended) * 1e3)
+            times.num_joined += num_ended
+    engine.close()
+    return times
+
+
+def weigh_waiting(num_waiting: int, *, max_running: int) -> Weight:
+    """What `num_waiting` requests take from their creation to the queue, and of it what their ids take."""
+    engine, workload = build_engine(RandomRunner(max_running=1), max_running=max_running), Workload()
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    requests = [workload.next() for _ in range(num_waiting)]
+    list_bytes = sys.getsizeof(requests)
+    for request in requests:
+        engine.add(request)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert engine.stats().num_waiting == num_waiting, "all of them wait"
+    num_bytes = after - before - list_bytes
+    own_ids = {id(token): sys.getsizeof(token) for request in requests for token in request.prompt_token_ids}
+    id_bytes = sum(own_ids.values()) + sum(sys.getsizeof(request.prompt_token_ids) for request in requests)
+    return Weight(with_ids=num_bytes / num_waiting, without_ids=(num_bytes - id_bytes) / num_waiting)
+
+
+def build_engine(
+    runner: RandomRunner, *, max_running: int, policy: str = "fcfs", step_log: str | None = None
+) -> Engine:
+    most_blocks = -(-(PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]) // BLOCK_SIZE)
+    limits = {"max_running": max_running, "max_step_tokens": max_running + 4096, "prefill_chunk_tokens": 512}
+    config = EngineConfig(
+        scheduler=SchedulerConfig.model_validate(limits | {"policy": policy}),
+        cache=CacheConfig(block_size=BLOCK_SIZE, prefix_caching=True),
+        step_log=StepLogConfig(path=step_log),
+    )
+    facts = ModelFacts(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    return assemble_recorded(config, num_blocks=most_blocks * max_running, runner=runner, facts=facts)
+
+
+def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: int) -> None:
+    """Step until all of `num_running` run, replacing who ends, then let the others queue up."""
+    for _ in range(num_running):
+        engine.add(workload.next())
+    while engine.stats().num_waiting:
+        engine.step()
+    for _ in range(num_running + num_waiting - engine.stats().num_running):
+        engine.add(workload.next())
+
+
+def _summary(milliseconds: list[float]) -> dict[str, float]:
+    ordered = sorted(milliseconds)
+    return {
+        "p50": round(statistics.median(ordered), 3),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
+        "max": round(ordered[-1], 3),  # as a rule the garbage collector's full pass
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=1024, help="sequences in every step (1024)")
+    parser.add_argument("--waiting", type=int, default=20_000, help="sequences in the queue (20000)")
+    parser.add_argument("--steps", type=int, default=200, help="steps measured for each number waiting (200)")
+    policies = names_of(SchedulerConfig.model_fields["policy"])
+    parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
+    parser.add_argument("--step-log", metavar="DIR", help="record every step there, as engine.step_log.path does")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

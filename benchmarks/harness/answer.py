@@ -1,0 +1,145 @@
+"""What a client sees of one streamed answer: its status, and when tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.harness.http_call import Target, call
+
+TIMEOUT = "timeout"
+MAX_KEPT_BYTES = 4096  # of an answer that is no stream
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request and what came of it. Times are in seconds of one clock."""
+
+    begun_s: float  # when the client turned to it; the connection is made after that
+    status: int | None = None  # None: no answer at all
+    headers: Mapping[str, str] = field(default_factory=dict)
+    answered_s: float | None = None  # when the status came
+    delivered_s: list[float] = field(default_factory=list)  # once for each arrival of one or more pieces of text
+    num_pieces: int = 0
+    num_reported_tokens: int | None = None  # as the server's usage says
+    is_whole: bool = False
+    failure: str | None = None  # in the server's words or the client's
+    ended_s: float = 0.0
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.status == 200 and self.is_whole and self.failure is None and bool(self.delivered_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """As the server counts them; where it does not, pieces of text."""
+        return self.num_pieces if self.num_reported_tokens is None else self.num_reported_tokens
+
+    @property
+    def outcome(self) -> str:
+        """`answered`, the status that refused it, or what went wrong."""
+        if self.has_succeeded:
+            return "answered"
+        if self.failure == TIMEOUT:
+            return TIMEOUT
+        if self.status is None:
+            return "no_connection"
+        if self.status != 200:
+            return str(self.status)
+        return "no_text" if self.is_whole and self.failure is None else "broken_stream"
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When a refused client was told to come back, in seconds after the refusal; None: it was not told."""
+        try:
+            if "retry-after-ms" in self.headers:
+                return float(self.headers["retry-after-ms"]) / 1000
+            return float(self.headers["retry-after"])
+        except (KeyError, ValueError):  # a date, or nothing
+            return None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between one delivery and the next."""
+        return [after - before for before, after in zip(self.delivered_s, self.delivered_s[1:], strict=False)]
+
+
+async def ask(
+    target: Target,
+    request: bytes,
+    *,
+    timeout_s: float,
+    on_status: Callable[[Answer], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Answer:
+    """Send a streaming request of the OpenAI API and follow its answer to the end. Never raises for the server's part.
+
+    request: as `Target.request` makes it. on_status: called as soon as the status is known.
+    """
+    answer = Answer(begun_s=clock())
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call(target, request, _AnswerReader(answer, on_status), clock=clock)
+    except TimeoutError:
+        answer.failure = TIMEOUT
+    except OSError as error:
+        answer.failure = str(error) or type(error).__name__
+    answer.ended_s = clock()
+    return answer
+
+
+class _AnswerReader:
+    """Fills in an answer from its bytes."""
+
+    def __init__(self, answer: Answer, on_status: Callable[[Answer], None] | None) -> None:
+        self._answer = answer
+        self._on_status = on_status
+        self._held = b""
+
+    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
+        self._answer.status, self._answer.headers, self._answer.answered_s = status, headers, at_s
+        if self._on_status is not None:
+            self._on_status(self._answer)
+
+    def body(self, data: bytes, *, at_s: float) -> None:
+        answer = self._answer
+        if answer.status != 200:
+            answer.failure = ((answer.failure or "") + data.decode(errors="replace"))[:MAX_KEPT_BYTES]
+            return
+        if b"\r" in data:  # some servers end lines so; inside of JSON there is none
+            data = data.replace(b"\r", b"")
+        *events, self._held = (self._held + data).split(b"\n\n")
+        num_pieces = answer.num_pieces
+        for event in events:
+            self._read(event)
+        if answer.num_pieces > num_pieces:
+            answer.delivered_s.append(at_s)
+
+    def _read(self, event: bytes) -> None:
+        if not event.startswith(b"data:"):
+            return  # a comment that keeps the connection open, or another kind of event
+        content = event[5:].strip()
+        if content == b"[DONE]":
+            self._answer.is_whole = True
+            return
+        try:
+            chunk: Any = json.loads(content)
+        except ValueError:
+            self._answer.failure = f"an event is no JSON: {content[:200]!r}"
+            return
+        if "error" in chunk:
+            self._answer.failure = json.dumps(chunk["error"])[:MAX_KEPT_BYTES]
+        if any(map(_has_text, chunk.get("choices") or ())):
+            self._answer.num_pieces += 1
+        usage = chunk.get("usage")
+        if usage:
+            self._answer.num_reported_tokens = usage.get("completion_tokens")
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content"))

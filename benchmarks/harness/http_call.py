@@ -1,0 +1,203 @@
+"""One HTTP/1.1 POST on a connection of its own, whose answer is handed on as it comes.
+
+On asyncio's own protocols: a client that measures streams must cost little, and be installed wherever Python is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from benchmarks.harness.errors import BenchmarkError
+
+_HEAD_END = b"\r\n\r\n"
+
+
+class CutOff(OSError):
+    """The server closed the connection before the answer was whole."""
+
+
+class Reader(Protocol):
+    """Whoever wants to know what an answer says, and when."""
+
+    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
+        """The status and the headers, by their names in small letters."""
+
+    def body(self, data: bytes, *, at_s: float) -> None:
+        """The next bytes of the body, its transfer coding taken off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an OpenAI server is."""
+
+    host: str
+    port: int
+    is_encrypted: bool
+    path: str  # before `/completions`
+
+    @classmethod
+    def parse(cls, base_url: str) -> Target:
+        """Read `http://127.0.0.1:8000`, with or without `/v1`. Raises BenchmarkError when it is no such address."""
+        try:
+            parts = urlsplit(base_url)
+            port = parts.port
+        except ValueError as error:
+            raise BenchmarkError(f"--base-url {base_url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BenchmarkError(f"--base-url {base_url}: write it as http://HOST:PORT")
+        path = parts.path.rstrip("/")
+        is_encrypted = parts.scheme == "https"
+        return cls(
+            parts.hostname, port or (443 if is_encrypted else 80), is_encrypted,
+            path if path.endswith("/v1") else f"{path}/v1",
+        )  # fmt: skip
+
+    def request(self, endpoint: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """The bytes of a POST of JSON to an endpoint, for example `completions`."""
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = (
+            f"POST {self.path}/{endpoint} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
+        )
+        return head.encode() + body
+
+
+async def call(
+    target: Target, request: bytes, reader: Reader, *, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Send a request and return when its answer has ended. A new connection each time, as new clients make it.
+
+    Raises:
+        OSError: no connection, or it ended too soon (CutOff).
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    transport, _ = await loop.create_connection(
+        lambda: _Exchange(request, reader, ended, clock), target.host, target.port, ssl=target.is_encrypted or None
+    )
+    try:
+        await ended
+    finally:
+        transport.close()
+
+
+class _Exchange(asyncio.Protocol):
+    """One connection: what is sent at once, and the answer's framing."""
+
+    def __init__(self, request: bytes, reader: Reader, ended: asyncio.Future[None], clock: Callable[[], float]) -> None:
+        self._request = request
+        self._reader = reader
+        self._ended = ended
+        self._clock = clock
+        self._head = b""
+        self._framing: _Framing | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport), "a stream can be written to"
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        at_s = self._clock()
+        try:
+            self._receive(data, at_s)
+        except (ValueError, IndexError) as error:
+            self._end(CutOff(f"the answer is no HTTP/1.1: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._framing is not None and self._framing.ends_with_connection and exc is None:
+            self._end(None)
+        self._end(CutOff(str(exc or "the server closed the connection before the answer was whole")))
+
+    def _receive(self, data: bytes, at_s: float) -> None:
+        if self._framing is None:
+            self._head += data
+            head, found, data = self._head.partition(_HEAD_END)
+            if not found:
+                return
+            status, headers = _parse_head(head)
+            self._framing = _Framing.of(headers)
+            self._reader.head(status, headers, at_s=at_s)
+        content = self._framing.feed(data)
+        if content:
+            self._reader.body(content, at_s=at_s)
+        if self._framing.is_done:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+
+class _Framing:
+    """Where a body ends: after a length, with its connection, or with an empty chunk."""
+
+    def __init__(self, num_left: int | None) -> None:
+        self._num_left = num_left
+        self.is_done = num_left == 0
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return self._num_left is None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> _Framing:
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            return _Chunks()
+        length = headers.get("content-length")
+        return cls(None if length is None else int(length))
+
+    def feed(self, data: bytes) -> bytes:
+        if self._num_left is None:
+            return data
+        content = data[: self._num_left]
+        self._num_left -= len(content)
+        self.is_done = self._num_left == 0
+        return content
+
+
+class _Chunks(_Framing):
+    """Chunked transfer coding (RFC 9112, 7.1); trailers are not read."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.is_done = False
+        self._held = b""
+        self._in_chunk = 0  # bytes of the chunk that are still to come
+
+    def feed(self, data: bytes) -> bytes:
+        held, place, parts = self._held + data, 0, []
+        while place < len(held) and not self.is_done:
+            if self._in_chunk:
+                part = held[place : place + self._in_chunk]
+                parts.append(part)
+                place += len(part)
+                self._in_chunk -= len(part)
+                continue
+            line_end = held.find(b"\r\n", place)
+            if line_end < 0:
+                break
+            if line_end > place:  # else it is the end of the chunk before
+                self._in_chunk = int(held[place:line_end].partition(b";")[0], 16)
+                self.is_done = self._in_chunk == 0
+            place = line_end + 2
+        self._held = held[place:]
+        return b"".join(parts)
+
+
+def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return int(first.split(" ", 2)[1]), headers

@@ -1,0 +1,88 @@
+"""Where a figure was measured: the hardware, the versions. What is unknown is None.
+
+torch is imported only where a GPU is asked about: a client that measures a service does without it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import tomllib
+from pathlib import Path
+
+import app.versions
+
+_PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def versions() -> dict[str, str | None]:
+    """As the service tells them; our own from the checkout, which need not be installed where figures are made."""
+    project = tomllib.loads((_PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return app.versions.versions() | {"carousel": str(project["version"])}
+
+
+def cpu_name() -> str | None:
+    for line in _lines(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or None
+
+
+def gpu_name(device: str) -> str | None:
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def seconds_since_start() -> float | None:
+    """How long ago this process was started, imports and all."""
+    uptime, stat = _lines(Path("/proc/uptime")), _lines(Path("/proc/self/stat"))
+    if not uptime or not stat:
+        return None
+    started_ticks = int(stat[0].rpartition(")")[2].split()[19])
+    return float(uptime[0].split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """Seconds that this process has computed."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def peak_rss_mb() -> int | None:
+    """The peak resident sizes of this process and of its living descendants, added up, in MiB."""
+    parents: dict[int, int] = {}
+    peaks_kb: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = dict(line.split(":", 1) for line in _lines(folder / "status") if ":" in line)
+        if "VmHWM" in fields:
+            parents[int(folder.name)] = int(fields["PPid"])
+            peaks_kb[int(folder.name)] = int(fields["VmHWM"].split()[0])
+    ours = [process for process in parents if _descends(process, os.getpid(), parents)]
+    return sum(peaks_kb[process] for process in ours) // 1024 if ours else None
+
+
+def peak_device_mb(device: str) -> int | None:
+    """The most this process had allocated on the GPU, in MiB."""
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated() // 2**20
+
+
+def _descends(process: int | None, ancestor: int, parents: dict[int, int]) -> bool:
+    while process is not None and process != ancestor:
+        process = parents.get(process)
+    return process == ancestor
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

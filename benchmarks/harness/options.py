@@ -1,0 +1,78 @@
+"""The options that the pages which run a workload have in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.harness.settings import Assignment, parse_assignments
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked on the command line."""
+
+    model: str
+    workload: str
+    dtype: Literal["fp32", "bf16"] | None  # None: what the engine takes by itself on the device
+    threads: int
+    device: Literal["cpu", "cuda"] | None  # None: cuda where there is one
+    repeat: int
+    outputs: str | None
+    assignments: tuple[Assignment, ...]
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Options:
+        """Raises BenchmarkError when a `--set` names no setting."""
+        return cls(
+            model=given.model,
+            workload=given.workload,
+            dtype=given.dtype,
+            threads=given.threads,
+            device=given.device,
+            repeat=given.repeat,
+            outputs=getattr(given, "outputs", None),
+            assignments=parse_assignments(getattr(given, "set", ())),
+        )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every run needs to know: the model, the requests, the numbers and the machine."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a transformers model, or a hub id")
+    parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on a CPU")
+    parser.add_argument("--threads", type=positive, default=num_usable_cores(), metavar="N", help="CPU threads")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
+
+def add_repeat_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="timed runs after the warm-up")
+
+
+def add_outputs_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--outputs", metavar="FILE", help="write each request's token ids there, as JSONL")
+
+
+def add_settings_option(parser: argparse.ArgumentParser) -> None:
+    """The engine's own settings."""
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE",
+        help="an engine setting by its dotted path, for example scheduler.max_step_tokens=512",
+    )  # fmt: skip
+
+
+def num_usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def positive(text: str) -> int:
+    """A count on the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number

@@ -1,0 +1,181 @@
+"""The real service in processes of its own, started as `make serve` starts it, on a port of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.processes import Process, family
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_DASHBOARD = "http://127.0.0.1:8265"
+_PROJECT = Path(__file__).resolve().parent.parent.parent
+_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
+_PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """On which nodes the parts of a service are. The default: one node, everything on loopback."""
+
+    host: str = "127.0.0.1"  # where its clients reach it
+    may_be_joined: bool = False  # by other nodes: Ray's ports are on this machine's outside address then
+    proxy_location: str = "EveryNode"
+    max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
+
+
+# What the launcher would set otherwise: Serve as whoever knows no better runs it, with its own proxy in Python.
+SERVE_DEFAULTS = MappingProxyType(
+    {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "100",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service."""
+
+    target: Target
+    pid: int  # of the launcher, which everything else comes from
+    token: str = field(default="", repr=False)  # that Ray asks of whoever deploys to it or joins it
+    layout: Layout = field(default_factory=Layout)
+
+    def processes(self) -> dict[int, Process]:
+        """All of it: launcher, driver, Ray's own processes, controller, proxy, ingresses, replicas."""
+        return family(self.pid)
+
+    def deploy(self, application: Mapping[str, Any], *, num_replicas: Mapping[str, int] | None = None) -> None:
+        """Put another application in the place of this one, as `serve deploy` does; returns when Serve has been told.
+
+        `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
+        """
+        with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
+            json.dump(_serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
+            config.flush()
+            command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
+            done = subprocess.run(command, env=_environment(self.token), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchmarkError(f"`serve deploy` failed: {done.stderr.strip()[-2000:]}")
+
+
+@contextmanager
+def service(
+    application: Mapping[str, Any],
+    *,
+    with_dashboard: bool = False,
+    layout: Layout | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Service]:
+    """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
+
+    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265. `variables`: its environment's.
+
+    Raises:
+        BenchmarkError: it does not start; its own words are on stderr.
+    """
+    port, layout = _free_port(), layout or Layout()
+    with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
+        config = Path(folder) / "serve.json"
+        config.write_text(json.dumps(_serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
+        token = secrets.token_hex(32)
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
+            env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}) | dict(variables),
+            stdout=sys.stderr,
+        )
+        try:
+            with _ended_by_exception():
+                _wait_until_ready(launcher, port)
+                yield Service(Target.parse(f"http://127.0.0.1:{port}"), launcher.pid, token, layout)
+        finally:
+            launcher.terminate()
+            launcher.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """SIGTERM raises SystemExit meanwhile: whoever ends this process must not leave the service behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _environment(token: str) -> dict[str, str]:
+    paths = [str(_PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def _serve_file(
+    application: Mapping[str, Any], port: int, layout: Layout, num_replicas: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
+    """As deployments/serve.yaml, with another application."""
+    options = {"num_replicas": num_replicas, "max_replicas_per_node": layout.max_replicas_per_node}
+    named = sorted({name for numbers in options.values() for name in numbers})
+    return {
+        "proxy_location": layout.proxy_location,
+        "http_options": {"host": layout.host, "port": port},
+        "logging_config": {"log_level": "INFO", "enable_access_log": False},
+        "applications": [
+            {
+                "name": "carousel",
+                "route_prefix": "/",
+                "import_path": "deployments.serve.application:build",
+                "args": dict(application),
+                "deployments": [
+                    {"name": name} | {option: numbers[name] for option, numbers in options.items() if name in numbers}
+                    for name in named
+                ],
+            }
+        ],
+    }
+
+
+def _wait_until_ready(launcher: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if launcher.poll() is not None:
+            raise BenchmarkError(f"the service did not start: its launcher ended with status {launcher.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as response:
+                if response.status == 200:
+                    return
+        except (OSError, urllib.error.URLError):
+            pass
+        time.sleep(0.25)
+    raise BenchmarkError(f"the service was not ready after {START_TIMEOUT_S:.0f} s")
+
+
+def _free_port() -> int:
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise BenchmarkError(f"no port from {_PORTS.start:,} to {_PORTS.stop - 1:,} is free")

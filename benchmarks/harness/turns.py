@@ -1,0 +1,67 @@
+"""Measurements in turn: A B, B A, A B, so that a machine that changes with the hour changes for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.errors import BenchmarkError
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name): each name once in a round, in the opposite order in every second round. Rounds count from 1."""
+    for number in range(1, rounds + 1):
+        for name in names if number % 2 else reversed(names):
+            yield number, name
+
+
+def median_of_ratios(values: Sequence[float], base: Sequence[float]) -> float | None:
+    """The median over the rounds of a value over the base's value in the same round; None without such rounds."""
+    ratios = [value / other for value, other in zip(values, base, strict=False) if other]
+    return round(statistics.median(ratios), 4) if ratios else None
+
+
+def last_object(stdout: str) -> dict[str, Any]:
+    """The JSON object in the last line of a benchmark's output. Raises BenchmarkError when there is none."""
+    lines = stdout.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise BenchmarkError("its last line of output is no JSON object")
+    return found
+
+
+def run_module(module: str, arguments: Sequence[str], *, tree: Path = PROJECT) -> str:
+    """Run `python -m MODULE` in a checkout; returns its stdout. Its stderr is shown as it comes.
+
+    Raises:
+        BenchmarkError: it ended with an error.
+    """
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=tree, env=environment)
+    if done.returncode != 0:
+        raise BenchmarkError(f"{module} in {tree} ended with status {done.returncode}")
+    return done.stdout
+
+
+def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers in a JSON object by their dotted path; lists and truth values are left out."""
+    found: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            found |= numbers_of(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{prefix}{name}"] = float(value)
+    return found

@@ -1,0 +1,141 @@
+"""A workload file: one request a line, as JSON. Says where in the file a mistake stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, SamplingParams
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.suggestions import did_you_mean
+
+WARM_UP_REQUESTS = 32
+WARM_UP_TOKENS = 16
+
+_TokenId = Annotated[int, Field(ge=0)]
+
+
+class _Line(BaseModel):
+    """What a line may say. Greedy unless it has a temperature."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str = Field(min_length=1)
+    prompt_token_ids: tuple[_TokenId, ...] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    arrival_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    ignore_eos: bool = False
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    tenant: str = Field("", max_length=MAX_TENANT_LENGTH)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
+
+    def timed_request(self) -> TimedRequest:
+        return TimedRequest(
+            request=Request(
+                request_id=self.id,
+                prompt_token_ids=self.prompt_token_ids,
+                sampling=SamplingParams(
+                    max_tokens=self.max_tokens,
+                    temperature=self.temperature,
+                    top_k=self.top_k,
+                    top_p=self.top_p,
+                    min_p=self.min_p,
+                    seed=self.seed,
+                    ignore_eos=self.ignore_eos,
+                ),
+                tenant=self.tenant,
+                priority=self.priority,
+                deadline_s=self.deadline_s,
+            ),
+            arrival_s=self.arrival_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRequest:
+    """A request and when it comes, in seconds after the start."""
+
+    request: Request
+    arrival_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.sampling.max_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival; at the same time, in the order of the file."""
+
+    requests: tuple[TimedRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(timed.num_prompt_tokens for timed in self.requests)
+
+    def warm_up(self) -> Workload:
+        """The first requests, all at once and cut short: enough to compile, allocate and fault in what a run needs."""
+        return Workload(tuple(_shortened(timed) for timed in self.requests[:WARM_UP_REQUESTS]))
+
+
+def read_workload(path: str) -> Workload:
+    """Read a workload file.
+
+    Raises:
+        BenchmarkError: it cannot be read, a line is wrong (named by its number), or two requests have the same id.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchmarkError(f"the workload {path} cannot be read: {error}") from error
+    numbers: dict[str, int] = {}  # request id → line
+    lines: list[_Line] = []
+    for number, content in enumerate(text.split("\n"), start=1):
+        if not content.strip():
+            continue
+        line = _parse(content, place=f"{path}:{number}")
+        if line.id in numbers:
+            raise BenchmarkError(f"{path}:{number}: the id {line.id!r} stands in line {numbers[line.id]} already")
+        numbers[line.id] = number
+        lines.append(line)
+    if not lines:
+        raise BenchmarkError(f"the workload {path} has no requests")
+    return Workload(tuple(sorted((line.timed_request() for line in lines), key=lambda timed: timed.arrival_s)))
+
+
+def _parse(content: str, *, place: str) -> _Line:
+    try:
+        return _Line.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BenchmarkError(f"{place}: {_in_words(first['type'], first['loc'], first['msg'])}") from error
+
+
+def _in_words(kind: str, location: Sequence[int | str], message: str) -> str:
+    where = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        return f"there is no field {where!r}{did_you_mean(where, _Line.model_fields)}"
+    return f"{where}: {message}" if where else message
+
+
+def _shortened(timed: TimedRequest) -> TimedRequest:
+    request = timed.request
+    sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, WARM_UP_TOKENS))
+    return TimedRequest(request=replace(request, sampling=sampling))

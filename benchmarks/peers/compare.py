@@ -1,0 +1,161 @@
+"""Several engines in turn, interleaved, on the same machine and requests.
+
+    python -m benchmarks.peers.compare --model DIR --workload FILE carousel hf-static-32 \\
+        'carousel --set scheduler.max_step_tokens=1024' 'cmd:$VLLM_ENV/bin/python run_vllm.py --model DIR --dtype bf16'
+
+Each entry runs as its own process, A B A B …, so that a machine that changes with the hour changes for all of them.
+Prints a table of medians and, as the last line, one JSON object. A ratio is the median over the rounds of an entry's
+output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a JSON object last, with
+`output_tokens_per_s` or `out_tok_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.versions import commit
+from benchmarks.harness import machine
+from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.options import add_run_options, positive
+from benchmarks.harness.progress import tell
+from benchmarks.harness.table import cell, table
+from benchmarks.harness.workload import read_workload
+from benchmarks.peers.entry import FIGURES, Entry, EntryFailed, Figures
+
+
+@dataclass(slots=True)
+class Standing:
+    """What one entry has shown so far."""
+
+    entry: Entry
+    rounds: list[Figures] = field(default_factory=list)
+    failure: str | None = None
+
+    def run(self) -> None:
+        try:
+            self.rounds.append(self.entry.run())
+        except EntryFailed as error:
+            self.failure = str(error)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Output tokens a second, by round."""
+        return [figures["output_tokens_per_s"] or 0.0 for figures in self.rounds]
+
+    def medians(self) -> dict[str, float | None]:
+        return {name: _median([figures[name] for figures in self.rounds]) for name in FIGURES}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
+    add_run_options(parser)
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
+    parser.add_argument(
+        "--repeat", type=positive, default=1, metavar="N", help="timed runs inside each process of ours"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        read_workload(given.workload)  # a mistake in it is heard of now, not in every process
+        common = _common(given)
+        standings = [Standing(Entry.parse(text, common)) for text in given.entries]
+    except BenchmarkError as error:
+        return refused(error)
+    run_interleaved(standings, rounds=given.rounds)
+    print(in_words(standings))
+    print(json.dumps(summary(standings, given)), flush=True)
+    return 1 if any(standing.failure for standing in standings) else 0
+
+
+def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:
+    """Every entry once a round; one that failed is left out from then on."""
+    for number in range(1, rounds + 1):
+        for standing in standings:
+            if standing.failure is not None:
+                continue
+            tell(f"== round {number} of {rounds}: {standing.entry.name}")
+            standing.run()
+            if standing.failure is not None:
+                tell(f"== failed: {standing.entry.name}: {standing.failure}")
+
+
+def in_words(standings: Sequence[Standing]) -> str:
+    """The medians as a table, the first entry's throughput as 1."""
+    heads = ["entry", "output tok/s", "from – to", "ratio", "seconds", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99",
+             "latency p50", "latency p99", "peak MB"]  # fmt: skip
+    names = ["seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "latency_p50_s", "latency_p99_s"]
+    rows = []
+    for standing, ratio in zip(standings, ratios(standings), strict=True):
+        medians = standing.medians()
+        rows.append(
+            [
+                standing.entry.name if standing.failure is None else f"{standing.entry.name} (failed)",
+                cell(medians["output_tokens_per_s"], "{:,.1f}"),
+                f"{min(standing.speeds):,.0f} – {max(standing.speeds):,.0f}" if standing.speeds else "–",
+                cell(ratio, "{:.2f}"),
+                *(cell(medians[name], "{:.3f}") for name in names),
+                cell(medians["peak_rss_mb"], "{:,.0f}"),
+            ]
+        )
+    return table(heads, rows)
+
+
+def ratios(standings: Sequence[Standing]) -> list[float | None]:
+    """The median over the rounds of an entry's output tokens a second over the first entry's; None without rounds."""
+    first = standings[0].speeds
+    return [
+        _median([speed / base for speed, base in zip(standing.speeds, first, strict=False) if base])
+        for standing in standings
+    ]
+
+
+def summary(standings: Sequence[Standing], given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "entries": [
+            {
+                "name": standing.entry.name,
+                "failure": standing.failure,
+                "ratio": ratio,
+                "all_output_tokens_per_s": standing.speeds,
+                **standing.medians(),
+            }
+            for standing, ratio in zip(standings, ratios(standings), strict=True)
+        ],
+        "model": given.model,
+        "workload": given.workload,
+        "dtype": given.dtype,
+        "threads": given.threads,
+        "device": given.device,
+        "rounds": given.rounds,
+        "cpu": machine.cpu_name(),
+        "commit": commit(),
+        "versions": machine.versions(),
+    }
+
+
+def _common(given: argparse.Namespace) -> list[str]:
+    common = ["--model", given.model, "--workload", given.workload, "--threads", str(given.threads)]
+    common += ["--repeat", str(given.repeat)]
+    for option in ("dtype", "device"):
+        if getattr(given, option) is not None:
+            common += [f"--{option}", getattr(given, option)]
+    return common
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 6) if known else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The whole service measured from outside, over HTTP; a few of its parts, by themselves."""

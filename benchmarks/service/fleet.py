@@ -1,0 +1,292 @@
+"""What the fleet itself costs: the real service over real HTTP, with replicas that only sleep.
+
+    python -m benchmarks.service.fleet --replicas 4 --streams 64 --tokens 128 --step-ms 20
+
+Starts the service as `make serve` does, with simulated replicas, and drives it with so many streams at once, `--rounds`
+times after a warm-up. Progress goes to stderr; the last line of stdout is one JSON object:
+
+    tokens_per_s         output tokens over the seconds from the first request of a round to its last token
+    cpu_us_per_token     user and system time of all processes of the service over those tokens: launcher, driver, Ray's
+                         own, controller, HAProxy, ingress and replicas, their idle work included; not the client's
+    idle_cpu_per_s       the same for each second of doing nothing, measured before
+    added_ttft_*         time to the first token, counted from when the client turns to a request, less one step, which
+                         any engine needs. Connecting and waiting for a step that runs already (up to a step) are in it
+    added_itl_*          time between two arrivals of tokens less one step
+    dispatch_imbalance   requests on the fullest replica over the mean; null when answers do not name their replica
+
+The client is one process; its CPU time is told too, because it takes from what the service has of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from app.versions import commit
+from benchmarks.harness import machine
+from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.options import num_usable_cores, positive
+from benchmarks.harness.output import report
+from benchmarks.harness.percentile import percentile
+from benchmarks.harness.processes import cpu_between
+from benchmarks.harness.progress import tell
+from benchmarks.harness.service import SERVE_DEFAULTS, Service, service
+
+MODEL_NAME = "simulated"
+REPLICA_HEADER = "x-carousel-replica"
+IDLE_S = 3.0
+WARM_UP_TOKENS = 16
+_PATIENCE_S = 60.0  # beyond what a round takes at least
+_FIRST_TOKEN = 300  # prompts are of ids from here on: text in most vocabularies
+_KV_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of the service in a round."""
+
+    streams: int
+    tokens: int
+    prompt_tokens: int
+    step_ms: float
+
+    @property
+    def timeout_s(self) -> float:
+        return _PATIENCE_S + 2 * self.tokens * self.step_ms / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One answer for each stream."""
+
+    answers: list[Answer]
+
+    @property
+    def seconds(self) -> float:
+        return max(answer.ended_s for answer in self.answers) - min(answer.begun_s for answer in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFigures:
+    """See the page's docstring."""
+
+    tokens_per_s: float
+    all_tokens_per_s: list[float]  # by round
+    cpu_us_per_token: float
+    cpu_us_per_token_by_process: dict[str, float]
+    client_cpu_us_per_token: float
+    idle_cpu_per_s: float
+    added_ttft_p50_ms: float
+    added_ttft_p99_ms: float
+    added_itl_p50_ms: float
+    added_itl_p99_ms: float
+    dispatch_imbalance: float | None
+    num_processes: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    return report(lambda: measure(given), given.json)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Start, warm up, look at it idle, measure, stop."""
+    load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
+    variables = SERVE_DEFAULTS if given.serve_defaults else {}
+    with service(application(given), variables=variables) as running, uncollected():
+        figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
+    return asdict(figures) | {
+        **asdict(load),
+        "replicas": given.replicas,
+        "ingresses": given.ingresses,
+        "transport": given.transport,
+        "serve_defaults": given.serve_defaults,
+        "rounds": given.rounds,
+        "cpu": machine.cpu_name(),
+        "num_cores": num_usable_cores(),
+        "commit": commit(),
+        "versions": machine.versions(),
+    }
+
+
+def application(given: argparse.Namespace) -> dict[str, Any]:
+    """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there."""
+    blocks_of_one = -(-(given.prompt_tokens + given.tokens + 1) // _KV_BLOCK)
+    return {
+        "models": [
+            {
+                "name": MODEL_NAME,
+                "engine": {
+                    "model": {"path": given.model, "simulated": {"step_ms": given.step_ms}},
+                    "cache": {"num_blocks": given.streams * blocks_of_one, "block_size": _KV_BLOCK},
+                    "scheduler": {
+                        "max_running": given.streams,
+                        "max_waiting": given.streams,
+                        "max_step_tokens": given.streams * given.prompt_tokens,
+                        "prefill_chunk_tokens": given.prompt_tokens,
+                    },
+                },
+                "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
+            }
+        ],
+        "ingress": {"num_replicas": given.ingresses, "num_cpus": 0.1}
+        | ({} if given.transport is None else {"transport": given.transport}),
+    }
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: the client's own pauses are not the service's."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S) -> FleetFigures:
+    """Warm up twice, wait idle, then the rounds one after the other."""
+    requests = Requests(running.target, load)
+    for _ in range(2):
+        asyncio.run(play(running.target, requests, load, tokens=min(load.tokens, WARM_UP_TOKENS)))
+    before = running.processes()
+    began = time.perf_counter()
+    time.sleep(idle_s)
+    idle_cpu_s = sum(cpu_between(before, running.processes()).values()) / (time.perf_counter() - began)
+    before, client_before = running.processes(), machine.own_cpu_s()
+    rounds = []
+    for number in range(1, num_rounds + 1):
+        rounds.append(asyncio.run(play(running.target, requests, load, tokens=load.tokens)))
+        done = rounds[-1]
+        tell(f"round {number} of {num_rounds}: {done.num_tokens:,} tokens in {done.seconds:.2f} s")
+    client_cpu_s, after = machine.own_cpu_s() - client_before, running.processes()
+    return figures_of(
+        rounds,
+        load,
+        num_replicas=num_replicas,
+        cpu_s=cpu_between(before, after),
+        client_cpu_s=client_cpu_s,
+        idle_cpu_per_s=idle_cpu_s,
+        num_processes=len(after),
+    )
+
+
+class Requests:
+    """Prompts of random tokens, new ones for each round, so that no prefix is known."""
+
+    def __init__(self, target: Target, load: Load) -> None:
+        self._target = target
+        self._load = load
+        self._source = random.Random("fleet")
+
+    def make(self, tokens: int) -> list[bytes]:
+        """One request for each stream."""
+        return [self._target.request("completions", self._body(tokens)) for _ in range(self._load.streams)]
+
+    def _body(self, tokens: int) -> bytes:
+        prompt = self._source.choices(range(_FIRST_TOKEN, 2 * _FIRST_TOKEN), k=self._load.prompt_tokens)
+        body = {
+            "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        return json.dumps(body).encode()
+
+
+async def play(target: Target, requests: Requests, load: Load, *, tokens: int) -> Round:
+    """All streams at once, to their ends. Raises BenchmarkError when one had not exactly the tokens it asked for."""
+    prepared = requests.make(tokens)
+    answers = await asyncio.gather(*(ask(target, request, timeout_s=load.timeout_s) for request in prepared))
+    for answer in answers:
+        if not answer.has_succeeded or answer.num_tokens != tokens:
+            raise BenchmarkError(
+                f"a stream of {tokens} tokens brought {answer.num_tokens} ({answer.outcome}): {answer.failure}"
+            )
+    return Round(list(answers))
+
+
+def figures_of(
+    rounds: Sequence[Round],
+    load: Load,
+    *,
+    num_replicas: int,
+    cpu_s: dict[str, float],
+    client_cpu_s: float,
+    idle_cpu_per_s: float,
+    num_processes: int,
+) -> FleetFigures:
+    """Sum up the rounds."""
+    answers = [answer for done in rounds for answer in done.answers]
+    num_tokens = sum(done.num_tokens for done in rounds)
+    first_ms = [(answer.delivered_s[0] - answer.begun_s) * 1000 - load.step_ms for answer in answers]
+    gaps_ms = [gap * 1000 - load.step_ms for answer in answers for gap in answer.gaps_s]
+    return FleetFigures(
+        tokens_per_s=round(num_tokens / sum(done.seconds for done in rounds), 1),
+        all_tokens_per_s=[round(done.num_tokens / done.seconds, 1) for done in rounds],
+        cpu_us_per_token=round(sum(cpu_s.values()) / num_tokens * 1e6, 1),
+        cpu_us_per_token_by_process={
+            title: round(seconds / num_tokens * 1e6, 1)
+            for title, seconds in sorted(cpu_s.items(), key=lambda entry: -entry[1])
+            if seconds > 0
+        },
+        client_cpu_us_per_token=round(client_cpu_s / num_tokens * 1e6, 1),
+        idle_cpu_per_s=round(idle_cpu_per_s, 3),
+        added_ttft_p50_ms=_at(first_ms, 50),
+        added_ttft_p99_ms=_at(first_ms, 99),
+        added_itl_p50_ms=_at(gaps_ms, 50),
+        added_itl_p99_ms=_at(gaps_ms, 99),
+        dispatch_imbalance=imbalance(answers, num_replicas),
+        num_processes=num_processes,
+    )
+
+
+def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
+    """Requests on the fullest replica over the mean of all; None when some answer does not name its replica."""
+    placed = Counter(answer.headers.get(REPLICA_HEADER) for answer in answers)
+    return None if None in placed else round(max(placed.values()) * num_replicas / len(answers), 3)
+
+
+def _at(samples: Sequence[float], percent: float) -> float:
+    found = percentile(samples, percent)
+    return round(found if found is not None else 0.0, 3)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.service.fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--replicas", type=positive, default=4, metavar="N")
+    parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
+    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument("--transport", metavar="NAME", help="ingress.transport; default: as the service has it")
+    parser.add_argument(
+        "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
+    )
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer; a vocabulary above 600")
+    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Requests sent when their time has come, whatever has become of those before: an open loop.
+
+A client that waits for answers slows down with the server and never sees how bad it gets. This one is late only when it
+is overloaded itself, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.engine.request import Request
+from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.workload import Workload
+from benchmarks.service.arrivals import Arrivals
+
+LEAD_S = 0.1  # between the start and the first arrival, for tasks to be made
+
+AfterAnswer = Callable[[bytes, Answer], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request of the schedule and what came of it. Seconds of one clock."""
+
+    scheduled_s: float
+    answer: Answer
+
+    @property
+    def lateness_s(self) -> float:
+        """How late the client turned to it."""
+        return self.answer.begun_s - self.scheduled_s
+
+
+async def play(
+    target: Target,
+    requests: Sequence[bytes],
+    arrivals_s: Sequence[float],
+    *,
+    start_s: float,
+    timeout_s: float,
+    after: AfterAnswer | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Sent]:
+    """Send each request at `start_s` plus its arrival, follow every answer to its end, in order of arrival.
+
+    `after` is awaited after each answer, before this returns; it delays no arrival.
+    """
+
+    async def follow(request: bytes) -> Answer:
+        answer = await ask(target, request, timeout_s=timeout_s, clock=clock)
+        if after is not None:
+            await after(request, answer)
+        return answer
+
+    tasks = []
+    for request, arrival_s in zip(requests, arrivals_s, strict=True):
+        await asyncio.sleep(start_s + arrival_s - clock())
+        tasks.append(asyncio.create_task(follow(request)))
+    answers = await asyncio.gather(*tasks)
+    return [Sent(start_s + arrival_s, answer) for arrival_s, answer in zip(arrivals_s, answers, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a workload is played: so many requests, so many seconds, or (neither) all of it once."""
+
+    num_requests: int | None = None
+    duration_s: float | None = None
+
+
+def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: float | None, seed: int) -> Workload:
+    """The requests to send and when. A workload that is too short is repeated.
+
+    Raises:
+        BenchmarkError: a trace, whose times are its own, is too short, or nobody arrives.
+    """
+    number = _num_needed(workload, arrivals, extent, rate)
+    if arrivals.kind == "trace" and number > len(workload.requests):
+        raise BenchmarkError(f"--arrival trace: the workload has {len(workload.requests):,} requests, not {number:,}")
+    arranged = arrivals.arrange(repeated(workload, number), rate=rate, seed=seed)
+    if extent.duration_s is None:
+        return arranged
+    in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < extent.duration_s)
+    if not in_time:
+        raise BenchmarkError(f"nobody arrives within --duration {extent.duration_s:g} s; make it longer")
+    return Workload(in_time)
+
+
+def repeated(workload: Workload, number: int) -> Workload:
+    """So many requests in the order of the workload, again and again.
+
+    Each repetition has a salt of its own: what a server keeps of the one before must not answer it.
+    """
+    size = len(workload.requests)
+    found = []
+    for place in range(number):
+        timed, copy = workload.requests[place % size], place // size
+        if copy:
+            name, salt = f"{timed.request.request_id}~{copy}", f"{timed.request.cache_salt}~{copy}"
+            timed = replace(timed, request=replace(timed.request, request_id=name, cache_salt=salt))
+        found.append(timed)
+    return Workload(tuple(found))
+
+
+def completion_request(target: Target, model: str, request: Request) -> bytes:
+    """A streaming call of /v1/completions with the request's own tokens. What other servers do not know is left out
+    wherever it says nothing."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model, "prompt": list(request.prompt_token_ids), "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if not sampling.is_greedy:
+        body["seed"] = sampling.seed
+    optional = {
+        "ignore_eos": (sampling.ignore_eos, False),
+        "top_k": (sampling.top_k, 0),
+        "top_p": (sampling.top_p, 1.0),
+        "min_p": (sampling.min_p, 0.0),
+        "user": (request.tenant, ""),
+        "priority": (request.priority, 0),
+        "deadline_s": (request.deadline_s, None),
+        "cache_salt": (request.cache_salt, ""),
+    }
+    body |= {name: value for name, (value, nothing) in optional.items() if value != nothing}
+    return target.request("completions", json.dumps(body).encode())
+
+
+def _num_needed(workload: Workload, arrivals: Arrivals, extent: Extent, rate: float | None) -> int:
+    if extent.num_requests is not None:
+        return extent.num_requests
+    if extent.duration_s is None or arrivals.kind == "trace":
+        return len(workload.requests)
+    assert rate is not None, "a duration is filled at a rate"
+    expected = rate * extent.duration_s
+    return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # chance stays below this

@@ -1,0 +1,217 @@
+"""`python -m deployments.launcher CONFIG`: what `make serve` runs. Checks, sets the environment, starts, stops.
+
+Two processes. This one checks the config and the ports, starts `deployments.launcher.foreground` with the environment
+that Ray and Serve read, and waits for a signal or for its end. It imports no Ray, so it answers at once
+and always lives to clean up: whatever the child started is in the child's session, and none of it outlives this
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from app.assembly import resolve_model_path
+from app.errors import InvalidSetup
+from deployments.serve.settings import LOOPBACK, ServeFile, read_serve_file
+
+PROJECT = Path(__file__).resolve().parents[2]
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+STOP_TIMEOUT_S = 8.0  # for the service to end by itself
+END_TIMEOUT_S = 2.0  # for what is left to end when it is asked; then it is killed
+_MAX_PROXY_THREADS = 4  # as Serve has it
+_OUR_PORTS = range(20_000, 30_000)
+
+
+def main() -> int:
+    """Serve until a signal comes. The exit status is 0 after a signal, 1 when the service cannot start or has died."""
+    arguments = _arguments()
+    # Blocked from here on: a signal waits until this process asks for it, so none can interrupt a start or a clean-up.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+    try:
+        config = read_serve_file(arguments.config)
+        check_folders(config)
+        check_port(config, arguments.config)
+    except InvalidSetup as error:
+        print(f"{arguments.config} cannot be served:\n{error}", file=sys.stderr, flush=True)
+        return 1
+    # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, whose paths may have 97 characters.
+    run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
+    command = [sys.executable, "-m", "deployments.launcher.foreground", str(arguments.config), str(run_folder)]
+    command += ["--dashboard"] if arguments.dashboard else []
+    child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
+    status = supervise(child)
+    if status == 0:
+        shutil.rmtree(run_folder, ignore_errors=True)
+    else:
+        print(f"The logs are kept in {run_folder}/session_latest/logs.", file=sys.stderr, flush=True)
+    return status
+
+
+def supervise(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a signal or for the child's end, then leave nothing of the child's session behind."""
+    received = signal.SIGCHLD
+    while received == signal.SIGCHLD and child.poll() is None:
+        received = signal.Signals(signal.sigwait(STOP_SIGNALS | {signal.SIGCHLD}))
+    if received != signal.SIGCHLD:
+        print("Stopping.", flush=True)
+        child.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while child.poll() is None and time.monotonic() < deadline:
+        signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic()))
+    if child.poll() is None:
+        print(f"It has not ended by itself within {STOP_TIMEOUT_S:g} s: killing it.", file=sys.stderr, flush=True)
+    _end_session(child.pid)
+    child.wait()
+    return 0 if received != signal.SIGCHLD else 1
+
+
+def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: the fast modes of Serve, everything of this run in its own folder, loopback only.
+
+    What the caller has set stays, except what would join or disturb somebody else's cluster.
+    """
+    ours = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), inherited.get("PYTHONPATH")])),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_folder}/admin.sock",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{run_folder}/metrics.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(run_folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{run_folder}/server-state",
+    }
+    free = free_ports()
+    defaults = {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(next(free)),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
+        # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
+        # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+        # Three of these and Serve kills a proxy that has not started. With its 5 s it gave up on a busy machine what it
+        # would have waited a minute for, and the start failed.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+    }
+    if config.host in LOOPBACK:
+        # Ray names every node by an outside address unless it is told that this machine can have no cluster.
+        defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if _all_models_are_local(config):
+        defaults["HF_HUB_OFFLINE"] = "1"
+    kept = {name: value for name, value in inherited.items() if name != "RAY_ADDRESS"}
+    return defaults | kept | ours
+
+
+def num_proxy_threads(num_cores: int) -> int:
+    """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
+    return max(1, min(_MAX_PROXY_THREADS, num_cores // 4))
+
+
+def check_folders(config: ServeFile) -> None:
+    """Raise InvalidSetup for a model path that can only be a folder and is none, or a batches folder that cannot be.
+
+    A hub id cannot be told from here.
+    """
+    for application in config.applications.values():
+        for index, served in enumerate(application.models):
+            path = served.engine.model.path
+            if path.startswith(("/", ".", "~")) and not _is_folder(path):
+                raise InvalidSetup(f"models[{index}].engine.model.path: got {path!r}; there is no such folder here")
+        if application.batches is not None:
+            _check_writable(application.batches.path)
+
+
+def _check_writable(path: str) -> None:
+    try:
+        Path(path).expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetup(f"batches.path: got {path!r}; it cannot be made: {error.strerror}") from error
+
+
+def check_port(config: ServeFile, path: Path) -> None:
+    """Raise InvalidSetup when something listens where the service should."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As every server does: a connection of the last run that is still closing is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise InvalidSetup(
+                f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                f"`ss -ltnp 'sport = :{config.port}'` shows who does: stop it, or set another port in {path}"
+            ) from error
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m deployments.launcher", description="Serve a config file here.")
+    parser.add_argument("config", type=Path, help="a Serve config file, as deployments/serve.yaml")
+    parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
+    return parser.parse_args()
+
+
+def _all_models_are_local(config: ServeFile) -> bool:
+    return all(
+        _is_folder(model.engine.model.path) for served in config.applications.values() for model in served.models
+    )
+
+
+def _is_folder(path: str) -> bool:
+    return resolve_model_path(path) != path or Path(path).is_dir()
+
+
+def free_ports() -> Iterator[int]:
+    """Ports that nobody listens on now, each once.
+
+    From a range where neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) takes ports by itself, so
+    that none is gone before its owner has started.
+    """
+    for port in random.sample(_OUR_PORTS, len(_OUR_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        yield port
+
+
+def _end_session(session: int) -> None:
+    """End all processes of a session: first asked, then made to."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for pid in session_members(session):
+            try:
+                os.kill(pid, sent)
+            except ProcessLookupError:
+                continue
+        # They are not our children, so there is no event to wait for.
+        while session_members(session) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def session_members(session: int) -> list[int]:
+    """The live processes of a session, by pid; empty where there is no /proc."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # pid (name with anything) state ppid pgrp session ...
+            state, _, _, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(owner) == session and state != "Z":
+            members.append(int(folder.name))
+    return members

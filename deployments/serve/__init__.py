@@ -1,0 +1,1 @@
+"""What runs inside Ray Serve: the application, its ingress, its replicas, its batches."""

@@ -1,0 +1,53 @@
+"""Gathers what admins want to know: their route reaches one ingress and must tell of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.api.auth.keys import Doorkeeper
+from app.api.endpoints.admin import Findings, ProcessReport, usage_of
+from app.config import ServedModelConfig
+from deployments.serve.boards import board_of
+from deployments.serve.metrics import answers_of
+from deployments.serve.settings import deployment_name
+
+
+class Insight:
+    """One for each process that sends requests: tells what this process knows, and asks the others."""
+
+    def __init__(
+        self, models: Iterable[ServedModelConfig], doorkeeper: Doorkeeper, batches: DeploymentHandle | None = None
+    ) -> None:
+        """`batches` sends requests as ingresses do, where it is served."""
+        self._boards = {model.name: board_of(deployment_name(model)) for model in models}
+        self._doorkeeper = doorkeeper
+        self._others = [] if batches is None else [batches]
+
+    def report(self) -> ProcessReport:
+        """What this process knows."""
+        return ProcessReport(
+            process=serve.get_replica_context().replica_id.unique_id,
+            usage=usage_of(self._doorkeeper),
+            replicas={
+                model: [state._asdict() for state in board.states()]
+                for model, board in self._boards.items()
+                if board is not None
+            },
+        )
+
+    async def inquire(self) -> Findings:
+        """What all ingresses know, and the process that works batches off, if they answer in time."""
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        asked = await asyncio.gather(
+            *(answers_of(handle, "admin_report") for handle in (this_deployment, *self._others))
+        )
+        reports = {report.process: report for each in asked for report in each.reports}
+        ours = self.report()  # whether Serve's routing knows of us already or not
+        return Findings(
+            reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
+        )

@@ -1,0 +1,135 @@
+"""The typed Serve builder that `serve.yaml` names: one replica deployment per model, one ingress in front."""
+
+# No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
+
+from pathlib import Path
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.assembly import resolve_model_path
+from app.config import ApplicationConfig, BatchesConfig, EngineConfig, IngressConfig, ServedModelConfig
+from deployments.serve.autoscaling import number_of_replicas
+from deployments.serve.batches import Batches
+from deployments.serve.ingress import Ingress
+from deployments.serve.replica import Replica
+from deployments.serve.settings import check, deployment_name
+
+# How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
+DRAIN_POLL_S = 0.5
+HEALTH_CHECK_PERIOD_S = 5.0
+# A replica must answer within this; its loop is never blocked, the engine computes in its own thread.
+HEALTH_CHECK_TIMEOUT_S = 15.0
+# A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
+MAX_START_ATTEMPTS = 3
+# All of them are short; content goes over in pieces.
+MAX_BATCH_CALLS = 256
+# Calls end in moments, and batches go on after a restart.
+BATCHES_DRAIN_TIMEOUT_S = 2.0
+# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise nobody answers between the
+# stop of a single ingress and the start of the next, and whoever asks waits at Serve's proxy for as long as that takes.
+INGRESS_SURGE_PERCENT = 1
+
+
+def build(args: ApplicationConfig) -> Application:
+    """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
+    check(args)
+    models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
+    replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
+    paths = {model.name: model.engine.model.path for model in models}
+    args = _at_absolute_paths(args)
+    if args.batches is None:
+        return _ingress_deployment(args).bind(args, paths, replicas)
+    batches = _batches_deployment(args.batches).bind(args, paths, replicas)
+    return _ingress_deployment(args).bind(args, paths, replicas, batches)
+
+
+def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
+    """Deployments may run in another folder than this."""
+    if config.api.keys_file is not None:
+        api = config.api.model_copy(update={"keys_file": _absolute(config.api.keys_file)})
+        config = config.model_copy(update={"api": api})
+    if config.batches is not None:
+        webhooks = config.batches.webhooks
+        if webhooks.secret_file is not None:
+            webhooks = webhooks.model_copy(update={"secret_file": _absolute(webhooks.secret_file)})
+        files = config.batches.files
+        if files is not None and "://" not in files:
+            files = _absolute(files)
+        batches = config.batches.model_copy(
+            update={"path": _absolute(config.batches.path), "files": files, "webhooks": webhooks}
+        )
+        config = config.model_copy(update={"batches": batches})
+    return config
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:
+    replicas = model.replicas
+    max_requests = _max_requests(model)
+    return serve.deployment(Replica).options(
+        name=deployment_name(model),
+        **number_of_replicas(model),
+        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        # The engine refuses what is beyond its limits. Calls for control of each ingress and of the batches count
+        # too; while one is replaced there are twice as many.
+        max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
+        # The router refuses when all are full; this bounds those that wait while no replica is there at all.
+        max_queued_requests=max_requests * replicas.max_replicas,
+        graceful_shutdown_timeout_s=replicas.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+        request_router_config=RequestRouterConfig(request_router_class="deployments.serve.router.BoardRouter"),
+    )
+
+
+def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
+    max_requests = sum(_max_requests(model) * model.replicas.max_replicas for model in config.models)
+    return serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
+        num_replicas=config.ingress.num_replicas,
+        max_surge_percent=INGRESS_SURGE_PERCENT,
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
+        max_ongoing_requests=2 * max_requests,
+        graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+    )
+
+
+def _max_requests(model: ServedModelConfig) -> int:
+    """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
+    return 2 * model.engine.scheduler.max_requests
+
+
+def _batches_deployment(config: BatchesConfig) -> serve.Deployment:
+    return serve.deployment(Batches).options(
+        name="batches",
+        num_replicas=1,  # one writer
+        ray_actor_options={"num_cpus": config.num_cpus},
+        max_ongoing_requests=MAX_BATCH_CALLS,
+        max_queued_requests=MAX_BATCH_CALLS,
+        graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=MAX_START_ATTEMPTS,
+    )
+
+
+def _engine_config(model: ServedModelConfig) -> EngineConfig:
+    """The engine's branch with the path resolved and the device that the reservation grants."""
+    asked = model.engine.model
+    granted = "cuda" if model.replicas.num_gpus else "cpu"
+    device = granted if asked.device == "auto" else asked.device
+    resolved = asked.model_copy(update={"path": resolve_model_path(asked.path), "device": device})
+    return model.engine.model_copy(update={"model": resolved})

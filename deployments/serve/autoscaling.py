@@ -1,0 +1,91 @@
+"""Adapter from Serve's autoscaling to `app.fleet.autoscaling`. Serve's controller runs the policy ten times a second.
+
+Serve has the delays, the limits and the start from zero; replicas report what they have to do. Serve pickles this
+module by value into its controller, so nothing here is shared with other modules of that process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ray.serve import config as serve_config
+
+from app.config import AutoscalingConfig, ServedModelConfig
+from app.engine.stats import EngineMeasurements, EngineStats
+from app.fleet.autoscaling import ReplicaUse, Situation, desired_replicas
+
+REPORT_INTERVAL_S = 2.0  # how often replicas and handles tell the controller
+LOOK_BACK_S = 4.0  # Serve wants it longer than the interval; a fifth of it is how often a replica is asked
+
+
+class TokenPolicy:
+    """Called by Serve with what it knows of a deployment; answers how many replicas it should have."""
+
+    def __init__(self, autoscaling: Mapping[str, Any], num_slots: int) -> None:
+        """`autoscaling` are our settings as plain values: Serve wants JSON."""
+        self._config = AutoscalingConfig.model_validate(autoscaling)
+        self._num_slots = num_slots
+
+    def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The number, and no state to be kept."""
+        situation = Situation(
+            target=context.target_num_replicas,
+            num_running=context.current_num_replicas,
+            uses=_uses(context.raw_metrics),
+            num_queued=context.total_queued_requests,
+            num_slots=self._num_slots,
+        )
+        return desired_replicas(situation, self._config), {}
+
+
+def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
+    """The options of a deployment that say how many replicas it has."""
+    replicas, autoscaling = model.replicas, model.replicas.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": replicas.num_replicas}
+    with warnings.catch_warnings():
+        # Ray 2.60 announces an environment variable in place of this field, and does not read it yet.
+        warnings.filterwarnings("ignore", message="The `metrics_interval_s` field", category=DeprecationWarning)
+        return {
+            "autoscaling_config": serve_config.AutoscalingConfig(
+                min_replicas=autoscaling.min_replicas,
+                initial_replicas=replicas.initial_replicas,
+                max_replicas=autoscaling.max_replicas,
+                upscale_delay_s=autoscaling.upscale_delay_s,
+                downscale_delay_s=autoscaling.downscale_delay_s,
+                downscale_to_zero_delay_s=autoscaling.scale_to_zero_after_s,
+                metrics_interval_s=REPORT_INTERVAL_S,
+                look_back_period_s=LOOK_BACK_S,
+                policy=serve_config.AutoscalingPolicy(
+                    policy_function="deployments.serve.autoscaling:TokenPolicy",
+                    policy_kwargs={
+                        "autoscaling": autoscaling.model_dump(),
+                        "num_slots": model.engine.scheduler.max_running,
+                    },
+                ),
+            )
+        }
+
+
+def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, float]:
+    """What a replica reports to Serve, by the names of ReplicaUse's fields."""
+    use = ReplicaUse(
+        num_outstanding_tokens=measurements.num_outstanding_tokens,
+        num_requests=stats.num_running + stats.num_waiting,
+        kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
+    )
+    return asdict(use)
+
+
+def _uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[ReplicaUse]:
+    """The last report of each replica. `metrics` are time series by our names, then by replica."""
+    series = {name: metrics.get(name, {}) for name in ReplicaUse.__slots__}
+    told_all = set.intersection(*(set(by_replica) for by_replica in series.values()))
+    return [
+        ReplicaUse(**{name: by_replica[replica][-1].value for name, by_replica in series.items()})
+        for replica in told_all
+        if all(by_replica[replica] for by_replica in series.values())
+    ]

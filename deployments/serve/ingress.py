@@ -1,0 +1,119 @@
+"""The ingress deployment: `app.api` over handles to the replicas. No torch here, ever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Mapping, Sequence
+
+from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from app.api import Answering, ServedModel, batch_routes, build_app
+from app.api.endpoints.admin import ProcessReport
+from app.api.http.guard import owner_of
+from app.config import ApplicationConfig
+from deployments.serve.admin import Insight
+from deployments.serve.batch_calls import RemoteBatchService
+from deployments.serve.client import ModelClient, cascades_of, served_model
+from deployments.serve.keys_file import Keys
+from deployments.serve.logs import log_where_serve_does
+from deployments.serve.loopback import keep_calls_on_loopback
+from deployments.serve.metrics import IngressReport, MetricsCollector
+from deployments.serve.odd_headers import accept_odd_headers
+from deployments.serve.settings import check_exposure
+
+READY_CACHE_S = 1.0
+
+
+class Ingress:
+    """One HTTP process. Comes up only when every model has told its facts."""
+
+    def __init__(
+        self,
+        config: ApplicationConfig,
+        paths: Mapping[str, str],
+        handles: Mapping[str, DeploymentHandle],
+        batches: DeploymentHandle | None = None,
+    ) -> None:
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
+
+        `batches` is the deployment that keeps files and batches, where they are served.
+        """
+        log_where_serve_does()
+        keep_calls_on_loopback()
+        accept_odd_headers()
+        self._config = config
+        self._paths = paths
+        self._batches = batches
+        self._metrics = MetricsCollector(handles, config.metrics, batches)
+        self._clients = {
+            model.name: ModelClient(
+                model, handles[model.name], config.ingress.transport, self._metrics.requests.model(model.name)
+            )
+            for model in config.models
+        }
+        # Here too, for whoever deploys on a cluster has no launcher that would say so.
+        check_exposure(_get_global_client().http_config.host, config.api)
+        self._keys = Keys(config.api)
+        self._insight = Insight(config.models, self._keys.doorkeeper, batches)
+        self._ready_until = 0.0
+        self._ready_lock = asyncio.Lock()
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        """Called by Serve after the constructor; waits for a replica of every model."""
+        models = [
+            await served_model(model, self._paths[model.name], self._clients[model.name])
+            for model in self._config.models
+        ]
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
+        self._following = asyncio.create_task(self._keys.follow())
+        return build_app(
+            models,
+            self._config.api,
+            self._is_ready,
+            metrics=self._metrics.requests,
+            expose=self._metrics.expose,
+            cascades=cascades_of(self._config.cascades, models),
+            batch_routes=self._batch_routes(models),
+            doorkeeper=self._keys.doorkeeper,
+            inquire=self._insight.inquire,
+        )
+
+    def metrics_report(self) -> IngressReport:
+        """What this process has measured, for the ingress that was asked for all of it."""
+        return self._metrics.report()
+
+    def admin_report(self) -> ProcessReport:
+        """What this process knows, for the ingress that an admin has asked."""
+        return self._insight.report()
+
+    def _batch_routes(self, models: Sequence[ServedModel]) -> list[Route]:
+        if self._batches is None:
+            return []
+        assert self._config.batches is not None, "a batches deployment comes with its settings"
+        api = self._config.api
+        return batch_routes(
+            RemoteBatchService(self._batches),
+            Answering(models, api, self._metrics.requests, cascades=cascades_of(self._config.cascades, models)),
+            api,
+            max_file_bytes=self._config.batches.max_file_bytes,
+            owner_of=owner_of,
+        )
+
+    async def _is_ready(self) -> bool:
+        """Whether every model has a replica that answers, or may sleep until the first request wakes it.
+
+        A yes holds for a moment; callers share one question.
+        """
+        async with self._ready_lock:
+            if time.monotonic() >= self._ready_until:
+                # To ask a model that sleeps would wake it.
+                awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
+                answers = await asyncio.gather(*(client.answers() for client in awake))
+                self._ready_until = time.monotonic() + READY_CACHE_S if all(answers) else 0.0
+            return time.monotonic() < self._ready_until

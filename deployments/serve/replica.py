@@ -1,0 +1,118 @@
+"""The replica deployment: one engine behind Serve's handle. Thin: it adds no behaviour to the engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import cast
+
+import ray
+from ray import serve
+
+from app.assembly import build_engine
+from app.config import ServedModelConfig
+from app.engine.request import ModelFacts, Request, TokenDelta
+from app.engine.stats import EngineStats
+from app.fleet import Address, FramePort, Outbox, Report
+from app.fleet.dispatch import Group, group_of_rank
+from app.metrics import EngineReport
+from deployments.serve.autoscaling import use_of
+from deployments.serve.calls import FramesFrom
+from deployments.serve.logs import log_where_serve_does
+from deployments.serve.loopback import keep_calls_on_loopback
+from deployments.serve.settings import retuned
+
+# An ingress whose line is down opens it again every few seconds; one that is gone does not.
+ORPHANED_AFTER_S = 15.0
+
+
+class Replica:
+    """One Serve actor with one device and one engine."""
+
+    def __init__(self, model: ServedModelConfig) -> None:
+        """Load the weights and start the engine. Raises InvalidSetup when the model cannot be served as configured."""
+        log_where_serve_does()
+        keep_calls_on_loopback()
+        groups = [Group(group.name, group.share) for group in model.replicas.groups]
+        self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
+        self._deployed = model.scheduler_of(self._group)
+        self._outboxes: dict[str, Outbox] = {}  # by ingress
+        self._port = FramePort(ray.util.get_node_ip_address(), self._outbox)
+        self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no later collection need look at it
+
+    async def reconfigure(self, user_config: object) -> None:
+        """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
+
+        Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
+        request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
+        """
+        await self._engine.reconfigure(retuned(self._deployed, user_config))
+
+    async def serve(self, request: Request, ingress_id: str) -> None:
+        """Serve a request whose tokens go out in frames to its ingress; returns when it has ended.
+
+        Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
+        """
+        matcher = await self._engine.matcher_of(request)
+        outbox = self._outbox(ingress_id)
+        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
+
+    async def frame_address(self, _: FramesFrom) -> Address:
+        """Where this replica's frames are to be had."""
+        return await self._port.open()
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """Stream the tokens of `request` by a call of its own. Closing the stream aborts the request."""
+        deltas = cast(AsyncGenerator[TokenDelta, None], self._engine.generate(request))
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+
+    def facts(self) -> ModelFacts:
+        """What the engine knows about its model."""
+        return self._engine.facts
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine."""
+        return self._engine.stats()
+
+    def metrics_report(self) -> EngineReport:
+        """What the engine counts and measures, for /metrics."""
+        return EngineReport(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            stats=self._engine.stats(),
+            measurements=self._engine.measurements(),
+            group=self._group,
+        )
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve about once a second, for the autoscaling policy."""
+        return use_of(self._engine.stats(), self._engine.measurements())
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
+        self._engine.check_health()
+
+    def _outbox(self, ingress_id: str) -> Outbox:
+        outbox = self._outboxes.get(ingress_id)
+        if outbox is None:
+            outbox = self._outboxes[ingress_id] = Outbox(
+                self._report,
+                orphaned_after_s=ORPHANED_AFTER_S,
+                on_orphaned=lambda: self._outboxes.pop(ingress_id, None),
+            )
+        return outbox
+
+    def _report(self) -> Report:
+        engine = self._engine
+        return Report.of(
+            engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
+        )
+
+    def __del__(self) -> None:
+        # Serve calls this once, after the replica has drained; it also runs when the constructor has failed.
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

@@ -1,0 +1,265 @@
+"""Reads and checks what `serve.yaml` asks for, in words, before anything starts. No Ray here: it answers at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from app.config import (
+    ApiConfig,
+    ApplicationConfig,
+    KeyConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+    branches_of,
+    leaves,
+    names_of,
+)
+from app.errors import InvalidSetup
+from app.jobs.remote_contents import filesystem_at
+from app.webhooks import check_default
+
+BUILDER = "deployments.serve.application:build"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile:
+    """The parts of a Serve config file that the launcher acts on; Serve reads the rest."""
+
+    host: str
+    port: int
+    applications: dict[str, ApplicationConfig]  # ours, by the name of the Serve application
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSetup(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidSetup(f"{path}: is not YAML: {error}") from error
+    entries = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
+    ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == BUILDER}
+    if not ours:
+        raise InvalidSetup(f"{path}: no application has `import_path: {BUILDER}`")
+    http = document.get("http_options") or {}
+    applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
+    for name, entry in ours.items():
+        _check_user_configs(applications[name], entry.get("deployments") or [])
+    file = ServeFile(
+        host=str(http.get("host", "127.0.0.1")), port=_port(http.get("port", 8000)), applications=applications
+    )
+    for config in applications.values():
+        check_exposure(file.host, config.api)
+        _check_models_of_keys(all_keys(config.api), config)
+    return file
+
+
+def parse(args: object) -> ApplicationConfig:
+    """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
+    try:
+        config = ApplicationConfig.model_validate(args if args is not None else {})
+    except ValidationError as error:
+        raise InvalidSetup("\n".join(map(_mistake, _causes(error)))) from error
+    check(config)
+    return config
+
+
+def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
+    """The keys of the settings and those of the file that they name. Raises InvalidSetup."""
+    keys = config.keys + (read_keys(Path(config.keys_file)) if config.keys_file else ())
+    try:
+        return ApiConfig(keys=keys).keys
+    except ValidationError as error:
+        raise InvalidSetup(f"{config.keys_file}: {_mistake(_causes(error)[0])}") from error
+
+
+def check_exposure(host: str, config: ApiConfig) -> None:
+    """Raise InvalidSetup when other machines could use an application without a key, and nobody has said that they may.
+
+    `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
+    """
+    if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
+        raise InvalidSetup(
+            f"http_options.host: got {host!r} without API keys: everybody who can reach this machine could use it; "
+            f"give the application `api.keys_file` (`python -m scripts.make_key NAME` prints an entry), listen on "
+            f"127.0.0.1, or say `api.allow_unauthenticated: true`"
+        )
+
+
+def read_keys(path: Path) -> tuple[KeyConfig, ...]:
+    """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
+    try:
+        entries = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSetup(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidSetup(f"{path}: is not YAML") from error  # and no word of what is in it
+    if not isinstance(entries, list) or not entries:
+        raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
+    try:
+        return ApplicationConfig.model_validate({"api": {"keys": entries}}).api.keys
+    except ValidationError as error:
+        mistakes = "\n".join(map(_mistake, _causes(error)))
+        raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
+
+
+def check(config: ApplicationConfig) -> None:
+    """Raise InvalidSetup, with the field, for what no single field's check can see."""
+    by_deployment: dict[str, str] = {}
+    for index, model in enumerate(config.models):
+        where = f"models[{index}]"
+        _check_device(where, model)
+        twin = by_deployment.setdefault(deployment_name(model), model.name)
+        if twin != model.name:
+            raise InvalidSetup(
+                f"{where}.name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
+                f"{deployment_name(model)!r}; change more than punctuation"
+            )
+    if config.batches is not None:
+        check_default(config.batches.webhooks)
+        if config.batches.files is not None:
+            filesystem_at(config.batches.files)
+
+
+def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
+    """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
+
+    So the same `user_config` always means the same, whatever was set before.
+
+    Raises:
+        InvalidSetup: it names something that cannot change while a replica runs, or a value is wrong.
+    """
+    given = user_config if isinstance(user_config, dict) else {"": user_config}
+    for name in given.keys() - {"scheduler"}:
+        if name in ("model", "cache"):
+            raise InvalidSetup(
+                f"user_config.{name}: cannot change while a replica runs, its memory was sized when it started; "
+                f"change it in the application's args, which restarts the replicas"
+            )
+        raise InvalidSetup(f"user_config: must be {{'scheduler': {{...}}}}; got {_shown(user_config)}")
+    changes = given.get("scheduler") or {}
+    if not isinstance(changes, dict):
+        raise InvalidSetup(f"user_config.scheduler: got {_shown(changes)}; must be settings by name")
+    try:
+        config = SchedulerConfig.model_validate(deployed.model_dump() | changes)
+    except ValidationError as error:
+        place = ("models", 0, "engine", "scheduler")
+        mistakes = [_mistake({**detail, "loc": (*place, *detail["loc"])}) for detail in _causes(error)]
+        raise InvalidSetup("\n".join(mistakes).replace(_path(place), "user_config.scheduler")) from error
+    if config.max_requests > deployed.max_requests:
+        raise InvalidSetup(
+            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; Serve lets "
+            f"{deployed.max_requests:,} requests into a replica deployed like this: change it in the application's args"
+        )
+    return config
+
+
+def deployment_name(model: ServedModelConfig) -> str:
+    """The Serve deployment of a model; Serve forbids some of what model names may have."""
+    return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+
+
+def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
+    names = [model.name for model in config.models]
+    for key in keys:
+        unknown = [name for name in key.models if name not in names]
+        if unknown:
+            raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
+
+
+def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
+    """What replicas would be told by `reconfigure`, checked before it reaches them."""
+    models = {deployment_name(model): model for model in config.models}
+    for deployment in deployments:
+        model = models.get(str(deployment.get("name")))
+        if model is not None and deployment.get("user_config") is not None:
+            retuned(model.engine.scheduler, deployment["user_config"])
+
+
+def _check_device(where: str, model: ServedModelConfig) -> None:
+    device, num_gpus = model.engine.model.device, model.replicas.num_gpus
+    if device == "cuda" and num_gpus == 0:
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got 0 with engine.model.device 'cuda'; a replica sees only the GPUs "
+            f"reserved for it: set num_gpus to 1, or device to 'cpu'"
+        )
+    if device == "cpu" and num_gpus > 0:
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got {num_gpus:g} with engine.model.device 'cpu'; set num_gpus to 0, "
+            f"or device to 'auto'"
+        )
+    if num_gpus > 1:
+        raise InvalidSetup(f"{where}.replicas.num_gpus: got {num_gpus:g}; one replica uses one GPU: at most 1")
+
+
+def _port(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+        raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
+    return value
+
+
+def _causes(error: ValidationError) -> list[ErrorDetails]:
+    """The mistakes without their echoes: pydantic also calls a list too short when its only entry has a mistake."""
+    details = error.errors(include_url=False)
+    parents = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in parents]
+
+
+def _mistake(detail: ErrorDetails) -> str:
+    """One line: `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`."""
+    where = _path(_without_kinds(detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"{where}: no such setting{_suggestion(detail['loc'])}"
+    if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
+        text = detail["msg"].removeprefix("Value error, ")
+        return f"{where}: {text}" if where else text
+    text = detail["msg"].replace("Input should be", "must be").replace("Input should", "must")
+    return f"{where or 'args'}: got {_shown(detail['input'])}; {text[:1].lower()}{text[1:]}"
+
+
+def _path(location: Iterable[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _without_kinds(location: Iterable[int | str]) -> list[int | str]:
+    """Behind a choice by name, pydantic adds the name to the path of its parameters; a config file does not."""
+    known, kept = dict(leaves(ApplicationConfig)), list[int | str]()
+    for part in location:
+        choice = known.get(re.sub(r"\[\d+\]", "[]", _path(kept)))
+        if choice is None or part not in names_of(choice):
+            kept.append(part)
+    return kept
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    branch: Any = ApplicationConfig
+    for part in location[:-1]:
+        branch = get_args(branch)[0] if isinstance(part, int) else _annotation(branch.model_fields[part])
+    assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
+    close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"
+
+
+def _annotation(field: FieldInfo) -> Any:
+    """What a setting holds; the branch itself where it may be left out."""
+    inner = branches_of(field)
+    return inner[0] if field.default is None and inner else field.annotation

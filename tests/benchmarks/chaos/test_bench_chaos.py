@@ -1,0 +1,115 @@
+"""How answers are read and judged; the faults themselves: tests/deployments/test_failover.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from benchmarks.chaos.__main__ import main
+from benchmarks.chaos.mix import KINDS, mixed, with_stop
+from benchmarks.chaos.stream import Stream, follow
+from benchmarks.chaos.verdict import by_kind, judged, pauses_ms, spread
+from benchmarks.harness.http_call import Target
+from tests.benchmarks.servers import serving, told_server
+
+USAGE = {"choices": [], "usage": {"completion_tokens": 2}}
+ERROR = {"error": {"message": "gone", "type": "server_error", "code": "unavailable"}}
+
+
+def piece(text: str, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {"choices": [{"index": index, "text": text, "finish_reason": finish_reason}]}
+
+
+def events(*chunks: dict[str, Any] | str) -> Response:
+    data = "".join(f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n" for chunk in chunks)
+    return StreamingResponse(iter([data.encode()]), media_type="text/event-stream")
+
+
+def followed(answer: Response) -> Stream:
+    with serving(told_server(lambda _: answer)) as url:
+        stream = Stream("greedy 0", begun_s=time.perf_counter())
+        asyncio.run(follow(stream, Target.parse(url), {"prompt": "x"}, timeout_s=5))
+    assert stream.ended_s is not None
+    return stream
+
+
+def test_a_whole_answer_is_complete_with_all_its_choices() -> None:
+    stream = followed(
+        events(piece("a"), piece("x", index=1), piece("b", "stop"), piece("y", "length", 1), USAGE, "[DONE]")
+    )
+    assert stream.said == ([(0, "ab"), (1, "xy")], [(0, "stop"), (1, "length")], 2)
+    assert (stream.is_complete, stream.is_well_formed, stream.outcome) == (True, True, "completed")
+    assert len(stream.arrivals_s) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_well_formed", "outcome"),
+    [
+        (events(piece("a"), ERROR, "[DONE]"), True, "error event: unavailable"),
+        (JSONResponse(ERROR, status_code=503), True, "status 503"),
+        (JSONResponse({}, status_code=503), False, "status 503"),
+        (events(piece("a"), ERROR), False, "error event: unavailable"),
+        (events(piece("a", "stop"), USAGE), False, "malformed"),
+        (events(piece("a", "stop"), piece("", "stop"), USAGE, "[DONE]"), False, "malformed"),
+        (events(piece("a", "stop"), USAGE, "[DONE]", piece("b")), False, "malformed"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_whole_is_told_apart_from_one_that_is_broken(
+    answer: Response, is_well_formed: bool, outcome: str
+) -> None:
+    stream = followed(answer)
+    assert (stream.is_complete, stream.is_well_formed, stream.outcome) == (False, is_well_formed, outcome)
+
+
+def test_nobody_there_is_no_connection() -> None:
+    stream = Stream("greedy 0", begun_s=0.0)
+    asyncio.run(follow(stream, Target.parse("http://127.0.0.1:9"), {}, timeout_s=5))
+    assert stream.outcome == "no connection"
+
+
+def answered(name: str, text: str, arrivals_s: Sequence[float] = ()) -> Stream:
+    stream = Stream(name, begun_s=0.0, status=200, arrivals_s=list(arrivals_s), texts={0: text}, ended_s=9.0)
+    stream.finish_reasons, stream.num_tokens = {0: "length"}, 4
+    stream.num_ends = Counter({"done": 1, "choice 0": 1})
+    return stream
+
+
+def test_wrong_answers_are_counted_by_what_is_wrong() -> None:
+    reference = {"greedy 0": answered("greedy 0", "abcd")}
+    answers = [answered("greedy 0", text) for text in ("abcd", "abd", "abccd", "abcx", "abce")]
+    answers.append(Stream("greedy 0", begun_s=0.0, failure="timeout"))
+    found = judged(answers, reference)
+    assert (found["streams"], found["completed"]) == (6, 5)
+    assert (found["lost"], found["repeated"], found["different"]) == (1, 1, 2)
+    assert (found["malformed"], found["hung"], found["other_ends"]) == (1, 1, {"timeout": 1})
+    assert by_kind(answers, reference) == {"greedy": {"asked": 6, "completed": 5, "wrong": 4}}
+
+
+def test_the_pause_of_a_fault_is_the_longest_that_touches_its_aftermath() -> None:
+    stream = answered("greedy 0", "abcd", arrivals_s=[2.0, 2.1, 2.9, 3.0, 8.0])
+    assert pauses_ms([stream], 2.5, step_s=0.1, within_s=0.4) == [pytest.approx(700)]
+    assert pauses_ms([stream], 2.5, step_s=0.1, within_s=2.0) == [pytest.approx(4900)]
+    assert pauses_ms([stream], 8.5, step_s=0.1, within_s=2.0) == [pytest.approx(-100)]
+    found = spread("pause_ms", [1.0, 3.0])
+    assert found.pop("pause_ms_samples") == [1.0, 3.0]
+    assert found == {"pause_p50_ms": 2.0, "pause_p99_ms": 3.0, "pause_max_ms": 3.0}
+
+
+def test_all_kinds_are_asked_and_a_stop_string_lies_on_the_way() -> None:
+    requests = mixed(12, max_tokens=(10, 20))
+    assert Counter(asked.kind for asked in requests) == dict.fromkeys(KINDS, 2)
+    text = "some words that a model might well have said"
+    [stop] = with_stop(requests[3], text).body["stop"]
+    assert 0 < text.index(stop) < len(text) - len(stop)
+
+
+def test_a_row_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["R99"]) == 2
+    assert "R99" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Pictures: drawn into a PNG of a size that can be committed; refused early where they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import strategies
+from benchmarks.engine.run import Run, Timeline
+from benchmarks.engine.service_figures import Served, ServiceFigures
+from benchmarks.engine.step_trace import Step
+from benchmarks.engine.strategies import Outcome
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.workload import TimedRequest, Workload
+from tests.fakes import make_request
+
+WORKLOAD = Workload((TimedRequest(request=make_request(request_id="a")),))
+
+
+def outcome(name: str, *, load: float = 1.0, seconds: float = 2.0) -> Outcome:
+    timeline = Timeline(0.0)
+    timeline.deliver((7,), at_s=seconds)
+    steps = [Step(began_s=0, ended_s=seconds, num_tokens={"a": 3}, num_running=1, num_waiting=0)]
+    run = Run(seconds=seconds, timelines={"a": timeline})
+    served = Served(run=run, joined_s={"a": 0.0}, bubble_share=0.0, steps=steps)
+    return Outcome(
+        name=name,
+        load=load,
+        rate=None,
+        settings={},
+        figures=ServiceFigures.of(WORKLOAD, served, None),
+        num_equal_outputs=1,
+        served=served,
+    )
+
+
+def test_the_picture_is_a_small_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine import pictures
+
+    path = tmp_path / "out.png"
+    outcomes = [outcome(name, load=load) for load in (0.5, 1) for name in ("static fcfs", "continuous fcfs")]
+    pictures.draw(str(path), outcomes, num_slots=4)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.stat().st_size < 300_000
+
+
+def test_static_stands_against_continuous_and_else_the_first_against_the_last() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine.pictures import gantt_pair
+
+    names = ("dynamic fcfs", "continuous fcfs", "static:batch_size=2 fcfs", "continuous sjf")
+    found = {name: outcome(name) for name in names}
+    assert [one.name for one in gantt_pair(list(found.values()))] == ["static:batch_size=2 fcfs", "continuous fcfs"]
+    assert [one.name for one in gantt_pair([found[name] for name in names[:2]])] == list(names[:2])
+    silent = replace(found["dynamic fcfs"], served=replace(found["dynamic fcfs"].served, steps=()))
+    assert gantt_pair([silent]) == []
+
+
+def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine import pictures
+
+    with pytest.raises(BenchmarkError, match="cannot be written"):
+        pictures.draw(str(tmp_path / "nowhere" / "out.png"), [outcome("a b")], num_slots=1)
+
+
+def test_without_matplotlib_a_plot_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(strategies, "find_spec", lambda name: None)
+    # The model and the workload do not exist: nobody gets as far as to look.
+    assert strategies.main(["--model", "nowhere", "--workload", "nowhere.jsonl", "--plot", "out.png"]) == 2
+    assert r"pip install -c constraints.txt -e '.[plots]'" in capsys.readouterr().err

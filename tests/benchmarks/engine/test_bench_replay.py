@@ -1,0 +1,515 @@
+"""Recorded runs lived through again: random ones, mutated ones, and real ones through the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule
+
+from app.assembly import build_matchers, build_sync_engine
+from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.engine.engine import LaunchingRunner, ModelRunner
+from app.engine.request import Grammar, GrammarKind, ModelFacts
+from app.engine.trace.entries import Entry, Header, StepRecord, parse, to_line
+from app.engine.trace.recorder import Recorder, StepRecorder
+from app.engine.trace.redaction import Redactor
+from benchmarks.engine.divergence import Circumstances, Comparison
+from benchmarks.engine.reenactment import Reenactment
+from benchmarks.engine.replay import Found, main, reenact
+from benchmarks.engine.stand_ins import StandIns
+from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
+from tests.engine.test_invariants import EngineMachine
+from tests.engine.test_matcher import LateMatchedRunner
+from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
+from tests.fakes import (
+    EOS,
+    VOCAB_SIZE,
+    FakeClock,
+    MadeMatchers,
+    MatchedRunner,
+    TimedRunner,
+    build_fake_engine,
+    make_request,
+    run_to_end,
+)  # fmt: skip
+
+
+def header_of(runner: ModelRunner, *, num_blocks: int, cache: CacheConfig, scheduler: SchedulerConfig) -> Header:
+    facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    return Header(
+        run="test", began="2026-11-20T12:00:00", launches_ahead=isinstance(runner, LaunchingRunner),
+        num_blocks=num_blocks, facts=asdict(facts),
+        config=EngineConfig(cache=cache, scheduler=scheduler).model_dump(mode="json"), versions={}, commit=None,
+    )  # fmt: skip
+
+
+class Recorded:
+    """The log of one run, as the lines that a file of it has."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.recorder = StepRecorder(self._put)
+
+    def _put(self, entry: Entry) -> bool:
+        self.entries.append(entry)
+        return True
+
+    @property
+    def lines(self) -> list[str]:
+        return [to_line(entry) for entry in self.entries]
+
+    def redacted_lines(self, block_size: int) -> list[str]:
+        redactor = Redactor(block_size)
+        return [to_line(hidden) for entry in self.entries for hidden in redactor.redacted(entry)]
+
+
+class Replay:
+    """One replay of lines without a model."""
+
+    def __init__(self, header: Header, lines: Iterable[str], *, hides: bool = False, **differently: Any) -> None:
+        config = EngineConfig.model_validate(header.config)
+        scheduler = SchedulerConfig.model_validate(config.scheduler.model_dump() | differently)
+        entries = [parse(line) for line in lines]
+        self.made: list[str] = []
+        reenactment = _Noting(
+            header, scheduler=scheduler, cache=config.cache,
+            stand_ins=StandIns(entries, block_size=config.cache.block_size) if hides else None,
+        )  # fmt: skip
+        reenactment.made = self.made
+        circumstances = Circumstances(
+            differences=[f"scheduler.{name}" for name in differently], computes=False,
+            strategy=scheduler.strategy.name, policy=scheduler.policy.name,
+        )  # fmt: skip
+        self.found: Found = reenact(
+            entries, reenactment, Comparison(circumstances, reenactment.request_ids, hides_tokens=hides)
+        )
+
+
+class _Noting(Reenactment):
+    made: list[str]
+
+    def step(self, record: StepRecord) -> StepRecord:
+        made = super().step(record)
+        self.made.append(to_line(made))
+        return made
+
+
+class RecordedMachine(EngineMachine):
+    """Random workloads, with everything that may come from outside; replayed when they have ended."""
+
+    def new_recorder(self) -> Recorder:
+        self.recorded = Recorded()
+        # The scheduler's settings will change.
+        self.first_settings = SchedulerConfig(**self.settings)
+        return self.recorded.recorder
+
+    @rule()
+    def clear_the_prefix_cache(self) -> None:
+        self.engine.clear_prefix_cache()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if not hasattr(self, "engine"):
+            return
+        pool = self.engine._scheduler._pool
+        cache = CacheConfig(block_size=pool.block_size, prefix_caching=pool._prefix_caching)
+        header = header_of(self.runner, num_blocks=pool.num_blocks, cache=cache, scheduler=self.first_settings)
+        lines = self.recorded.lines
+        num_steps = sum(isinstance(entry, StepRecord) for entry in self.recorded.entries)
+        replay = Replay(header, lines)
+        assert replay.found == Found(num_steps), str(replay.found.divergence)
+        assert Replay(header, lines).made == replay.made
+        hidden = Replay(header, self.recorded.redacted_lines(pool.block_size), hides=True)
+        assert hidden.found == Found(num_steps), str(hidden.found.divergence)
+
+
+class RecordedOverlappedMachine(RecordedMachine, OverlappedMachine):
+    """The same on an engine that launches ahead."""
+
+    runner_class = LateRunner
+
+
+_SETTINGS = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+TestRecordedMachine = RecordedMachine.TestCase
+TestRecordedMachine.settings = _SETTINGS
+TestRecordedOverlappedMachine = RecordedOverlappedMachine.TestCase
+TestRecordedOverlappedMachine.settings = _SETTINGS
+
+
+SETTINGS: dict[str, Any] = {
+    "max_running": 6, "max_waiting": 100, "max_step_tokens": 32, "prefill_chunk_tokens": 16
+}  # fmt: skip
+
+
+def recorded_run(
+    strategy: Any = "continuous", policy: Any = "fcfs", *, is_ahead: bool = False
+) -> tuple[Header, Recorded]:
+    """64 requests in four waves on a pool that is too small, some aborted, reconfigured in the middle."""
+    clock, recorded, draw = FakeClock(), Recorded(), random.Random(3)
+    runner = LateRunner(clock) if is_ahead else TimedRunner(clock)
+    engine = build_fake_engine(
+        runner=runner, clock=clock, num_blocks=14, recorder=recorded.recorder, strategy=strategy, policy=policy,
+        **SETTINGS,
+    )  # fmt: skip
+    scheduler = SchedulerConfig(strategy=strategy, policy=policy, **SETTINGS)
+    requests = workload()
+    for start in range(0, len(requests), 16):
+        for request in requests[start : start + 16]:
+            engine.add(request)
+        for _ in range(10):
+            clock.advance(engine.idle_s or 0.0)
+            engine.step()
+        engine.abort(draw.choice(requests[: start + 16]).request_id)
+        engine.abort(requests[start + 15].request_id)
+        if start == 16:
+            engine.reconfigure(SchedulerConfig(**SETTINGS | {"max_running": 4}, strategy=strategy, policy=policy))
+    run_to_end(engine, clock=clock)
+    assert engine.stats().total_preemptions > 0
+    assert engine.stats().total_aborted > 0
+    return header_of(runner, num_blocks=14, cache=CacheConfig(block_size=4), scheduler=scheduler), recorded
+
+
+@pytest.mark.parametrize("runner_class", [MatchedRunner, LateMatchedRunner])
+@pytest.mark.parametrize("num_free", [0, 3])
+def test_grammars_are_replayed_without_being_compiled_and_fail_where_they_failed(
+    runner_class: type[ModelRunner], num_free: int
+) -> None:
+    recorded, clock, runner = Recorded(), FakeClock(), runner_class()
+    engine = build_fake_engine(runner=runner, clock=clock, recorder=recorded.recorder, **SETTINGS)
+    requests = [make_request(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, text)) for text in ("3 4", "5 6 7!")]
+    for request in (*requests, *(make_request(max_tokens=9) for _ in range(num_free))):
+        engine.add(request, matcher=MadeMatchers().matcher_of(request).result())
+    run_to_end(engine)
+    assert engine.stats().total_failed == 1
+    header = header_of(
+        runner, num_blocks=64, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(**SETTINGS)
+    )  # fmt: skip
+    num_steps = sum(isinstance(entry, StepRecord) for entry in recorded.entries)
+    for replay in (Replay(header, recorded.lines), Replay(header, recorded.redacted_lines(4), hides=True)):
+        assert replay.found == Found(num_steps), str(replay.found.divergence)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "strategy", STRATEGIES + SELECTIVE, ids=lambda strategy: strategy["name"] + "-selective" * ("selective" in strategy)
+)
+def test_a_run_of_every_strategy_and_policy_is_replayed_step_by_step(
+    strategy: Any, policy: str, is_ahead: bool
+) -> None:
+    header, recorded = recorded_run(strategy, policy, is_ahead=is_ahead)
+    found = Replay(header, recorded.lines).found
+    assert found.divergence is None, str(found.divergence)
+    assert found.num_steps > 60
+
+
+# ---------------------------------------------------------------------- divergence
+
+
+def mutated(lines: list[str], change: Callable[[dict[str, Any]], bool | None], *, skip: int = 0) -> list[str]:
+    """With the first entry changed that `change` says True of, after `skip` others."""
+    changed, skipped = [], count()
+    is_done = False
+    for line in lines:
+        entry = json.loads(line)
+        if not is_done and change(entry) and next(skipped) >= skip:
+            is_done = True
+            line = json.dumps(entry)
+        changed.append(line)
+    assert is_done, "nothing was changed"
+    return changed
+
+
+def another_token(entry: dict[str, Any]) -> bool:
+    if not entry.get("token_ids"):
+        return False
+    entry["token_ids"][0] += 1
+    return True
+
+
+def another_start(entry: dict[str, Any]) -> bool:
+    if not entry.get("share", {}).get("starts"):
+        return False
+    entry["share"]["starts"][-1] += 2
+    return True
+
+
+def another_pool(entry: dict[str, Any]) -> bool:
+    if "num_free_blocks" not in entry:
+        return False
+    entry["num_free_blocks"] += 1
+    return True
+
+
+def another_block(entry: dict[str, Any]) -> bool:
+    if not entry.get("blocks"):
+        return False
+    entry["blocks"][0][0] += 1
+    return True
+
+
+def another_queue(entry: dict[str, Any]) -> bool:
+    if "num_waiting" not in entry:
+        return False
+    entry["num_waiting"] += 1
+    return True
+
+
+def another_end(entry: dict[str, Any]) -> bool:
+    if not entry.get("ended"):
+        return False
+    entry["ended"][0][1] = "stop"
+    return True
+
+
+def another_reason(entry: dict[str, Any]) -> bool:
+    if entry.get("wait_reason") != "slots":
+        return False
+    entry["wait_reason"] = "blocks"
+    return True
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (another_start, "who ran"),
+        (another_pool, "free blocks"),
+        (another_block, "the blocks of those who joined"),
+        (another_queue, "how many wait"),
+        (another_reason, "why the first one waits"),
+        (another_end, "who ended"),
+    ],
+)
+def test_a_step_that_was_changed_is_found_and_explained(change: Callable[[Any], bool], what: str) -> None:
+    header, recorded = recorded_run()
+    changed = mutated(recorded.lines, change, skip=4)
+    at = next(
+        json.loads(line)["step"] for before, line in zip(recorded.lines, changed, strict=True)
+        if json.loads(before) != json.loads(line)
+    )  # fmt: skip
+    divergence = Replay(header, changed).found.divergence
+    assert divergence is not None
+    assert divergence.step == at
+    assert divergence.what.startswith(what)
+    assert divergence.expected != divergence.got
+    assert "was changed" in divergence.likely or "missing" in divergence.likely or "end tokens" in divergence.likely
+
+
+def test_an_arrival_that_is_missing_shows_where_it_would_have_run() -> None:
+    header, recorded = recorded_run()
+    lines = [line for line in recorded.lines if not line.startswith('{"arrival":15,')]
+    divergence = Replay(header, lines).found.divergence
+    assert divergence is not None
+    assert "how many wait" in divergence.what
+    assert int(divergence.expected) == int(divergence.got) + 1
+
+
+def test_a_drawn_token_that_was_changed_shows_when_it_is_looked_at() -> None:
+    """Tokens are the log's own in a replay without a model: the change shows where blocks are compared by them."""
+    header, recorded = recorded_run()
+    twice = [make_request((5, 6, 7, 8, 9), request_id=name, max_tokens=9) for name in ("first", "second")]
+    clock, recorded = FakeClock(), Recorded()
+    engine = build_fake_engine(runner=TimedRunner(clock), clock=clock, recorder=recorded.recorder, **SETTINGS)
+    outcome = run_to_end(engine, twice[0])
+    again = make_request((5, 6, 7, 8, 9, *outcome.token_ids["first"]), max_tokens=2)
+    run_to_end(engine, again)
+    header = header_of(
+        TimedRunner(clock), num_blocks=64, cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(**SETTINGS)
+    )
+    assert Replay(header, recorded.lines).found.divergence is None
+    divergence = Replay(header, mutated(recorded.lines, another_token)).found.divergence
+    assert divergence is not None
+    assert "who ran" in divergence.what
+    assert "computes tokens 12 to 13" in divergence.expected
+    assert "computes tokens 4 to 13" in divergence.got
+
+
+def test_other_settings_are_named_as_the_likely_reason() -> None:
+    header, recorded = recorded_run()
+    divergence = Replay(header, recorded.lines, max_running=5).found.divergence
+    assert divergence is not None
+    assert divergence.likely.startswith("the replay is set up otherwise (scheduler.max_running)")
+
+
+def test_a_time_that_was_changed_is_suspected_under_a_policy_that_looks_at_the_clock() -> None:
+    def later(entry: dict[str, Any]) -> bool:
+        if "arrival" not in entry:
+            return False
+        entry["at"] += 1000.0
+        return True
+
+    header, recorded = recorded_run({"name": "static", "batch_size": 6, "max_wait_ms": 30}, "sjf")
+    divergence = Replay(header, mutated(recorded.lines, later, skip=3)).found.divergence
+    assert divergence is not None
+    assert divergence.likely.startswith("static and sjf decide by times as well")
+
+
+def test_a_replay_ends_at_a_hole() -> None:
+    header, recorded = recorded_run()
+    lines = recorded.lines
+    lines[30:40] = ['{"lost":10}']
+    found = Replay(header, lines).found
+    assert found.divergence is None
+    assert found.num_lost == 10
+    assert 0 < found.num_steps < 30
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def log_folders(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Logs of the bundled model, with prompts and without."""
+    folders = {}
+    for has_prompts in (True, False):
+        folders[has_prompts] = folder = tmp_path_factory.mktemp("log")
+        config = EngineConfig.model_validate({
+            "model": {"path": str(demo_path), "device": "cpu"},
+            "cache": {"num_blocks": 12, "block_size": 4},
+            "scheduler": {"max_running": 4, "max_step_tokens": 16},
+            "step_log": {"path": str(folder), "record_prompts": has_prompts},
+        })  # fmt: skip
+        engine = build_sync_engine(config)
+        requests = [
+            make_request(
+                (3, *range(20, 24 + 3 * number)), max_tokens=8 + number, temperature=float(number % 2), ignore_eos=True
+            )
+            for number in range(6)
+        ]
+        run_to_end(engine, *requests)
+        assert engine.stats().total_preemptions > 0
+        engine.close()
+    return folders
+
+
+@pytest.mark.parametrize("options", [(), ("--simulated",)], ids=["model", "simulated"])
+def test_a_real_log_is_replayed(
+    options: tuple[str, ...], log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(log_folders[True]), *options, "--json", str(tmp_path / "out.json")]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["divergence"] is None
+    assert found["num_requests"] == 6
+    assert found["num_steps"] > 15
+
+
+def test_a_real_log_with_grammars_is_replayed(
+    demo_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig.model_validate({"model": {"path": str(demo_path)}, "step_log": {"path": str(tmp_path)}})
+    engine = build_sync_engine(config)
+    matchers = build_matchers(config, engine.facts)
+    for number in range(3):
+        grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
+        request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)
+        engine.add(request, matcher=matchers.matcher_of(request).result())
+    run_to_end(engine)
+    engine.close()
+    matchers.close()
+    for options in ((), ("--simulated",)):
+        assert main([str(tmp_path), *options]) == 0
+        assert capsys.readouterr().out.startswith("the same: ")
+
+
+def test_a_log_without_prompts_is_replayed_without_a_model_only(
+    log_folders: dict[bool, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(log_folders[False])]) == 2
+    assert "replay it with --simulated" in capsys.readouterr().err
+    assert main([str(log_folders[False]), "--simulated"]) == 0
+    (file,) = log_folders[False].iterdir()
+    entries = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert not any(entry.get("token_ids") or "prompt_token_ids" in entry.get("request", ()) for entry in entries)
+
+
+def test_another_token_of_the_model_is_explained(
+    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = log_folders[True].iterdir()
+    header, *lines = file.read_text().splitlines()
+    changed = tmp_path / file.name
+    changed.write_text("\n".join([header, *mutated(lines, another_token, skip=5)]) + "\n")
+    assert main([str(changed), "--json", str(tmp_path / "out.json")]) == 1
+    out = capsys.readouterr().out
+    assert "of request " in out
+    assert "everything that it was computed from was the same until here" in out
+    divergence = json.loads((tmp_path / "out.json").read_text())["divergence"]
+    assert divergence["what"].startswith("token ")
+    assert int(divergence["expected"]) == int(divergence["got"]) + 1
+
+
+def test_what_if_it_had_been_set_up_otherwise(
+    log_folders: dict[bool, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["scheduler.strategy=static", "scheduler.strategy.batch_size=2", "scheduler.policy=sjf"]
+    assert main([str(log_folders[True]), "--simulated", "--set", *settings]) == 1
+    out = capsys.readouterr().out
+    assert "scheduler.strategy.name: continuous in the log, static here; scheduler.policy.name" in out
+    assert "step 1 differs: who ran" in out
+
+
+def test_a_cut_last_line_is_left_out(
+    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = log_folders[True].iterdir()
+    cut = tmp_path / file.name
+    cut.write_bytes(file.read_bytes()[:-30])
+    assert main([str(cut), "--simulated"]) == 0
+    assert "the last line is cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("", "this is no step log"),
+        ('{"step_log":99}\n', "the log has format 99; this version reads format 2"),
+        ("header\nnonsense\n", ":2: this is no entry of a step log"),
+        ('header\n{"step":1,"nonsense":2}\n', ":2: this is no entry of a step log"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_sentence(
+    content: str | None,
+    message: str,
+    log_folders: dict[bool, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (file,) = log_folders[True].iterdir()
+    broken = tmp_path / "broken.jsonl"
+    if content is not None:
+        broken.write_text(content.replace("header", file.read_text().splitlines()[0]))
+    assert main([str(broken), "--simulated"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_log_whose_beginning_is_gone_cannot_be_replayed(
+    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = log_folders[True].iterdir()
+    header = json.loads(file.read_text().splitlines()[0]) | {"part": 2}
+    (tmp_path / file.name.replace("00001", "00002")).write_text(json.dumps(header) + "\n")
+    assert main([str(tmp_path), "--simulated"]) == 2
+    assert "part 1 is not there" in capsys.readouterr().err
+
+
+def test_a_folder_with_two_runs_asks_which(
+    log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in log_folders.values():
+        (file,) = folder.iterdir()
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert main([str(tmp_path), "--simulated"]) == 2
+    assert "holds 2 runs" in capsys.readouterr().err

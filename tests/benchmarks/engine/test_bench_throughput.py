@@ -1,0 +1,122 @@
+"""The pages end to end on the bundled model, with a handful of requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.assembly import build_sync_engine
+from app.config import EngineConfig, ModelConfig
+from benchmarks.engine import profile, throughput
+from benchmarks.harness.workload import read_workload
+from benchmarks.peers import hf as peers
+from tests.fakes import run_to_end
+
+
+@pytest.fixture(scope="module")
+def workload_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = [
+        {"id": f"r{number}", "prompt_token_ids": [3, *range(20, 22 + 9 * number)], "max_tokens": 3 + 2 * number,
+         "ignore_eos": True, "arrival_s": 0.02 * number, "tenant": "somebody"}
+        for number in range(4)
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("workload") / "tiny.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_tokens(demo_path: Path, workload_path: Path) -> dict[str, list[int]]:
+    """What the engine draws when it is asked directly."""
+    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
+    requests = [timed.request for timed in read_workload(str(workload_path)).requests]
+    return run_to_end(engine, *requests).token_ids
+
+
+def common(demo_path: Path, workload_path: Path) -> list[str]:
+    # One thread: a second one would wait for whatever else this machine is doing.
+    return ["--model", str(demo_path), "--workload", str(workload_path), "--threads", "1", "--device", "cpu"]
+
+
+def outputs(path: Path) -> dict[str, list[int]]:
+    return {line["id"]: line["token_ids"] for line in map(json.loads, path.read_text().splitlines())}
+
+
+def test_throughput_prints_its_figures_and_writes_the_engines_tokens(
+    demo_path: Path,
+    workload_path: Path,
+    engine_tokens: dict[str, list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = tmp_path / "outputs.jsonl"
+    arguments = [*common(demo_path, workload_path), "--repeat", "2", "--outputs", str(written)]
+    assert throughput.main([*arguments, "--set", "scheduler.max_step_tokens=32", "cache.block_size=8"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert outputs(written) == engine_tokens
+    assert found["engine"] == "carousel"
+    assert found["num_output_tokens"] == 3 + 5 + 7 + 9
+    assert found["output_tokens_per_s"] == pytest.approx(24 / found["seconds"], rel=0.01)
+    assert len(found["all_seconds"]) == 2
+    assert min(found["all_seconds"]) > 0.06  # the last request comes then
+    for name in ("ttft", "itl", "latency"):
+        assert 0 < found[f"{name}_p50_s"] <= found[f"{name}_p99_s"]
+    assert found["num_steps"] >= 9
+    assert found["preemptions"] == 0
+    assert (found["dtype"], found["threads"], found["device"], found["kv_block_size"]) == ("fp32", 1, "cpu", 8)
+    assert found["settings"] == ["scheduler.max_step_tokens=32", "cache.block_size=8"]
+    assert found["peak_rss_mb"] > 50
+    assert "repeat 2 of 2" in err
+
+
+@pytest.mark.parametrize("name", ["hf-static-8", "hf-continuous"])
+def test_a_peer_draws_the_same_tokens(
+    name: str,
+    demo_path: Path,
+    workload_path: Path,
+    engine_tokens: dict[str, list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = tmp_path / "outputs.jsonl"
+    arguments = [*common(demo_path, workload_path), "--repeat", "1", "--outputs", str(written)]
+    assert peers.main([name, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert outputs(written) == engine_tokens
+    assert (found["engine"], found["num_output_tokens"]) == (name, 24)
+    assert (found["ttft_p50_s"] is None) == (name == "hf-static-8")  # it delivers only at the end
+    assert found["num_steps"] is None
+
+
+def test_a_profile_takes_the_whole_apart(
+    demo_path: Path, workload_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "MEASURE_S", 0.01)
+    assert profile.main([*common(demo_path, workload_path), "--repeat", "1"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert "| linear layers " in out
+    assert "there is no" not in err
+    assert sum(found["parts_s"].values()) == pytest.approx(found["timed_seconds"], rel=0.01)
+    assert all(found["parts_s"][part] > 0 for part in ("schedule", "inputs", "linear layers", "attention", "sampling"))
+    assert found["floor"]["two_phase_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "scheduler.max_runing=3"], "did you mean scheduler.max_running"),
+        (["--set", "cache.num_blocks=1"], "the workload does not fit: request 'r3'"),
+        (["--workload", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(
+    demo_path: Path, workload_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert throughput.main([*common(demo_path, workload_path), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]

@@ -1,0 +1,147 @@
+"""The raw client against bytes as they may come: in any pieces, in any framing, or cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+
+EVENTS = (
+    b": ping\n\n",
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"b"}}]}\n\ndata: {"choices":[{"delta":{"content":"c"}}]}\n\n',
+    b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\n',
+    b"data: [DONE]\n\n",
+)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Carousel-Replica: r1\r\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(b"%x;ext=1\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def answer_to(*pieces: bytes, keeps_open: bool = False, timeout_s: float = 5.0) -> Answer:
+    """What the client makes of these pieces, each sent by itself."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):  # the client leaves when it has seen the end
+            await send(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        served.set()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+        await reader.readexactly(2)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        if keeps_open:
+            await reader.read()
+
+    async def main() -> Answer:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            target = Target.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            answer = await ask(target, target.request("completions", b"{}"), timeout_s=timeout_s)
+            await asyncio.wait_for(served.wait(), 5)
+            return answer
+
+    served = asyncio.Event()
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_an_answer_is_the_same_in_whatever_pieces_it_comes(size: int, line_end: bytes) -> None:
+    events = [event.replace(b"\n", line_end) for event in EVENTS]
+    whole = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(*events)
+    answer = answer_to(*(whole[at : at + size] for at in range(0, len(whole), size)), keeps_open=True)
+    assert answer.has_succeeded
+    assert answer.headers["x-carousel-replica"] == "r1"
+    assert (answer.num_pieces, answer.num_tokens) == (3, 7)
+    assert 1 <= len(answer.delivered_s) <= 3
+
+
+def test_pieces_that_come_together_are_one_delivery() -> None:
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    answer = answer_to(head, *(chunked(event)[: -len(b"0\r\n\r\n")] for event in EVENTS), b"0\r\n\r\n")
+    assert len(answer.delivered_s) == 2
+    assert len(answer.gaps_s) == 1
+    assert answer.gaps_s[0] > 0
+
+
+def test_a_body_may_end_with_a_length_or_with_its_connection() -> None:
+    body = b"".join(EVENTS)
+    assert answer_to(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body, keeps_open=True).has_succeeded
+    assert answer_to(HEAD + b"\r\n" + body).has_succeeded
+
+
+def test_a_refusal_tells_when_to_come_back() -> None:
+    head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\n%sContent-Length: 2\r\n\r\n{}"
+    exact = answer_to(head % b"retry-after-ms: 1250\r\n")
+    assert (exact.outcome, exact.retry_after_s, exact.has_succeeded) == ("429", 1.25, False)
+    assert answer_to(head % b"").retry_after_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "outcome"),
+    [
+        ((), "no_connection"),
+        ((b"HTTP/1.1 200 OK\r\n",), "no_connection"),
+        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), "no_connection"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])[:-9]), "broken_stream"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunked(*EVENTS[:3])), "broken_stream"),
+        ((HEAD + b"\r\n", *EVENTS[:4], b'data: {"error":{"message":"it broke"}}\n\n', EVENTS[-1]), "broken_stream"),
+        ((HEAD + b"\r\n", *EVENTS[-2:]), "no_text"),
+    ],
+)
+def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...], outcome: str) -> None:
+    answer = answer_to(*pieces)
+    assert not answer.has_succeeded
+    assert answer.outcome == outcome
+
+
+def test_nobody_waits_for_ever() -> None:
+    answer = answer_to(HEAD + b"\r\n", EVENTS[2], keeps_open=True, timeout_s=0.1)
+    assert answer.outcome == "timeout"
+    assert answer.ended_s - answer.begun_s == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_server_that_is_not_there_is_no_connection() -> None:
+    async def main() -> Answer:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+        target = Target.parse(f"http://127.0.0.1:{port}")
+        return await ask(target, target.request("completions", b"{}"), timeout_s=5)
+
+    answer = asyncio.run(main())
+    assert answer.outcome == "no_connection"
+    assert "refused" in (answer.failure or "").lower() or "connect" in (answer.failure or "").lower()
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "path"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1", 8000, "/v1"),
+        ("http://host/v1/", "host", 80, "/v1"),
+        ("https://host/gateway", "host", 443, "/gateway/v1"),
+    ],
+)
+def test_a_base_url_may_have_the_version_or_not(url: str, host: str, port: int, path: str) -> None:
+    target = Target.parse(url)
+    assert (target.host, target.port, target.path) == (host, port, path)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://host:port"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(BenchmarkError, match="--base-url"):
+        Target.parse(url)

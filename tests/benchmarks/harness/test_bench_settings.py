@@ -1,0 +1,106 @@
+"""`--set`: any setting by its path, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.config import BucketedConfig, FairConfig, StaticConfig
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.settings import engine_config, parse_assignments
+
+
+def test_settings_of_every_branch_can_be_set() -> None:
+    config = engine_config(
+        {"model.path": "somewhere", "model.num_threads": 2},
+        parse_assignments(
+            [
+                "scheduler.max_step_tokens=1024",
+                "cache.prefix_caching=false",
+                "cache.memory_gib=1.5",
+                "model.dtype=bfloat16",
+            ]
+        ),
+    )
+    assert config.model.path == "somewhere"
+    assert config.model.num_threads == 2
+    assert config.model.dtype == "bfloat16"
+    assert config.scheduler.max_step_tokens == 1024
+    assert config.cache.prefix_caching is False
+    assert config.cache.memory_gib == 1.5
+
+
+def test_the_last_assignment_counts_and_none_takes_a_value_away() -> None:
+    texts = ["cache.num_blocks=3", "cache.num_blocks=none", "scheduler.max_running=4", "scheduler.max_running=5"]
+    config = engine_config({"model.num_threads": 2}, parse_assignments(texts))
+    assert config.cache.num_blocks is None
+    assert config.scheduler.max_running == 5
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["scheduler.strategy=static", "scheduler.strategy.batch_size=3"],
+        ["scheduler.strategy.batch_size=3", "scheduler.strategy=static"],
+    ],
+)
+def test_a_strategy_is_chosen_by_name_and_its_parameters_set_one_by_one(texts: list[str]) -> None:
+    config = engine_config({}, parse_assignments([*texts, "scheduler.policy=fair"]))
+    assert config.scheduler.strategy == StaticConfig(batch_size=3)
+    assert config.scheduler.policy == FairConfig()
+
+
+def test_a_list_is_written_with_commas() -> None:
+    texts = ["scheduler.strategy=bucketed", "scheduler.strategy.bucket_boundaries=16,64,256"]
+    assert engine_config({}, parse_assignments(texts)).scheduler.strategy == BucketedConfig(
+        bucket_boundaries=(16, 64, 256)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "scheduler.max_step_token=3",
+            r"no setting 'scheduler\.max_step_token'; did you mean scheduler\.max_step_tokens",
+        ),
+        ("max_running=3", r"no setting 'max_running'; did you mean scheduler\.max_running"),
+        ("scheduler=3", r"scheduler is a branch .*scheduler\.max_running"),
+        ("scheduler.max_running", r"write it as path=value"),
+    ],
+)
+def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        parse_assignments([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scheduler.max_running=many", r"scheduler\.max_running=many: .*integer.*\(requests computed in one step"),
+        ("scheduler.max_running=0", r"scheduler\.max_running=0: .*greater than or equal to 1"),
+        ("cache.num_blocks=few", r"cache\.num_blocks=few: .*integer"),
+        ("model.dtype=float16", r"model\.dtype=float16; did you mean (bfloat16|float32)"),
+        (
+            "scheduler.strategy=magic",
+            r"scheduler\.strategy: got 'magic'; must be one of static, dynamic, bucketed, adaptive, continuous, hybrid",
+        ),
+        ("scheduler.strategy.batch_size=3", r"without a name; must be one of static"),
+        ("scheduler.policy.ageing_s=3", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),
+        ("scheduler.max_step_tokens=8", r"max_step_tokens=8 is below max_running=32"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_the_setting_takes(text: str, message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        engine_config({}, parse_assignments([text]))
+
+
+def test_a_parameter_of_another_strategy_is_told_with_those_there_are() -> None:
+    texts = ["scheduler.strategy=static", "scheduler.strategy.prefill_share=0.5"]
+    with pytest.raises(BenchmarkError, match="static has no parameter 'prefill_share'; it has batch_size, max_wait_ms"):
+        engine_config({}, parse_assignments(texts))
+
+
+def test_a_parameter_out_of_range_is_named_by_its_path() -> None:
+    texts = ["scheduler.strategy=hybrid", "scheduler.strategy.prefill_share=2"]
+    with pytest.raises(BenchmarkError, match=r"scheduler\.strategy\.prefill_share=2: .*less than or equal to 1"):
+        engine_config({}, parse_assignments(texts))

@@ -1,0 +1,115 @@
+"""The fleet's figures, on answers made by hand and on one engine behind the real API."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app.config import ApplicationConfig
+from benchmarks.harness.answer import Answer
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.processes import Process, cpu_between, family
+from benchmarks.harness.service import Service
+from benchmarks.service.fleet import Load, Round, _parser, application, drive, figures_of, imbalance
+from tests.benchmarks.servers import serving, simulated_service, stream, told_server
+
+LOAD = Load(streams=6, tokens=5, prompt_tokens=4, step_ms=10)
+
+
+def answered(begun_s: float, *delivered_s: float, replica: str | None = "a") -> Answer:
+    headers = {} if replica is None else {"x-carousel-replica": replica}
+    return Answer(
+        begun_s, 200, headers, answered_s=begun_s, delivered_s=[*delivered_s], num_pieces=len(delivered_s),
+        is_whole=True, ended_s=delivered_s[-1],
+    )  # fmt: skip
+
+
+def test_figures_are_what_is_added_to_the_step() -> None:
+    done = Round([answered(1.0, 1.05, 1.06, 1.08), answered(1.0, 1.03, 1.04, 1.05)])
+    figures = figures_of(
+        [done], LOAD, num_replicas=2, cpu_s={"x": 0.0004, "y": 0.0002, "z": 0.0}, client_cpu_s=0.00006,
+        idle_cpu_per_s=0.05, num_processes=3,
+    )  # fmt: skip
+    assert figures.tokens_per_s == pytest.approx(6 / 0.08)
+    assert figures.cpu_us_per_token == 100.0
+    assert figures.cpu_us_per_token_by_process == {"x": 66.7, "y": 33.3}
+    assert figures.client_cpu_us_per_token == 10.0
+    assert figures.added_ttft_p50_ms == pytest.approx(30.0)
+    assert figures.added_itl_p99_ms == pytest.approx(9.7)
+    assert figures.dispatch_imbalance == 2.0
+
+
+def test_imbalance_is_of_all_replicas_and_unknown_where_one_is_not_named() -> None:
+    names = ["a", "a", "a", "b", "b", "c"]
+    assert imbalance([answered(0, 1, replica=name) for name in names], 3) == 1.5
+    assert imbalance([answered(0, 1, replica=name) for name in names], 4) == 2.0
+    assert imbalance([answered(0, 1), answered(0, 1, replica=None)], 2) is None
+
+
+def test_an_engine_behind_the_api_is_driven_to_the_last_token(demo_path: Path) -> None:
+    with simulated_service(demo_path, step_ms=10) as url:
+        running = Service(Target.parse(url), os.getpid())
+        figures = drive(running, LOAD, num_replicas=1, num_rounds=2, idle_s=0.1)
+    assert len(figures.all_tokens_per_s) == 2
+    assert 0 < figures.tokens_per_s < 6 * 5 / (5 * 0.01)
+    assert figures.cpu_us_per_token > 0
+    assert figures.added_ttft_p50_ms > 0
+    assert figures.num_processes >= 1
+
+
+def test_a_stream_that_is_short_of_tokens_is_an_error() -> None:
+    with serving(told_server(lambda _: stream(num_tokens=3))) as url:
+        running = Service(Target.parse(url), os.getpid())
+        with pytest.raises(BenchmarkError, match=r"a stream of 5 tokens brought 3 \(answered\)"):
+            drive(running, LOAD, num_replicas=1, num_rounds=1, idle_s=0.1)
+
+
+def test_the_application_is_one_that_the_service_takes() -> None:
+    given = _parser().parse_args(["--replicas", "3", "--streams", "100", "--step-ms", "7"])
+    [model] = ApplicationConfig.model_validate(application(given)).models
+    assert model.replicas.num_replicas == 3
+    assert model.engine.scheduler.max_running == 100
+    assert model.engine.model.simulated is not None
+    assert model.engine.model.simulated.step_ms == 7
+    assert (model.engine.cache.num_blocks or 0) * model.engine.cache.block_size >= 100 * (32 + 128)
+    assert "transport" not in application(given)["ingress"]
+    given = _parser().parse_args(["--transport", "frames"])
+    assert application(given)["ingress"]["transport"] == "frames"
+
+
+def test_cpu_time_is_of_a_process_its_children_and_their_daemons() -> None:
+    program = """
+import subprocess, sys, time
+daemon = "import time\\nend = time.process_time() + 0.15\\nwhile time.process_time() < end: pass\\ntime.sleep(30)"
+middle = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(flush=True)"
+subprocess.run([sys.executable, "-c", middle, daemon], stdout=subprocess.DEVNULL)
+print("ready", flush=True)
+time.sleep(30)
+"""
+    root = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert root.stdout is not None
+        root.stdout.readline()
+        before = family(root.pid)
+        assert len(before) == 2  # the daemon's parent is gone
+        assert os.getpid() not in before
+        deadline = time.monotonic() + 10
+        while sum(cpu_between({}, family(root.pid)).values()) < 0.15 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert sum(cpu_between({}, family(root.pid)).values()) >= 0.15
+    finally:
+        for pid in family(root.pid):
+            os.kill(pid, 9)
+        root.communicate()
+
+
+def test_cpu_time_between_two_looks_counts_whoever_came_in_between() -> None:
+    before = {1: Process(1, 0, 1, 2.0, "a"), 2: Process(2, 1, 1, 5.0, "b")}
+    after = {1: Process(1, 0, 1, 2.5, "a"), 3: Process(3, 1, 1, 0.25, "a")}
+    assert cpu_between(before, after) == {"a": 0.75}

@@ -1,0 +1,54 @@
+"""Hostile requests: always the same ones, of every kind; a real service takes them and serves others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.harness.http_call import Target
+from benchmarks.harness.processes import resident_bytes
+from benchmarks.harness.service import Service
+from benchmarks.service.fuzz import Plan, Tally, _window, attack, figures_of
+from benchmarks.service.hostile_requests import hostile_requests
+from tests.benchmarks.servers import simulated_service
+
+PLAN = Plan(cases=400, rate=200.0, connections=64, honest_rate=20.0, window_s=1.0, seed=3)
+
+
+def test_the_same_seed_makes_the_same_requests_of_every_kind() -> None:
+    some, again, other = (list(islice(hostile_requests(seed), 300)) for seed in (1, 1, 2))
+    assert some == again
+    assert some != other
+    kinds = Counter(request.kind for request in some)
+    assert len(kinds) == 8
+    assert all(request.data.startswith(b"POST /"[: len(request.data)]) for request in some)
+    assert {request.kind for request in some if request.is_cut} == {"cut_short", "broken_head", "stopped_chunks"}
+
+
+def test_no_hostile_request_is_a_server_error_and_honest_ones_are_answered(demo_path: Path) -> None:
+    with simulated_service(demo_path, step_ms=5) as url:
+        target = Target.parse(url.replace("/v1", ""))
+        figures = attack(Service(target, os.getpid()), PLAN)
+    assert figures["cases"] == PLAN.cases
+    assert figures["server_errors"] == []
+    assert figures["outcomes"]["400"] > PLAN.cases / 2
+    assert figures["honest_failed"] == 0
+    assert figures["num_honest"] == {"calm": 40, "attacked": 40}
+    assert figures["ratio_p99"] > 0
+
+
+def test_honest_requests_that_fail_are_counted() -> None:
+    tally = Tally(attack_s=1.0)
+    plan = Plan(cases=1, rate=1.0, connections=1, honest_rate=10.0, window_s=0.2, seed=1)
+    asyncio.run(_window(Target.parse("http://127.0.0.1:1"), plan, tally, []))
+    figures = figures_of(tally, [{"replicas": 1.0}])
+    assert figures["honest_failed"] == 2
+    assert figures["ratio_p99"] is None
+
+
+def test_memory_of_a_process_is_read_and_of_no_process_is_none() -> None:
+    assert resident_bytes(os.getpid()) > 2**20
+    assert resident_bytes(2**22 + 1) == 0

@@ -1,0 +1,277 @@
+"""`make serve` seen from outside: what it says when it cannot start, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deployments.launcher import supervisor
+from deployments.launcher.supervisor import num_proxy_threads, session_members
+from scripts.make_key import make_key
+from tests.api.odd_requests import answered
+from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+
+PROJECT = Path(__file__).parents[3]
+PATIENCE_S = 120.0  # a test that waits so long has failed
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+def config_of(demo_path: Path, folder: Path) -> dict[str, Any]:
+    """serve.yaml with a port of its own and less of everything."""
+    loaded: dict[str, Any] = yaml.safe_load((PROJECT / "deployments" / "serve.yaml").read_text())
+    loaded["http_options"]["port"] = free_port()
+    [model] = loaded["applications"][0]["args"]["models"]
+    model["engine"]["model"]["path"] = str(demo_path)
+    model["replicas"]["num_replicas"] = 1
+    loaded["applications"][0]["args"]["batches"]["path"] = str(folder / "batches")
+    return loaded
+
+
+@pytest.fixture
+def config(demo_path: Path, tmp_path: Path) -> dict[str, Any]:
+    return config_of(demo_path, tmp_path)
+
+
+# With time for a service to stop on a busy machine too: if it has to be killed then, it cannot stop by itself.
+PATIENT = f"""
+import sys
+from deployments.launcher import supervisor
+supervisor.STOP_TIMEOUT_S = {PATIENCE_S}
+sys.exit(supervisor.main())
+"""
+
+
+def start(config: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    """The launcher on a config, in a process group of its own as a shell would."""
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return subprocess.Popen(
+        [sys.executable, "-c", PATIENT, str(path)],
+        cwd=PROJECT,
+        env=PLAIN_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts the launcher on a config."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(config: dict[str, Any]) -> subprocess.Popen[str]:
+        started.append(start(config, tmp_path))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        stop(process)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A running service that asks for a key."""
+
+    process: subprocess.Popen[str]
+    output: str
+    url: str
+    keys_file: Path
+    key: str
+
+
+@pytest.fixture(scope="module")
+def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """For all tests that want a service: the last of them stops it."""
+    folder = tmp_path_factory.mktemp("guarded")
+    key, entry = make_key("team-a")
+    keys_file = folder / "keys.yaml"
+    keys_file.write_text(entry + "\n")
+    config = config_of(demo_path, folder)
+    config["applications"][0]["args"]["api"] = {"keys_file": str(keys_file)}
+    process = start(config, folder)
+    try:
+        output = output_until(process, "Stop with Ctrl-C.")
+        yield Guarded(process, output, f"http://127.0.0.1:{config['http_options']['port']}", keys_file, key)
+    finally:
+        stop(process)
+
+
+def output_until(process: subprocess.Popen[str], words: str) -> str:
+    """What the process has printed up to the line with these words."""
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if words in line:
+            return printed
+    raise AssertionError(f"never said {words!r}, but:\n{printed}")
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def test_the_proxy_has_more_threads_on_larger_machines() -> None:
+    assert [num_proxy_threads(num_cores) for num_cores in (1, 2, 7, 8, 16, 128)] == [1, 1, 1, 2, 4, 4]
+
+
+def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["models"][0]["engine"]["scheduler"]["max_running"] = 0
+    before = os.times()
+    output, _ = launch(config).communicate(timeout=PATIENCE_S)
+    after = os.times()
+    assert "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1" in output
+    assert "Traceback" not in output
+    # Its own seconds, not those of whoever else is at work on this machine.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+
+
+def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: dict[str, Any]) -> None:
+    port = config["http_options"]["port"]
+    with socket.create_server(("127.0.0.1", port)):
+        process = launch(config)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert f"sport = :{port}" in output
+    assert process.returncode == 1
+
+
+def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
+    config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = "/nowhere/model"
+    output, _ = launch(config).communicate(timeout=PATIENCE_S)
+    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder here" in output
+
+
+def test_a_batches_folder_that_cannot_be_is_told(launch: Launch, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "file" / "batches")
+    output, _ = launch(config).communicate(timeout=PATIENCE_S)
+    assert "it cannot be made: Not a directory" in output
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
+    launch: Launch, config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = str(tmp_path / "empty")
+    process = launch(config)
+    output, _ = process.communicate(timeout=2 * PATIENCE_S)
+    shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
+    assert "The service did not start.\n" in output
+    assert "no tokenizer could be loaded from" in output
+    assert "Traceback" not in output
+    assert process.returncode == 1
+
+
+def test_keys_hold_on_a_running_service_and_no_file_of_it_shows_them(guarded: Guarded) -> None:
+    key, address = guarded.key, guarded.url
+    other_key, other_entry = make_key("team-b", is_admin=True)
+    assert "Authorization: Bearer <key>" in guarded.output
+
+    def complete(bearer: str, prompt: Any = "the canary sings at dawn") -> int:
+        headers = {"Authorization": f"Bearer {bearer}"}
+        return httpx.post(f"{address}/v1/completions", headers=headers, json={"prompt": prompt}).status_code
+
+    def status_of(path: str, bearer: str) -> int:
+        return httpx.get(f"{address}{path}", headers={"Authorization": f"Bearer {bearer}"}).status_code
+
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert httpx.get(f"{address}/metrics").status_code == 401
+    health, serves_own = "GET http://x/health?/v1/models HTTP/1.1", "GET /-/routes HTTP/1.1"
+    assert answered(address) <= {health, serves_own}, "HAProxy and our routes agree on what a path is"
+    assert status_of("/admin/keys", key) == 403
+    assert (complete(key), complete(other_key), complete(key, {"a": "the canary sings at dawn"})) == (200, 401, 400)
+
+    guarded.keys_file.write_text(other_entry + "\n")
+    deadline = time.monotonic() + PATIENCE_S
+    while complete(other_key) == 401:
+        assert time.monotonic() < deadline, "the change of the file never held"
+        time.sleep(0.2)
+    assert complete(key) == 401
+    assert [status_of(path, other_key) for path in ("/admin/keys", "/admin/fleet")] == [200, 200]
+
+    logs = Path(guarded.output.split("logs in ")[1].split("\n")[0])
+    texts = [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
+    assert sum(map(len, texts)) > 10_000
+    for secret in (key, other_key, "the canary sings"):
+        assert not any(secret.encode() in text for text in texts)
+
+
+def test_it_leaves_nothing_behind_when_only_the_launcher_is_told(guarded: Guarded) -> None:
+    assert httpx.get(f"{guarded.url}/ready").status_code == 200
+    assert_leaves_nothing_behind(guarded.process, guarded.output, guarded.process.terminate)
+
+
+def test_it_starts_answers_and_leaves_nothing_behind(launch: Launch, config: dict[str, Any]) -> None:
+    """With a signal to the whole group, as Ctrl-C is one."""
+    process = launch(config)
+    output = output_until(process, "Stop with Ctrl-C.")
+    address = f"http://127.0.0.1:{config['http_options']['port']}"
+    assert f"curl {address}/v1/chat/completions" in output
+    assert httpx.get(f"{address}/ready").status_code == 200
+    assert_leaves_nothing_behind(process, output, lambda: os.killpg(process.pid, signal.SIGTERM))
+
+
+def assert_leaves_nothing_behind(process: subprocess.Popen[str], output: str, tell: Callable[[], None]) -> None:
+    session = child_of(process)
+    assert len(session_members(session)) > 5
+    tell()
+    said, _ = process.communicate(timeout=2 * PATIENCE_S)
+    assert "Stopping." in said
+    assert "killing it" not in said
+    assert process.returncode == 0
+    assert session_members(session) == []
+    assert not Path(output.split("logs in ")[1].split("/session_latest")[0]).exists()
+
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+def test_who_does_not_listen_is_given_its_time_and_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A child that ignores signals: it is the launcher's patience that ends, whatever the machine has to do."""
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor, "END_TIMEOUT_S", 0.2)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOP_SIGNALS | {signal.SIGCHLD})
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"deaf\n"
+            # To this thread, which blocks it: it waits until the launcher asks. Other threads would end this process.
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            assert supervisor.supervise(child) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    assert "has not ended by itself within 0.2 s" in capsys.readouterr().err
+    assert child.returncode == -signal.SIGKILL
+    assert session_members(child.pid) == []

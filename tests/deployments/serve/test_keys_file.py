@@ -1,0 +1,141 @@
+"""The file of API keys: what is read, what is refused, and how a change of it comes to hold. No Ray here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.api.auth.keys import OpenDoor
+from app.config import ApiConfig
+from app.errors import InvalidSetup, Unauthenticated
+from deployments.serve.keys_file import Keys
+from deployments.serve.settings import read_keys, read_serve_file
+from scripts.make_key import make_key
+from tests.api.keys import KEY, OTHER_KEY, entry
+
+SERVE_FILE = Path(__file__).parents[3] / "deployments" / "serve.yaml"
+
+
+def write(path: Path, entries: Any) -> Path:
+    path.write_text(yaml.safe_dump(entries))
+    return path
+
+
+def is_known(keys: Keys, key: str) -> bool:
+    try:
+        keys.doorkeeper.account_of([(b"authorization", f"Bearer {key}".encode())])
+    except Unauthenticated:
+        return False
+    return True
+
+
+def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> None:
+    key, line = make_key("team-a")
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"# ours\n{line}\n")
+    keys = Keys(ApiConfig(keys_file=str(path)))
+    assert is_known(keys, key)
+    assert not is_known(keys, make_key("team-a")[0])
+    assert key not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "should be a list of keys"),
+        ("[]", "should be a list of keys"),
+        ("alice: secret", "should be a list of keys"),
+        ("- {name: [", "is not YAML"),
+        ("- {name: alice}", "[0].sha256: got"),
+        ("- {name: alice, sha256: sk-plain}", "[0].sha256: sha256 has 8 characters"),
+        (f"- {{name: alice, sha256: '{'0' * 64}', max_request: 1}}", "[0].max_request: no such setting"),
+        (f"- {{name: a, sha256: '{'0' * 64}'}}\n- {{name: a, sha256: '{'1' * 64}'}}", "have the same name: a"),
+        (f"- {{name: a, sha256: '{'0' * 64}'}}\n- {{name: b, sha256: '{'0' * 64}'}}", "have the same sha256"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidSetup) as caught:
+        read_keys(path)
+    assert message in caught.value.message
+    assert str(path) in caught.value.message
+    assert "sk-plain" not in caught.value.message
+
+
+def test_a_file_that_is_not_there_is_told_and_opens_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetup, match="No such file"):
+        Keys(ApiConfig(keys_file=str(tmp_path / "nowhere.yaml")))
+
+
+def test_keys_of_the_settings_and_of_the_file_are_all_known(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", [entry(OTHER_KEY, "bob")])
+    config = ApiConfig.model_validate({"keys": [entry()], "keys_file": str(path)})
+    keys = Keys(config)
+    assert is_known(keys, KEY)
+    assert is_known(keys, OTHER_KEY)
+
+
+def test_the_same_name_in_the_settings_and_in_the_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", [entry(OTHER_KEY, "alice")])
+    with pytest.raises(InvalidSetup, match="have the same name: alice"):
+        Keys(ApiConfig.model_validate({"keys": [entry()], "keys_file": str(path)}))
+
+
+def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
+    keys = Keys(ApiConfig(keys_file=str(path)))
+    write(path, [entry(OTHER_KEY, "bob"), entry("third", "carol")])
+    keys.refresh()
+    assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
+    for mistake in (lambda: path.write_text("[]"), lambda: os.unlink(path)):
+        mistake()
+        with caplog.at_level(logging.ERROR):
+            keys.refresh()
+        assert "the API keys stay as they were" in caplog.messages[-1]
+        assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
+
+
+def test_without_keys_everybody_may_come_in() -> None:
+    assert isinstance(Keys(ApiConfig()).doorkeeper, OpenDoor)
+
+
+@pytest.fixture
+def serve_file(tmp_path: Path) -> Any:
+    """Writes serve.yaml with another host and other settings of the API."""
+
+    def written(host: str, **api: Any) -> Path:
+        document = yaml.safe_load(SERVE_FILE.read_text())
+        document["http_options"]["host"] = host
+        document["applications"][0]["args"]["api"] = api
+        return write(tmp_path / "serve.yaml", document)
+
+    return written
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_other_machines_are_not_let_in_without_keys(serve_file: Any, host: str) -> None:
+    with pytest.raises(InvalidSetup, match="without API keys: everybody who can reach this machine could use it"):
+        read_serve_file(serve_file(host))
+    assert read_serve_file(serve_file(host, keys=[entry()])).host == host
+    assert read_serve_file(serve_file(host, allow_unauthenticated=True)).host == host
+
+
+def test_a_key_for_a_model_that_there_is_not_is_told(serve_file: Any) -> None:
+    with pytest.raises(InvalidSetup, match="the API key of 'alice' is for 'dmeo'; there are demo"):
+        read_serve_file(serve_file("127.0.0.1", keys=[entry(models=["dmeo"])]))
+
+
+def test_a_file_of_keys_lets_other_machines_in_if_it_has_some(serve_file: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "keys.yaml", [entry()])
+    assert read_serve_file(serve_file("0.0.0.0", keys_file=str(path))).host == "0.0.0.0"
+    write(path, [])
+    with pytest.raises(InvalidSetup, match="should be a list of keys"):
+        read_serve_file(serve_file("127.0.0.1", keys_file=str(path)))

@@ -1,0 +1,281 @@
+"""What an operator reads who has made a mistake in the Serve config."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import SchedulerConfig, StaticConfig
+from app.errors import InvalidSetup
+from app.fleet.dispatch import RequestSize, make_policy
+from deployments.serve.settings import parse, read_serve_file, retuned
+
+SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
+DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
+
+
+def message_for(**model: Any) -> str:
+    with pytest.raises(InvalidSetup) as caught:
+        parse({"models": [model]})
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "serve_gpu.yaml"])
+def test_the_reviewed_configs_are_valid_for_us_and_for_serve(name: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    config = read_serve_file(DEPLOYMENTS / name)
+    assert config.applications["carousel"].models
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+    ServeDeploySchema.model_validate(yaml.safe_load((DEPLOYMENTS / name).read_text()))
+
+
+def test_a_value_out_of_range_is_named_with_its_path_and_the_limit() -> None:
+    message = message_for(engine={"scheduler": {"max_running": 0}})
+    assert message == "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1"
+
+
+def test_every_mistake_has_its_own_line() -> None:
+    message = message_for(engine={"scheduler": {"max_running": 0, "strategy": "magic"}}, replicas={"num_cpus": "two"})
+    assert message.splitlines() == [
+        "models[0].engine.scheduler.strategy: got 'magic'; must be one of static, dynamic, bucketed, "
+        "adaptive, continuous, hybrid",
+        "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1",
+        "models[0].replicas.num_cpus: got 'two'; must be a valid number, unable to parse string as a number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"strategy": {"name": "static", "batch_size": 0}}, "strategy.batch_size: got 0; must be greater than"),
+        ({"strategy": {"name": "static", "size": 1}}, "strategy: static has no parameter 'size'; it has batch_size"),
+        ({"strategy": {"batch_size": 1}}, "strategy: got {'batch_size': 1} without a name; must be one of static"),
+        ({"policy": ["fair"]}, "policy: got ['fair']; must be"),
+        ({"policy": {"name": ["fair"]}}, "policy: got ['fair']; must be one of fcfs, sjf, priority, fair, deadline"),
+    ],
+)
+def test_a_mistake_in_a_strategy_or_policy_is_told_with_what_there_is(scheduler: dict[str, Any], message: str) -> None:
+    assert message_for(engine={"scheduler": scheduler}).startswith(f"models[0].engine.scheduler.{message}")
+
+
+def test_a_misspelt_setting_is_named_with_the_right_spelling() -> None:
+    message = message_for(engine={"scheduler": {"max_runing": 4}})
+    assert message == "models[0].engine.scheduler.max_runing: no such setting; did you mean 'max_running'?"
+
+
+def test_an_invented_setting_is_answered_with_those_that_exist() -> None:
+    assert (
+        message_for(zzz=1)
+        == "models[0].zzz: no such setting; there are name, aliases, tool_parser, pooling, engine, replicas"
+    )
+
+
+def test_two_settings_that_contradict_each_other_are_explained() -> None:
+    message = message_for(engine={"scheduler": {"max_running": 64, "max_step_tokens": 32}})
+    assert message.startswith("models[0].engine.scheduler: max_step_tokens=32 is below max_running=64")
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "message"),
+    [
+        ({"max_replica": 3}, ".max_replica: no such setting; did you mean 'max_replicas'?"),
+        ({"min_replicas": -1}, ".min_replicas: got -1; must be greater than or equal to 0"),
+        ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
+        (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
+    ],
+)
+def test_a_branch_that_may_be_left_out_is_checked_like_the_others(autoscaling: object, message: str) -> None:
+    assert message_for(replicas={"autoscaling": autoscaling}) == f"models[0].replicas.autoscaling{message}"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "first_and_most"),
+    [
+        ({"num_replicas": 3}, (3, 3)),
+        ({"num_replicas": 3, "autoscaling": {"max_replicas": 5}}, (3, 5)),
+        ({"num_replicas": 3, "autoscaling": {"max_replicas": 2}}, (2, 2)),
+        ({"num_replicas": 3, "autoscaling": {"min_replicas": 4}}, (4, 4)),
+        ({"num_replicas": 1, "autoscaling": {"min_replicas": 0}}, (1, 4)),
+    ],
+)
+def test_autoscaling_begins_with_the_fixed_number_within_its_limits(
+    replicas: dict[str, Any], first_and_most: tuple[int, int]
+) -> None:
+    [model] = parse({"models": [{"replicas": replicas}]}).models
+    assert (model.replicas.initial_replicas, model.replicas.max_replicas) == first_and_most
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "words"),
+    [("cuda", 0, "set num_gpus to 1"), ("cpu", 1, "set num_gpus to 0"), ("auto", 2, "at most 1")],
+)
+def test_a_device_that_the_reservation_does_not_grant_is_refused(device: str, num_gpus: int, words: str) -> None:
+    message = message_for(engine={"model": {"device": device}}, replicas={"num_gpus": num_gpus})
+    assert message.startswith(f"models[0].replicas.num_gpus: got {num_gpus}")
+    assert words in message
+
+
+def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:
+    with pytest.raises(InvalidSetup, match=r"models\[1\].name: got 'a:b', too like 'a/b'"):
+        parse({"models": [{"name": "a/b"}, {"name": "a:b"}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("applications: [", "is not YAML"),
+        ("just text", "has no list of `applications`"),
+        ("applications: [{import_path: other:app}]", "import_path: deployments.serve.application:build"),
+        (
+            "http_options: {port: high}\napplications: [{import_path: 'deployments.serve.application:build'}]",
+            "got 'high'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidSetup) as caught:
+        read_serve_file(path)
+    assert words in caught.value.message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetup, match=r"nowhere.yaml: No such file"):
+        read_serve_file(tmp_path / "nowhere.yaml")
+
+
+DEPLOYED = SchedulerConfig(max_running=4, max_waiting=8, policy="fair")
+
+
+def test_a_user_config_changes_what_it_names_and_always_means_the_same() -> None:
+    config = retuned(DEPLOYED, {"scheduler": {"strategy": {"name": "static", "batch_size": 2}}})
+    assert config == SchedulerConfig(max_running=4, max_waiting=8, policy="fair", strategy=StaticConfig(batch_size=2))
+    assert retuned(DEPLOYED, {}) == retuned(DEPLOYED, {"scheduler": None}) == DEPLOYED
+
+
+@pytest.mark.parametrize(
+    ("user_config", "message"),
+    [
+        ({"cache": {"memory_gib": 2}}, "user_config.cache: cannot change while a replica runs"),
+        ({"model": {}}, "user_config.model: cannot change while a replica runs"),
+        ({"strategy": "static"}, "user_config: must be {'scheduler': {...}}"),
+        ("static", "user_config: must be {'scheduler': {...}}; got 'static'"),
+        ({"scheduler": "static"}, "user_config.scheduler: got 'static'; must be settings by name"),
+        ({"scheduler": {"strategy": "magic"}}, "user_config.scheduler.strategy: got 'magic'; must be one of static"),
+        ({"scheduler": {"max_running": 0}}, "user_config.scheduler.max_running: got 0; must be greater than"),
+        ({"scheduler": {"max_waiting": 9}}, "user_config.scheduler: max_running + max_waiting is 13; Serve lets 12"),
+    ],
+)
+def test_a_user_config_that_cannot_be_is_refused_in_words(user_config: object, message: str) -> None:
+    with pytest.raises(InvalidSetup) as refused:
+        retuned(DEPLOYED, user_config)
+    assert refused.value.message.startswith(message)
+
+
+def test_the_user_configs_of_a_file_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    document = yaml.safe_load((DEPLOYMENTS / "serve.yaml").read_text())
+    document["applications"][0]["deployments"] = [
+        {"name": "ingress"},
+        {"name": "replica-demo", "user_config": {"scheduler": {"policy": "sjf", "max_runing": 3}}},
+    ]
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(InvalidSetup, match=r"user_config\.scheduler\.max_runing: no such setting"):
+        read_serve_file(path)
+
+
+def test_dispatch_is_a_name_or_a_name_with_its_parameters() -> None:
+    def dispatch(given: Any) -> Any:
+        return parse({"models": [{"replicas": {"dispatch": given}}]}).models[0].replicas.dispatch.model_dump()
+
+    assert dispatch("round_robin") == {"name": "round_robin"}
+    assert dispatch("prefix_affinity") == {"name": "prefix_affinity", "max_imbalance_tokens": 4096}
+    given = {"name": "prefix_affinity", "max_imbalance_tokens": 64}
+    assert dispatch(given) == given
+    for choice in ("round_robin", "least_loaded", "prefix_affinity"):
+        assert make_policy(dispatch(choice), random.Random(0)).decide([], SIZE).order == []
+
+
+def test_a_mistake_in_dispatch_is_told_with_what_there_is() -> None:
+    assert message_for(replicas={"dispatch": "fastest"}) == (
+        "models[0].replicas.dispatch: got 'fastest'; must be one of round_robin, least_loaded, prefix_affinity"
+    )
+    message = message_for(replicas={"dispatch": {"name": "prefix_affinity", "max_imbalance_tokens": -1}})
+    assert message.startswith("models[0].replicas.dispatch.max_imbalance_tokens: got -1; must be")
+
+
+A, B = {"name": "a"}, {"name": "b", "share": 0.25, "scheduler": {"policy": "sjf", "max_step_tokens": 256}}
+
+
+def test_the_groups_of_a_trial_differ_in_what_they_name() -> None:
+    model = parse({"models": [{"engine": {"scheduler": {"max_running": 16}}, "replicas": {"groups": [A, B]}}]}).models[
+        0
+    ]
+    assert model.scheduler_of("a") == model.engine.scheduler == model.scheduler_of("")
+    assert model.scheduler_of("b").policy.name == "sjf"
+    assert (model.scheduler_of("b").max_step_tokens, model.scheduler_of("b").max_running) == (256, 16)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([A, A], "replicas: groups have the same name: a; give each its own"),
+        ([A, B, {"name": "c"}], "replicas: 3 groups and num_replicas=2: every group needs a replica"),
+        ([A, B | {"share": 0}], "replicas.groups[1].share: got 0; must be greater than 0"),
+    ],
+)
+def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str) -> None:
+    assert message in message_for(replicas={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"policy": "magic"}, "policy: got 'magic'; must be one of"),
+        ({"max_step_tokens": 8}, "max_step_tokens=8 is below max_running=32"),
+        ({"speed": 8}, "speed: no such setting; there are strategy"),
+        ({"max_running": 0}, "max_running: got 0; "),
+        ({"max_waiting": 9999}, "max_running + max_waiting is 10,031; the model's replicas take 288"),
+    ],
+)
+def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
+    groups = [A, B | {"scheduler": scheduler}]
+    assert f"replicas.groups[1].scheduler: {message}" in message_for(replicas={"groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("webhooks", "mistake"),
+    [
+        ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file go together: set both or neither"),
+        ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
+        ({"ports": [0]}, "batches.webhooks.ports[0]: got 0; must be greater than or equal to 1"),
+        ({"url": "http://a.example/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should begin with"),
+        ({"url": "https://127.0.0.1/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url names an address"),
+        ({"url": "https://a.example/", "secret_file": "missing"}, "batches.webhooks.secret_file: missing: No such"),
+        ({"url": "https://a.example/", "secret_file": "WRONG"}, "batches.webhooks.secret_file: webhook.secret should"),
+    ],
+    ids=str,
+)
+def test_webhooks_that_could_not_be_sent_are_told_before_anything_starts(
+    tmp_path: Path, webhooks: dict[str, Any], mistake: str
+) -> None:
+    for name, content in (("SECRET", "whsec_" + "QUJD" * 8), ("WRONG", "canary")):
+        (tmp_path / name).write_text(content)
+    given = {name: str(tmp_path / value) if value in ("SECRET", "WRONG") else value for name, value in webhooks.items()
+             if isinstance(value, str)}  # fmt: skip
+    with pytest.raises(InvalidSetup) as caught:
+        parse({"batches": {"webhooks": webhooks | given}})
+    assert mistake in caught.value.message
+    assert "canary" not in caught.value.message
+
+
+def test_a_default_receiver_that_can_be_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("whsec_" + "QUJD" * 8 + "\n")
+    webhooks = {"url": "https://a.example/hook", "secret_file": str(tmp_path / "secret")}
+    assert parse({"batches": {"webhooks": webhooks}}).batches is not None

@@ -1,0 +1,175 @@
+"""The dispatch rules, without anything that is dispatched to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import InvalidSetup
+from app.fleet.dispatch import (
+    DispatchPolicy,
+    LeastLoaded,
+    PrefixAffinity,
+    ReplicaLoad,
+    RequestSize,
+    RoundRobin,
+    make_policy,
+)
+
+SIZE = RequestSize(num_prompt_tokens=100, num_expected_tokens=50)
+POLICIES = ("round_robin", "least_loaded", {"name": "prefix_affinity", "max_imbalance_tokens": 1000})
+
+
+def load(replica_id: str, **known: Any) -> ReplicaLoad:
+    return ReplicaLoad(replica_id=replica_id, **known)
+
+
+def loads(**num_decode_tokens: int) -> list[ReplicaLoad]:
+    return [load(replica_id, num_decode_tokens=tokens) for replica_id, tokens in num_decode_tokens.items()]
+
+
+def order(policy: DispatchPolicy, *given: ReplicaLoad) -> list[str]:
+    return policy.decide(given, SIZE).order
+
+
+def least_loaded() -> LeastLoaded:
+    return LeastLoaded(random.Random(0))
+
+
+def prefix_affinity(max_imbalance_tokens: int = 1000) -> PrefixAffinity:
+    return PrefixAffinity(random.Random(0), max_imbalance_tokens=max_imbalance_tokens)
+
+
+def test_round_robin_gives_each_replica_its_turn_whatever_its_load() -> None:
+    policy = RoundRobin()
+    orders = [order(policy, *loads(c=0, a=900, b=10)) for _ in range(4)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_round_robin_goes_on_after_a_replica_has_left_or_joined() -> None:
+    policy = RoundRobin()
+    assert order(policy, *loads(a=0, b=0, c=0))[0] == "a"
+    assert order(policy, *loads(a=0, c=0))[0] == "c"
+    assert order(policy, *loads(a=0, b=0, c=0))[0] == "a"
+    assert order(policy, *loads(a=0, b=0, c=0))[0] == "b"
+
+
+def test_least_loaded_counts_prompts_to_compute_and_tokens_to_generate_and_not_requests() -> None:
+    many_short = load("many-short", num_requests=5, num_prefill_tokens=60, num_decode_tokens=40)
+    one_long = load("one-long", num_requests=1, num_prefill_tokens=4000, num_decode_tokens=16)
+    assert order(least_loaded(), one_long, many_short) == ["many-short", "one-long"]
+
+
+def test_least_loaded_spreads_ties_evenly() -> None:
+    policy = LeastLoaded(random.Random(7))
+    firsts = [order(policy, *loads(a=0, b=0, busy=100))[0] for _ in range(1000)]
+    assert 400 < firsts.count("a") < 600
+    assert "busy" not in firsts
+
+
+def test_least_loaded_is_the_same_for_the_same_seed() -> None:
+    ties = loads(a=0, b=0, c=0, d=0)
+    first, second = LeastLoaded(random.Random(3)), LeastLoaded(random.Random(3))
+    assert [order(first, *ties) for _ in range(20)] == [order(second, *ties) for _ in range(20)]
+
+
+def test_an_idle_slow_replica_waits_until_the_fast_ones_would_be_later() -> None:
+    slow = load("slow", tokens_per_s=100)
+    fast = load("fast", tokens_per_s=1000, num_decode_tokens=1000)  # 1,150 tokens: 1.15 s, the slow one takes 1.5 s
+    assert order(least_loaded(), slow, fast)[0] == "fast"
+    assert order(least_loaded(), slow, replace(fast, num_decode_tokens=1400))[0] == "slow"
+
+
+def test_a_replica_of_unknown_speed_is_taken_for_a_usual_one() -> None:
+    new = load("new", num_decode_tokens=100)
+    known = [load(name, tokens_per_s=500, num_decode_tokens=101) for name in ("a", "b")]
+    assert order(least_loaded(), *known, new)[0] == "new"
+    assert order(least_loaded(), *known, replace(new, num_decode_tokens=102))[-1] == "new"
+
+
+def test_prefix_affinity_takes_the_longest_match_near_the_least_load() -> None:
+    short = load("short", num_cached_tokens=16)
+    long = load("long", num_cached_tokens=64, num_decode_tokens=1000)
+    assert order(prefix_affinity(), load("none"), short, long) == ["long", "short", "none"]
+
+
+def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> None:
+    matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
+    decision = prefix_affinity().decide([matching, load("idle")], SIZE)
+    assert decision.order == ["idle", "matching"]
+    assert "over 1,000 tokens more" in decision.explain()
+
+
+def test_prefix_affinity_takes_the_second_best_match_when_the_best_is_too_loaded() -> None:
+    best = load("best", num_cached_tokens=640, num_decode_tokens=5000)
+    second = load("second", num_cached_tokens=624, num_decode_tokens=500)
+    assert order(prefix_affinity(), best, second, load("idle")) == ["second", "idle", "best"]
+
+
+def test_prefix_affinity_keeps_a_session_on_its_replica_where_nothing_is_known_to_be_cached() -> None:
+    home = load("home", holds_session=True, num_decode_tokens=10)
+    assert order(prefix_affinity(), load("other"), home)[0] == "home"
+    assert order(prefix_affinity(), load("other", num_cached_tokens=16), home)[0] == "other"
+
+
+def test_prefix_affinity_without_a_match_is_least_loaded() -> None:
+    assert order(prefix_affinity(), *loads(a=3, b=1, c=2)) == ["b", "c", "a"]
+
+
+def test_a_decision_is_told_in_one_line_with_its_numbers() -> None:
+    busy = load("a", num_prefill_tokens=1200, num_decode_tokens=300, tokens_per_s=200)
+    idle = load("b", tokens_per_s=100, is_full=True)
+    line = least_loaded().decide([idle, busy], SIZE).explain()
+    assert line == (
+        "least_loaded: a, the least work: a (1,200 prompt + 300 output + 150 own tokens at speed 1.33 = 1,238); "
+        "b (0 prompt + 0 output + 150 own tokens at speed 0.67 = 225, full)"
+    )
+
+
+def test_of_many_candidates_the_line_shows_the_first_and_counts_the_rest() -> None:
+    line = least_loaded().decide([load(f"r{n}", num_decode_tokens=n) for n in range(16)], SIZE).explain()
+    assert "r3" in line
+    assert line.endswith("; and 12 more")
+
+
+@st.composite
+def any_loads(draw: st.DrawFn) -> list[ReplicaLoad]:
+    count = st.integers(0, 10_000)
+    return [
+        ReplicaLoad(
+            replica_id=replica_id,
+            num_requests=draw(count),
+            num_prefill_tokens=draw(count),
+            num_decode_tokens=draw(count),
+            tokens_per_s=draw(st.sampled_from([0.0, 1e-3, 100.0, 1e6])),
+            num_cached_tokens=draw(count),
+            holds_session=draw(st.booleans()),
+            is_full=draw(st.booleans()),
+        )
+        for replica_id in draw(st.lists(st.text(max_size=3), unique=True, max_size=8))
+    ]
+
+
+@pytest.mark.parametrize("choice", POLICIES, ids=str)
+@given(many=any_loads())
+def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: Any, many: list[ReplicaLoad]) -> None:
+    decision = make_policy(choice, random.Random(1)).decide(many, SIZE)
+    assert sorted(decision.order) == sorted(each.replica_id for each in many)
+    fullness = [candidate.is_full for candidate in decision.reasons]
+    assert fullness == sorted(fullness)
+    assert "\n" not in decision.explain() or any("\n" in each.replica_id for each in many)
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(InvalidSetup, match="'fastest'"):
+        make_policy("fastest", random.Random(1))
+
+
+def test_a_policy_without_what_it_needs_is_refused() -> None:
+    with pytest.raises(InvalidSetup, match="max_imbalance_tokens"):
+        make_policy("prefix_affinity", random.Random(1))

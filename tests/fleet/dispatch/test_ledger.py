@@ -1,0 +1,233 @@
+"""What an ingress has outstanding, and what replicas report beyond it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from app.fleet.dispatch import Ledger, ReplicaLoad, ReplicaReport
+from app.fleet.dispatch.ledger import REPORT_LIFE_S, SPEED_LIFE_S
+
+NOTHING = (0, 0, 0)
+
+
+def load_of(ledger: Ledger, replica_id: str, now: float = 0.0) -> ReplicaLoad:
+    [load] = ledger.loads([replica_id], now=now)
+    return load
+
+
+def work(ledger: Ledger, replica_id: str, now: float = 0.0) -> tuple[int, int, int]:
+    load = load_of(ledger, replica_id, now)
+    return load.num_requests, load.num_prefill_tokens, load.num_decode_tokens
+
+
+def ledger_with(*request_ids: str, replica_id: str = "a") -> Ledger:
+    ledger = Ledger()
+    for request_id in request_ids:
+        ledger.place(request_id, replica_id, num_prompt_tokens=100, num_expected_tokens=40)
+    return ledger
+
+
+def test_a_placed_request_weighs_with_its_prompt_and_its_expected_tokens_until_it_ends() -> None:
+    ledger = ledger_with("one", "two")
+    assert work(ledger, "a") == (2, 200, 80)
+    ledger.end("one")
+    assert work(ledger, "a") == (1, 100, 40)
+    ledger.end("two")
+    assert work(ledger, "a") == NOTHING
+
+
+def test_the_first_tokens_show_that_the_prompt_is_computed() -> None:
+    ledger = ledger_with("one")
+    ledger.progress("one", 1)
+    assert work(ledger, "a") == (1, 0, 39)
+    ledger.progress("one", 10)
+    assert work(ledger, "a") == (1, 0, 29)
+
+
+def test_a_request_that_generates_more_than_expected_weighs_one_token() -> None:
+    ledger = ledger_with("one")
+    ledger.progress("one", 1000)
+    assert work(ledger, "a") == (1, 0, 1)
+    ledger.end("one")
+    assert work(ledger, "a") == NOTHING
+
+
+def test_a_request_that_is_placed_again_leaves_the_replica_it_was_on() -> None:
+    ledger = ledger_with("one")
+    ledger.progress("one", 8)
+    ledger.place("one", "b", num_prompt_tokens=108, num_expected_tokens=32)
+    assert work(ledger, "a") == NOTHING
+    assert work(ledger, "b") == (1, 108, 32)
+
+
+def test_tokens_and_ends_that_come_late_change_nothing() -> None:
+    ledger = ledger_with("one")
+    for _ in range(2):
+        ledger.end("one")
+        ledger.progress("one", 5)
+    assert work(ledger, "a") == NOTHING
+
+
+def test_what_a_replica_reports_beyond_our_share_is_added() -> None:
+    ledger = ledger_with("one")
+    ledger.correct("a", ReplicaReport(num_requests=3, num_prefill_tokens=150), now=0.0)
+    assert work(ledger, "a") == (3, 150, 40 + 2)  # one placed request says little of how long outputs are
+    ledger.place("two", "a", num_prompt_tokens=10, num_expected_tokens=10)
+    assert work(ledger, "a") == (4, 160, 50 + 2)
+    ledger.end("one")
+    assert work(ledger, "a") == (3, 60, 10 + 2)
+
+
+def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -> None:
+    ledger = ledger_with("one", "two")
+    ledger.correct("a", ReplicaReport(num_requests=1, num_prefill_tokens=0), now=0.0)
+    assert work(ledger, "a") == (2, 200, 80)
+
+
+def test_what_others_still_generate_is_estimated_from_our_own() -> None:
+    ledger = Ledger()
+    for number in range(500):
+        ledger.place(f"past-{number}", "b", num_prompt_tokens=10, num_expected_tokens=100)
+    ledger.correct("a", ReplicaReport(num_requests=4, num_prefill_tokens=0), now=0.0)
+    assert work(ledger, "a") == (4, 0, 200)  # half of each is left, on average
+
+
+def test_old_reports_of_others_are_forgotten_and_ours_is_not() -> None:
+    ledger = ledger_with("one")
+    ledger.correct("a", ReplicaReport(num_requests=9, num_prefill_tokens=900), now=100.0)
+    assert work(ledger, "a", now=100.0 + REPORT_LIFE_S) == (9, 900, 40 + 8)
+    assert work(ledger, "a", now=100.1 + REPORT_LIFE_S) == (1, 100, 40)
+
+
+def test_the_speed_of_a_replica_without_work_is_forgotten_in_time() -> None:
+    ledger = Ledger()
+    busy = ReplicaReport(num_requests=1, num_prefill_tokens=0, tokens_per_s=50.0)
+    ledger.correct("a", busy, now=100.0)
+    later = 100.0 + SPEED_LIFE_S
+    ledger.correct("a", ReplicaReport(num_requests=0, num_prefill_tokens=0, tokens_per_s=50.0), now=later)
+    assert load_of(ledger, "a", later).tokens_per_s == 50.0
+    assert load_of(ledger, "a", later + 1).tokens_per_s == 0.0
+    ledger.correct("a", busy, now=later + 2)
+    assert load_of(ledger, "a", later + 2).tokens_per_s == 50.0
+
+
+def test_how_many_must_end_first_follows_from_what_a_replica_computes_at_once() -> None:
+    ledger = ledger_with("one", "two")
+    assert load_of(ledger, "a").num_ahead == 0
+    for max_running, num_ahead in ((3, 0), (2, 1), (1, 2)):
+        ledger.correct("a", ReplicaReport(num_requests=2, num_prefill_tokens=0, max_running=max_running), now=0.0)
+        assert load_of(ledger, "a").num_ahead == num_ahead
+
+
+def test_loads_carry_what_is_known_of_this_request_on_each_replica() -> None:
+    ledger = ledger_with("one")
+    ledger.correct("b", ReplicaReport(num_requests=0, num_prefill_tokens=0), now=0.0)
+    a, b = ledger.loads(
+        ["a", "b"],
+        now=0.0,
+        max_requests=1,
+        num_cached_tokens={"b": 32},
+        groups={"a": "control"},
+        session_replica_id="b",
+    )
+    assert (a.is_full, a.num_cached_tokens, a.group, a.holds_session) == (True, 0, "control", False)
+    assert (b.is_full, b.num_cached_tokens, b.group, b.holds_session) == (False, 32, "", True)
+
+
+@pytest.mark.parametrize(
+    ("num_background", "num_staying", "is_background", "is_full"),
+    [(0, 0, False, True), (1, 0, False, False), (4, 0, False, False), (4, 4, False, True), (4, 0, True, True)],
+)
+def test_background_work_of_all_that_makes_way_fills_no_replica_but_for_its_like(
+    num_background: int, num_staying: int, is_background: bool, is_full: bool
+) -> None:
+    ledger = Ledger()
+    for number in range(2):  # ours
+        ledger.place(
+            f"{number}", "a", num_prompt_tokens=5, num_expected_tokens=5, is_background=number < num_background - 2
+        )
+    report = ReplicaReport(
+        num_requests=4,
+        num_prefill_tokens=0,
+        num_background=num_background,
+        num_staying_background=num_staying,
+        max_running=3,
+    )
+    ledger.correct("a", report, now=0.0)
+    [load] = ledger.loads(["a"], now=0.0, max_requests=4, is_background=is_background)
+    assert (load.num_requests, load.is_full) == (4, is_full)
+
+
+def test_background_work_looks_for_a_slot_and_not_for_a_place_in_a_queue() -> None:
+    ledger = Ledger()
+    ledger.correct("a", ReplicaReport(num_requests=2, num_prefill_tokens=0, max_running=2), now=0.0)
+    assert [ledger.loads(["a"], now=0.0, max_requests=9, is_background=each)[0].is_full for each in (False, True)] == [
+        False,
+        True,
+    ]
+
+
+def test_a_replica_that_is_gone_takes_everything_along() -> None:
+    ledger = ledger_with("one")
+    ledger.correct("a", ReplicaReport(num_requests=9, num_prefill_tokens=900, tokens_per_s=5.0), now=0.0)
+    ledger.keep_only({"b"})
+    ledger.end("one")
+    assert load_of(ledger, "a").tokens_per_s == 0
+    assert work(ledger, "a") == NOTHING
+
+
+REQUESTS = st.sampled_from([f"request-{number}" for number in range(6)])
+REPLICAS = st.sampled_from(["a", "b", "c"])
+COUNTS = st.integers(0, 500)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any order of events, late and repeated ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.now = 0.0
+
+    @rule(request_id=REQUESTS, replica_id=REPLICAS, prompt=COUNTS, expected=st.integers(1, 500))
+    def place(self, request_id: str, replica_id: str, prompt: int, expected: int) -> None:
+        self.ledger.place(request_id, replica_id, num_prompt_tokens=prompt, num_expected_tokens=expected)
+
+    @rule(request_id=REQUESTS, tokens=COUNTS)
+    def progress(self, request_id: str, tokens: int) -> None:
+        self.ledger.progress(request_id, tokens)
+
+    @rule(request_id=REQUESTS)
+    def end(self, request_id: str) -> None:
+        self.ledger.end(request_id)
+
+    @rule(replica_id=REPLICAS, requests=COUNTS, prefill=COUNTS)
+    def correct(self, replica_id: str, requests: int, prefill: int) -> None:
+        report = ReplicaReport(num_requests=requests, num_prefill_tokens=prefill)
+        self.ledger.correct(replica_id, report, now=self.now)
+
+    @rule(kept=st.sets(REPLICAS))
+    def keep_only(self, kept: set[str]) -> None:
+        self.ledger.keep_only(kept)
+
+    @rule(seconds=st.floats(0, 10))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def nothing_is_negative(self) -> None:
+        for replica_id in ("a", "b", "c"):
+            assert min(work(self.ledger, replica_id, self.now)) >= 0
+
+    def teardown(self) -> None:
+        for number in range(6):
+            self.ledger.end(f"request-{number}")
+        for replica_id in ("a", "b", "c"):
+            assert work(self.ledger, replica_id, self.now + REPORT_LIFE_S + 1) == NOTHING
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedgerUnderAnyEvents = LedgerMachine.TestCase

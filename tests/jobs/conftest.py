@@ -1,0 +1,42 @@
+"""What tests of bulk rows share: the bundled model's words, and rows made short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api.endpoints.completions import ServedModel
+from app.config import ApiConfig
+from app.engine.request import ModelFacts
+from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields
+from app.jobs.record import Record
+from app.text import Tokenizer
+
+Prepare = Callable[..., PreparedRow | Record]
+
+
+@pytest.fixture(scope="session")
+def model(demo_path: Path) -> ServedModel:
+    """The bundled model without an engine: rows are prepared and not computed."""
+    return ServedModel(
+        name="demo",
+        tokenizer=Tokenizer.load(str(demo_path)),
+        facts=ModelFacts(max_model_len=2048, vocab_size=763, eos_token_ids=(1,)),
+        generate=lambda request: pytest.fail("preparing a row starts nothing"),
+        created=0,
+    )
+
+
+@pytest.fixture
+def prepared(model: ServedModel) -> Prepare:
+    """Prepares the row of some columns."""
+
+    def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedRow | Record:
+        row = row_from_fields(fields, number=number, place=f"input.jsonl:{number + 1}")
+        return asyncio.run(prepare(row, RowSettings(**settings), model, ApiConfig()))
+
+    return prepare_one

@@ -1,0 +1,99 @@
+"""What a service with its default limits does with too much of everything, and with a disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.config import BatchesConfig
+from app.errors import BodyTooLarge, Unavailable
+from app.jobs import NewFile
+from tests.jobs.lives import OWNER, Echo, all_files, begin, input_line, jsonl, service_in, until, upload
+
+MEBIBYTE = 1024 * 1024
+
+
+def test_50001_lines_are_too_many_and_nothing_runs(tmp_path: Path) -> None:
+    echo = Echo()
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo) as service:
+            batch = await until(service, await begin(service, jsonl(*(input_line(f"l{n}") for n in range(50_001)))))
+            assert batch["status"] == "failed"
+            [error] = batch["errors"]["data"]
+            assert (error["code"], error["message"]) == ("too_many_lines", "the file has more than 50,000 lines")
+            assert (batch["output_file_id"], batch["error_file_id"], echo.asked.total()) == (None, None, 0)
+
+    asyncio.run(main())
+
+
+def test_200_mebibytes_are_taken_and_not_one_byte_more(tmp_path: Path) -> None:
+    piece = b"x" * MEBIBYTE
+
+    async def main() -> None:
+        async with service_in(tmp_path, Echo()) as service:
+            upload_id = await service.begin_upload()
+            for _ in range(200):
+                await service.append(upload_id, piece)
+            with pytest.raises(BodyTooLarge, match="more than 209,715,200 bytes"):
+                await service.append(upload_id, b"x")
+            file = await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
+            assert file["bytes"] == BatchesConfig().max_file_bytes == 200 * MEBIBYTE
+
+    asyncio.run(main())
+
+
+@contextmanager
+def no_room_beyond(num_bytes: int) -> Iterator[None]:
+    """The system itself refuses to make any file larger, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_upload_that_the_disk_has_no_room_for_leaves_nothing_and_the_service_lives(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with service_in(tmp_path, Echo()) as service:
+            with no_room_beyond(2 * MEBIBYTE):
+                upload_id = await service.begin_upload()
+                await service.append(upload_id, b"x" * MEBIBYTE)
+                with pytest.raises(Unavailable, match="cannot use its storage now"):
+                    await service.append(upload_id, b"x" * 3 * MEBIBYTE)
+                await service.abandon_upload(upload_id)
+                assert await all_files(service) == []
+                batch = await until(service, await begin(service, jsonl(input_line("small"))))
+                assert batch["status"] == "completed"
+            await upload(service, b"x" * 4 * MEBIBYTE)
+        assert not list((tmp_path / "drafts").iterdir())
+
+    asyncio.run(main())
+
+
+def test_a_batch_whose_results_the_disk_has_no_room_for_fails_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.05)
+    echo = Echo()
+    lines = jsonl(*(input_line(f"l{n}", body={"name": "x" * 100_000}) for n in range(20)))
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo) as service:
+            echo.hold = asyncio.Event()
+            batch_id = await begin(service, lines)
+            await echo.has_open(20)
+            with no_room_beyond(300_000):  # the database reaches it with the third line or so
+                echo.hold.set()
+                batch = await until(service, batch_id)
+                assert batch["status"] == "failed"
+                assert batch["errors"]["data"][0]["code"] == "server_error"
+            assert (await until(service, await begin(service, lines)))["status"] == "completed"
+
+    asyncio.run(main())

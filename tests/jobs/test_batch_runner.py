@@ -1,0 +1,299 @@
+"""How a batch goes: bounded, patient, stopped by its caller or by time, failed by its storage."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.jobs import Answered, LocalBatchService, NewBatch
+from tests.jobs.lives import (
+    CHAT,
+    OWNER,
+    Echo,
+    Writes,
+    all_files,
+    begin,
+    ends,
+    input_line,
+    jsonl,
+    ok,
+    refused,
+    service_in,
+    until,
+    upload,
+)
+
+TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
+
+
+def run(folder: Path, echo: Echo, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with service_in(folder, echo, **settings) as service:
+            await use(service)
+
+    asyncio.run(main())
+
+
+class Clock:
+    """Seconds since 1970 that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.at = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def raising(error: Exception) -> Callable[[int], Answered]:
+    def answer(_: int) -> Answered:
+        raise error
+
+    return answer
+
+
+HALF_HANG = {f"line-{n}": raising(Overloaded("full", retry_after_s=60)) for n in range(5, 10)}
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr("app.jobs.batch_runner.MIN_PAUSE_S", 0.01)
+    monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.01)
+
+
+def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None:
+    echo = Echo()
+
+    async def use(service: LocalBatchService) -> None:
+        echo.hold = asyncio.Event()
+        batch_ids = [await begin(service, TEN) for _ in range(3)]
+        await echo.has_open(4)
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        for batch_id in batch_ids:
+            output, _ = await ends(service, await until(service, batch_id))
+            assert len(output) == 10
+
+    run(tmp_path, echo, use, max_in_flight=4)
+    assert echo.max_open == 4
+
+
+def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
+    request = ContextVar("request", default="none")
+    seen = []
+
+    def answer(_: int) -> Answered:
+        seen.append(request.get())
+        return ok("line-0")
+
+    async def use(service: LocalBatchService) -> None:
+        request.set("the one that began it")
+        await until(service, await begin(service, TEN))
+
+    run(tmp_path, Echo({"line-0": answer}), use)
+    assert seen == ["none"]
+
+
+@pytest.mark.parametrize(
+    "error", [Overloaded("full", retry_after_s=60), Unavailable("none"), EngineStopped("over")], ids=type
+)
+def test_a_line_that_nobody_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
+    echo = Echo({"line-3": lambda times: raising(error)(times) if times < 6 else ok("line-3")})
+
+    async def use(service: LocalBatchService) -> None:
+        batch = await until(service, await begin(service, TEN))
+        output, errors = await ends(service, batch)
+        assert (len(output), errors) == (10, {})
+        assert batch["error_file_id"] is None
+
+    run(tmp_path, echo, use)
+    assert echo.asked["line-3"] == 6
+
+
+def test_a_line_that_the_server_fails_on_is_tried_three_times(tmp_path: Path) -> None:
+    echo = Echo({"line-1": lambda _: refused(500), "line-2": lambda times: refused(500) if times < 3 else ok("line-2")})
+
+    async def use(service: LocalBatchService) -> None:
+        output, errors = await ends(service, await until(service, await begin(service, TEN)))
+        assert errors.keys() == {"line-1"}
+        assert errors["line-1"]["response"]["status_code"] == 500
+        assert "line-2" in output
+
+    run(tmp_path, echo, use)
+    assert echo.asked["line-1"] == 3
+
+
+def test_a_file_with_any_mistake_runs_nothing(tmp_path: Path) -> None:
+    echo = Echo()
+
+    async def use(service: LocalBatchService) -> None:
+        batch = await until(service, await begin(service, TEN + b"{\n" + jsonl(input_line("line-1"))))
+        assert batch["status"] == "failed"
+        assert batch["failed_at"] is not None
+        assert [(each["line"], each["code"]) for each in batch["errors"]["data"]] == [
+            (11, "invalid_json_line"), (12, "duplicate_custom_id"),
+        ]  # fmt: skip
+        assert batch["output_file_id"] is None
+        assert batch["error_file_id"] is None
+
+    run(tmp_path, echo, use)
+    assert not echo.asked
+
+
+async def some_done(service: LocalBatchService, echo: Echo) -> str:
+    """A batch in progress: half of its lines have ended, the others hang."""
+    echo.answers = HALF_HANG
+    batch_id = await begin(service, TEN)
+    async with asyncio.timeout(10):
+        while (await service.batch(OWNER, batch_id))["request_counts"]["completed"] < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    return batch_id
+
+
+def test_a_cancelled_batch_keeps_what_was_done(tmp_path: Path) -> None:
+    echo = Echo()
+
+    async def use(service: LocalBatchService) -> None:
+        batch_id = await some_done(service, echo)
+        cancelling = await service.cancel_batch(OWNER, batch_id)
+        assert cancelling["status"] == "cancelling"
+        batch = await until(service, batch_id)
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 5)
+        output, errors = await ends(service, batch)
+        assert output.keys() == {f"line-{n}" for n in range(5)}
+        assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"}
+        assert len(errors) == 5
+        assert (await service.cancel_batch(OWNER, batch_id))["status"] == "cancelled", "twice is once"
+        assert echo.num_open == 0
+
+    run(tmp_path, echo, use)
+
+
+def test_a_batch_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        batch = await until(service, await begin(service, TEN))
+        with pytest.raises(InvalidRequest, match="the batch is completed"):
+            await service.cancel_batch(OWNER, batch["id"])
+
+    run(tmp_path, Echo(), use)
+
+
+def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path) -> None:
+    echo = Echo()
+
+    async def use(service: LocalBatchService) -> None:
+        echo.answers = HALF_HANG
+        batch = await until(service, await begin(service, TEN))
+        assert batch["status"] == "expired"
+        assert batch["expired_at"] >= batch["expires_at"] == batch["created_at"] + 1
+        output, errors = await ends(service, batch)
+        assert output.keys() <= {f"line-{n}" for n in range(5)}, "on a busy machine not all of them in time"
+        assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
+        assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
+
+    run(tmp_path, echo, use, window_s=1)
+
+
+def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:
+    clock, echo = Clock(), Echo()
+
+    async def first_life() -> str:
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            return await some_done(service, echo)
+
+    batch_id = asyncio.run(first_life())
+    clock.at += 90_000
+    asked = echo.asked.total()
+
+    async def second_life() -> None:
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            batch = await until(service, batch_id)
+            assert batch["status"] == "expired"
+            assert [len(each) for each in await ends(service, batch)] == [5, 5]
+
+    asyncio.run(second_life())
+    assert echo.asked.total() == asked
+
+
+def test_files_go_when_their_time_is_over_but_not_under_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
+    clock, echo = Clock(), Echo()
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            short = await upload(service, TEN, expires_after_s=3600)
+            echo.hold = asyncio.Event()
+            new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=short, output_expires_after_s=7200)
+            batch_id = (await service.create_batch(new))["id"]
+            await until(service, batch_id, "in_progress")
+            clock.at += 4000
+            await asyncio.sleep(0.05)
+            assert (tmp_path / "files" / short).exists(), "a batch reads it"
+            echo.hold.set()
+            batch = await until(service, batch_id)
+            [output] = await all_files(service)
+            assert output["id"] == batch["output_file_id"]
+            assert output["expires_at"] == output["created_at"] + 7200
+            async with asyncio.timeout(5):
+                while (tmp_path / "files" / short).exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "only"),
+    [
+        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO results"),
+        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO files"),
+        (OSError(28, "No space left on device"), "fsync"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_fails_the_batch_and_the_service_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, only: str
+) -> None:
+    writes = Writes(lambda: error).watch(monkeypatch)
+    echo = Echo()
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo) as service:
+            echo.hold = asyncio.Event()
+            batch_id = await begin(service, TEN)
+            await echo.has_open(10)
+            writes.left, writes.only = 0, only
+            echo.hold.set()
+            batch = await until(service, batch_id)
+            assert batch["status"] == "failed"
+            assert batch["errors"]["data"][0]["code"] == "server_error"
+            assert [path.name for path in (tmp_path / "files").iterdir()] == [batch["input_file_id"]]
+            writes.left = None
+            assert (await until(service, await begin(service, TEN)))["status"] == "completed"
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = Writes(lambda: sqlite3.OperationalError("database or disk is full")).watch(monkeypatch)
+    echo = Echo()
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo) as service:
+            echo.hold = asyncio.Event()
+            batch_id = await begin(service, TEN)
+            await echo.has_open(10)
+            writes.left, writes.failures_left = 0, 1
+            echo.hold.set()
+            output, _ = await ends(service, await until(service, batch_id))
+            assert len(output) == 10
+
+    asyncio.run(main())

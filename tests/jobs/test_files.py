@@ -1,0 +1,47 @@
+"""Files on disk: whole or not at all, under our own names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.jobs.files import FileFolder, FolderLock
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_draft_becomes_a_file_or_nothing(tmp_path: Path) -> None:
+    folder = FileFolder(tmp_path)
+    with folder.draft() as kept, folder.draft() as dropped:
+        for draft in (kept, dropped):
+            draft.write(b"abc")
+        kept.keep()
+    assert folder.read(kept.id, 0, 9) == b"abc"
+    assert names(tmp_path) == {kept.id}
+
+
+def test_a_sweep_leaves_what_is_known(tmp_path: Path) -> None:
+    folder = FileFolder(tmp_path)
+    ids = []
+    for _ in range(3):
+        draft = folder.draft()
+        draft.keep()
+        ids.append(draft.id)
+    (tmp_path / "drafts" / "left-by-a-crash").touch()
+    folder.sweep(ids[:1])
+    assert names(tmp_path) == {ids[0]}
+
+
+def test_only_one_holds_the_folder(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+
+
+def test_nobody_else_on_the_machine_may_look_into_it(tmp_path: Path) -> None:
+    FileFolder(tmp_path / "new")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")} == {0o700}

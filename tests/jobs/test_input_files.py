@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from app.errors import InvalidSetup
+from app.jobs.input_files import ROWS_IN_A_PIECE, Input, find_files, look_through, read_piece
+from app.jobs.preparation import Row, RowSettings
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def questions(num_rows: int, prefix: str = "row") -> list[dict[str, Any]]:
+    return [{"id": f"{prefix}-{number}", "prompt": "Once"} for number in range(num_rows)]
+
+
+def looked_through(pattern: object, **settings: Any) -> Input:
+    return look_through(find_files(str(pattern)), RowSettings(**settings))
+
+
+def all_rows(found: Input) -> list[Row]:
+    return [row for piece in found.pieces for row in read_piece(piece)]
+
+
+def test_every_row_is_in_one_piece_with_its_number(tmp_path: Path) -> None:
+    num_rows = 2 * ROWS_IN_A_PIECE + 3
+    found = looked_through(written(tmp_path / "input.jsonl", questions(num_rows)))
+    assert (found.num_rows, len(found.pieces)) == (num_rows, 3)
+    assert [(row.number, row.row_id) for row in all_rows(found)] == [(n, f"row-{n}") for n in range(num_rows)]
+
+
+def test_blank_lines_are_no_rows_and_a_row_without_an_id_is_named_by_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", ["\n", {"prompt": "a"}, "  \n", "{broken\n", {"prompt": "b"}])
+    assert [row.row_id for row in all_rows(looked_through(path))] == ["input.jsonl:2", "input.jsonl:4", "input.jsonl:5"]
+
+
+def test_a_last_line_without_a_line_end_is_a_row(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", ['{"prompt": "a"}\n{"prompt": "b"}'])
+    assert len(all_rows(looked_through(path))) == 2
+
+
+def test_parquet_rows_are_numbered_through_their_row_groups_and_have_no_fields_of_others(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "?", "name": None}], "seed": None}] * 5
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "input.parquet", row_group_size=2)
+    found = looked_through(tmp_path / "input.parquet")
+    assert (found.num_rows, len(found.pieces)) == (5, 3)
+    assert [row.row_id for row in all_rows(found)] == [f"input.parquet:{line}" for line in range(1, 6)]
+    assert all_rows(found)[0].fields == {"messages": [{"role": "user", "content": "?"}]}
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "", "{a,b}*"])
+def test_a_glob_or_a_folder_means_its_files_by_name(tmp_path: Path, pattern: str) -> None:
+    written(tmp_path / "b.jsonl", questions(2, "b"))
+    written(tmp_path / "a.jsonl", questions(1, "a"))
+    if pattern.startswith("{"):
+        with pytest.raises(InvalidSetup, match="no such file"):
+            looked_through(tmp_path / pattern)
+        return
+    found = looked_through(tmp_path / pattern)
+    assert [file.name for file in found.files] == ["a.jsonl", "b.jsonl"]
+    assert [row.number for row in all_rows(found)] == [0, 1, 2]
+
+
+def test_a_uri_is_read_like_a_path(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", questions(ROWS_IN_A_PIECE + 1))
+    parquet.write_table(pyarrow.Table.from_pylist(questions(3, "p")), tmp_path / "input.parquet")
+    assert len(all_rows(looked_through(f"file://{path}"))) == ROWS_IN_A_PIECE + 1
+    assert looked_through(f"file://{tmp_path}/*.jsonl").num_rows == ROWS_IN_A_PIECE + 1
+    assert len(all_rows(looked_through(f"file://{tmp_path}"))) == ROWS_IN_A_PIECE + 4
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", questions(5))
+    before = looked_through(path).fingerprint
+    assert looked_through(path).fingerprint == before
+    written(path, [*questions(4), {"id": "row-4", "prompt": "Twice"}])
+    assert looked_through(path).fingerprint != before
+
+
+def test_the_same_id_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+    written(tmp_path / "a.jsonl", [{"id": "x", "prompt": "?"}, {"id": 7, "prompt": "?"}])
+    written(tmp_path / "b.jsonl", [{"custom_id": "x", "prompt": "?"}, {"id": "7", "prompt": "?"}])
+    with pytest.raises(InvalidSetup, match=r"2 ids .*'x' in a.jsonl:1, b.jsonl:1; '7' in a.jsonl:2, b.jsonl:2"):
+        looked_through(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([], "has no rows"),
+        (["\n\n"], "has no rows"),
+        ([{"text": "?"}], "no row has a prompt or messages column; the first has text"),
+    ],
+)
+def test_a_file_that_asks_nothing_is_refused(tmp_path: Path, content: list[Any], words: str) -> None:
+    with pytest.raises(InvalidSetup, match=words):
+        looked_through(written(tmp_path / "input.jsonl", content))
+
+
+def test_a_column_that_no_row_has_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", questions(3))
+    with pytest.raises(InvalidSetup, match="no row has a column 'text'; the first has id, prompt"):
+        looked_through(path, prompt_column="text")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    (tmp_path / "table.csv").write_text("prompt\n")
+    for name, words in {
+        "nothing.jsonl": "no such file",
+        "broken.parquet": "cannot be read",
+        "table.csv": "does not tell the format",
+    }.items():
+        with pytest.raises(InvalidSetup, match=words):
+            looked_through(tmp_path / name)

@@ -1,0 +1,214 @@
+"""Uploads, lists, limits, and who may write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.jobs import LocalBatchService, NewBatch, NewFile, PageOf
+from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
+
+ONE = jsonl(input_line("one"))
+
+
+def run(folder: Path, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with service_in(folder, Echo(), **settings) as service:
+            await use(service)
+
+    asyncio.run(main())
+
+
+def test_a_file_is_read_in_pieces_and_deleted_once(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        data = bytes(range(256)) * 20
+        file_id = await upload(service, data)
+        assert await content(service, file_id) == data
+        assert await service.read(OWNER, file_id, len(data), 10) == b""
+        await service.delete_file(OWNER, file_id)
+        for call in (
+            service.file(OWNER, file_id),
+            service.read(OWNER, file_id, 0, 1),
+            service.delete_file(OWNER, file_id),
+        ):
+            with pytest.raises(NotFound):
+                await call
+        assert not list((tmp_path / "files").iterdir())
+
+    run(tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    "file_id", ["", "..", "file-../../x", "../batches.sqlite3", "/etc/passwd", "x\0y", "' OR 1=1 --"]
+)
+def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
+    async def use(service: LocalBatchService) -> None:
+        await upload(service, ONE)
+        for call in (
+            service.file(OWNER, file_id),
+            service.read(OWNER, file_id, 0, 10),
+            service.delete_file(OWNER, file_id),
+            service.batch(OWNER, file_id),
+            service.cancel_batch(OWNER, file_id),
+            service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)),
+            service.files(PageOf(owner=OWNER, limit=1, after=file_id)),
+        ):
+            with pytest.raises(NotFound):
+                await call
+
+    run(tmp_path, use)
+
+
+def test_nobody_sees_what_another_owns(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        batch = await until(service, await begin(service, ONE))
+        file_id, other = batch["output_file_id"], "bob"
+        for call in (
+            service.file(other, file_id),
+            service.read(other, file_id, 0, 10),
+            service.delete_file(other, file_id),
+            service.batch(other, batch["id"]),
+            service.cancel_batch(other, batch["id"]),
+            service.create_batch(NewBatch(owner=other, endpoint=CHAT, input_file_id=batch["input_file_id"])),
+            service.files(PageOf(owner=other, limit=1, after=file_id)),
+            service.batches(PageOf(owner=other, limit=1, after=batch["id"])),
+        ):
+            with pytest.raises(NotFound):
+                await call
+        assert (await service.files(PageOf(owner=other, limit=10)))["data"] == []
+        assert (await service.batches(PageOf(owner=other, limit=10)))["data"] == []
+
+    run(tmp_path, use)
+
+
+def test_lists_come_in_pages(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        ids = [await upload(service, ONE) for _ in range(5)]
+        newest = await service.files(PageOf(owner=OWNER, limit=2))
+        assert [file["id"] for file in newest["data"]] == [ids[4], ids[3]]
+        assert (newest["first_id"], newest["last_id"], newest["has_more"]) == (ids[4], ids[3], True)
+        rest = await service.files(PageOf(owner=OWNER, limit=3, after=ids[3]))
+        assert ([file["id"] for file in rest["data"]], rest["has_more"]) == ([ids[2], ids[1], ids[0]], False)
+        oldest = await service.files(PageOf(owner=OWNER, limit=1, after=ids[0], is_ascending=True, purpose="batch"))
+        assert [file["id"] for file in oldest["data"]] == [ids[1]]
+        none = await service.files(PageOf(owner=OWNER, limit=1, purpose="batch_output"))
+        assert none == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+    run(tmp_path, use)
+
+
+def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        upload_id = await service.begin_upload()
+        await service.append(upload_id, b"x" * 100)
+        with pytest.raises(BodyTooLarge):
+            await service.append(upload_id, b"x")
+        await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
+        with pytest.raises(InvalidRequest) as full:
+            await upload(service, b"x" * 51)
+        assert full.value.code == "storage_full"
+        await upload(service, b"x" * 50)
+
+    run(tmp_path, use, max_file_bytes=100, max_total_bytes=150)
+
+
+def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        upload_id = await service.begin_upload()
+        await service.append(upload_id, b"x")
+        await service.abandon_upload(upload_id)
+        await service.abandon_upload(upload_id)
+        with pytest.raises(Unavailable):
+            await service.append(upload_id, b"x")
+        assert not list((tmp_path / "drafts").iterdir())
+
+    run(tmp_path, use)
+
+
+def test_an_upload_that_nobody_goes_on_with_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
+    monkeypatch.setattr("app.jobs.local_service.UPLOAD_TIMEOUT_S", 0.03)
+
+    async def use(service: LocalBatchService) -> None:
+        upload_id = await service.begin_upload()
+        async with asyncio.timeout(5):
+            while list((tmp_path / "drafts").iterdir()):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        with pytest.raises(Unavailable):
+            await service.append(upload_id, b"x")
+
+    run(tmp_path, use)
+
+
+def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        echo = Echo()
+        echo.hold = asyncio.Event()
+        async with service_in(tmp_path, echo, max_batches=2) as service:
+            batch_ids = [await begin(service, ONE) for _ in range(2)]
+            with pytest.raises(Overloaded):
+                await begin(service, ONE)
+            echo.hold.set()
+            for batch_id in batch_ids:
+                await until(service, batch_id)
+            await begin(service, ONE)
+
+    asyncio.run(main())
+
+
+def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        echo = Echo()
+        echo.hold = asyncio.Event()
+        async with service_in(tmp_path, echo) as service:
+            batch = await service.batch(OWNER, await begin(service, ONE))
+            with pytest.raises(InvalidRequest, match=batch["id"]):
+                await service.delete_file(OWNER, batch["input_file_id"])
+            echo.hold.set()
+            batch = await until(service, batch["id"])
+            assert (await service.delete_file(OWNER, batch["input_file_id"]))["deleted"]
+            with pytest.raises(InvalidRequest, match="purpose is 'batch_output'"):
+                await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=batch["output_file_id"]))
+
+    asyncio.run(main())
+
+
+def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def main() -> None:
+        service = service_in(tmp_path / "file", Echo())
+        service.start()
+        with pytest.raises(FileExistsError):
+            await service.opened()
+        with pytest.raises(FileExistsError):
+            service.check_health()
+        with pytest.raises(Unavailable):
+            await service.begin_upload()
+        await service.close()
+
+    asyncio.run(main())
+
+
+def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.local_service.LOCK_RETRY_S", 0.01)
+
+    async def main() -> None:
+        first = service_in(tmp_path, Echo())
+        second = service_in(tmp_path, Echo())
+        async with first:
+            file_id = await upload(first, ONE)
+            second.start()
+            await asyncio.sleep(0.05)
+            with pytest.raises(Unavailable):
+                await second.file(OWNER, file_id)
+        await second.opened()
+        assert (await second.file(OWNER, file_id))["id"] == file_id
+        await second.close()
+
+    asyncio.run(main())

@@ -1,0 +1,356 @@
+"""What is told of a batch's end: at least once, over any crash, with patience, and never for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from app.config import BatchesConfig, WebhooksConfig
+from app.errors import InvalidRequest, Overloaded, Unavailable
+from app.jobs import LocalBatchService, NewBatch, NewWebhook, PageOf
+from app.webhooks import Courier
+from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
+from tests.jobs.test_batch_runner import raising
+from tests.webhooks.receivers import OK, SECRET, Received, Receiver, config, status
+
+ONE = jsonl(input_line("one"))
+verifier = openai.OpenAI(api_key="none").webhooks
+
+
+def service_in(
+    folder: Path, webhooks: WebhooksConfig, answer: Any = None, clock: Callable[[], float] = time.time, **settings: Any
+) -> LocalBatchService:
+    return LocalBatchService(folder, BatchesConfig(webhooks=webhooks, **settings), answer or Echo(), clock=clock)
+
+
+async def begin(service: LocalBatchService, url: str | None, content: bytes = ONE, owner: str = OWNER) -> str:
+    file_id = await upload(service, content, owner=owner)
+    webhook = None if url is None else NewWebhook(url=url, secret=SECRET)
+    new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_id, webhook=webhook)
+    return str((await service.create_batch(new))["id"])
+
+
+async def webhook_of(service: LocalBatchService, batch_id: str, status: str) -> dict[str, Any]:
+    """What is shown of a batch's webhook, once it has this status."""
+    async with asyncio.timeout(10):
+        while (shown := (await service.batch(OWNER, batch_id))["webhook"])["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return dict(shown)
+
+
+def read(received: Received, secret: str = SECRET) -> Any:
+    """The event, verified as its receiver would."""
+    return verifier.unwrap(received.body, received.headers, secret=secret)
+
+
+def test_the_receiver_hears_once_of_the_end_of_a_batch(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Receiver() as receiver, service_in(tmp_path, config(receiver)) as service:
+            batch_id = await begin(service, receiver.url)
+            batch = await until(service, batch_id)
+            shown = await webhook_of(service, batch_id, "delivered")
+            counts = await service.counts()
+            assert (counts["num_lines_completed"], counts["num_lines_failed"]) == (1, 0)
+            assert counts["num_webhook_attempts"] == counts["num_webhooks_delivered"] == 1
+            assert counts["num_webhooks_given_up"] == counts["num_webhooks_pending"] == 0
+            [received] = receiver.received
+            event = read(received)
+            assert (event.type, event.data.id, event.created_at) == ("batch.completed", batch_id, batch["completed_at"])
+            assert event.id == received.headers["webhook-id"] == shown["id"]
+            assert (shown["attempts"], shown["last_error"]) == (1, None)
+
+    asyncio.run(main())
+
+
+def test_every_kind_of_end_is_told(tmp_path: Path) -> None:
+    echo = Echo({"slow": raising(Overloaded("full", retry_after_s=60))})
+    slow = jsonl(input_line("slow"))
+
+    async def main() -> None:
+        async with Receiver() as receiver, service_in(tmp_path, config(receiver), echo, window_s=1) as service:
+            failed = await begin(service, receiver.url, b"nonsense\n")
+            expired = await begin(service, receiver.url, slow)
+            cancelled = await begin(service, receiver.url, slow)
+            await until(service, cancelled, "in_progress")
+            await service.cancel_batch(OWNER, cancelled)
+            events = {event.data.id: event.type for event in map(read, await receiver.got(3))}
+            assert events == {failed: "batch.failed", expired: "batch.expired", cancelled: "batch.cancelled"}
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_fails_is_tried_again_with_the_same_message(tmp_path: Path) -> None:
+    async def main() -> None:
+        answers = [status(500), None, b"nonsense\r\n\r\n", status(302, "Location: /"), OK]
+        async with Receiver(lambda n: answers[n]) as receiver:
+            async with service_in(tmp_path, config(receiver, timeout_s=0.1)) as service:
+                batch_id = await begin(service, receiver.url)
+                shown = await webhook_of(service, batch_id, "delivered")
+                assert shown["attempts"] == 5
+            assert len(receiver.received) == 5
+            assert len({(each.headers["webhook-id"], each.body) for each in receiver.received}) == 1
+            for each in receiver.received:
+                read(each)
+
+    asyncio.run(main())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = float(int(time.time()))
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with Receiver() as receiver:
+            port, webhooks = receiver.port, config(receiver, first_pause_s=60, max_pause_s=600)
+        batch_id = ""
+        for life in range(3):
+            async with service_in(tmp_path, webhooks, clock=clock) as service:
+                batch_id = batch_id or await begin(service, receiver.url)
+                async with asyncio.timeout(10):
+                    while True:
+                        shown = (await service.batch(OWNER, batch_id))["webhook"]
+                        if shown["attempts"] > life and shown["last_error"] is not None:
+                            break
+                        await asyncio.sleep(0.005)
+                assert shown["status"] == "pending"
+                assert shown["last_error"].startswith("the connection failed")
+            clock.at += 1200
+        async with Receiver(port=port) as up, service_in(tmp_path, webhooks, clock=clock) as service:
+            shown = await webhook_of(service, batch_id, "delivered")
+            assert [read_at(each, clock.at) for each in up.received] == [batch_id]
+            assert shown["attempts"] == 4
+
+    asyncio.run(main())
+
+
+def read_at(received: Received, at: float) -> str:
+    """The batch that a message is about, which was signed at this time."""
+    assert received.headers["webhook-timestamp"] == str(int(at))
+    return str(json.loads(received.body)["data"]["id"])
+
+
+def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        held = True
+        async with Receiver(lambda n: None if held else OK) as receiver:
+            async with service_in(tmp_path, config(receiver), clock=clock) as service:
+                batch_id = await begin(service, receiver.url)
+                await receiver.got(1)  # and no more is heard of the process that sent it
+            held = False
+            async with service_in(tmp_path, config(receiver), clock=clock) as service:
+                await asyncio.sleep(0.05)
+                assert len(receiver.received) == 1, "an attempt may still be under way"
+                clock.at += 11
+                service_wakes = await begin(service, None)
+                await until(service, service_wakes)
+                shown = await webhook_of(service, batch_id, "delivered")
+                assert shown["attempts"] == 2
+            first, second = receiver.received
+            assert (first.headers["webhook-id"], first.body) == (second.headers["webhook-id"], second.body)
+
+    asyncio.run(main())
+
+
+async def life_and_death(folder: Path, writes: Writes, num_writes: int) -> bool:
+    """Whether a process died at this write, after which the receiver heard of the end in its next life."""
+    clock = Clock()
+    async with Receiver() as receiver:
+        async with service_in(folder, config(receiver), clock=clock) as service:
+            writes.left = num_writes
+            with suppress(Crash, Unavailable):
+                batch_id = await begin(service, receiver.url)
+                while not writes.is_dead:
+                    if (await service.batch(OWNER, batch_id))["webhook"]["status"] == "delivered":
+                        return False
+                    await asyncio.sleep(0.001)
+        writes.left = None
+        clock.at += 100  # so that what was under way is due again
+        async with service_in(folder, config(receiver), clock=clock) as service:
+            for batch in (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]:
+                await webhook_of(service, batch["id"], "delivered")
+                assert len({(each.headers["webhook-id"], each.body) for each in receiver.received}) == 1
+                assert len(receiver.received) <= 2
+        return True
+
+
+def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = Writes().watch(monkeypatch)
+    num_points = 0
+    while asyncio.run(life_and_death(tmp_path / str(num_points), writes, num_points + 1)):
+        num_points += 1
+    assert num_points > 20, "every write was a point of death"
+
+
+def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path: Path) -> None:
+    async def main() -> None:
+        webhooks = {"max_pause_s": 0.01, "give_up_after_s": 0.3}
+        async with (
+            Receiver(lambda n: status(500)) as receiver,
+            service_in(tmp_path, config(receiver, **webhooks)) as service,
+        ):
+            batch_id = await begin(service, receiver.url)
+            shown = await webhook_of(service, batch_id, "given_up")
+            assert shown["last_error"] == "the receiver answered with 500"
+            assert shown["attempts"] == len(receiver.received)
+
+    asyncio.run(main())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Courier, url: Any, headers: Any, body: Any) -> Any:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(Courier, "_status", broken)
+
+    async def main() -> None:
+        async with service_in(tmp_path, config(ports=(443,), max_pause_s=0.05, give_up_after_s=1.2)) as service:
+            shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
+            assert shown["last_error"] == "this server failed on it; its log has the reason"
+            assert shown["attempts"] > 1
+            assert "nobody thought of this" in caplog.text
+
+    asyncio.run(main())
+
+
+def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Receiver(lambda n: status(410)) as receiver, service_in(tmp_path, config(receiver)) as service:
+            shown = await webhook_of(service, await begin(service, receiver.url), "given_up")
+            assert shown["attempts"] == len(receiver.received) == 1
+
+    asyncio.run(main())
+
+
+def test_slow_receivers_hold_up_nobody(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            Receiver(lambda n: None) as slow,
+            Receiver() as quick,
+            service_in(tmp_path, config(slow, quick, timeout_s=60)) as service,
+        ):
+            for _ in range(10):
+                await begin(service, slow.url)
+            await slow.got(10)
+            began = time.monotonic()
+            await webhook_of(service, await begin(service, quick.url), "delivered")
+            assert time.monotonic() - began < 5
+
+    asyncio.run(main())
+
+
+def test_owners_take_turns(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            Receiver(lambda n: None) as slow,
+            Receiver() as quick,
+            service_in(tmp_path, config(slow, quick, timeout_s=0.5)) as service,
+        ):
+            for _ in range(60):
+                await begin(service, slow.url)
+            await slow.got(16)
+            before = len(slow.received)
+            await begin(service, quick.url, owner="bob")
+            await quick.got(1)
+            assert len(slow.received) - before <= 32, "a turn or two of others, not all of them again and again"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("url", "secret", "param"),
+    [
+        ("http://example.com/x", SECRET, "webhook.url"),
+        ("https://127.0.0.1/x", SECRET, "webhook.url"),
+        ("https://example.com/x", "canary", "webhook.secret"),
+    ],
+)
+def test_a_webhook_that_cannot_be_begins_no_batch(tmp_path: Path, url: str, secret: str, param: str) -> None:
+    async def main() -> None:
+        async with service_in(tmp_path, WebhooksConfig()) as service:
+            file_id = await upload(service, ONE)
+            new = NewBatch(
+                owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=NewWebhook(url=url, secret=secret)
+            )
+            with pytest.raises(InvalidRequest) as refused:
+                await service.create_batch(new)
+            assert refused.value.param == param
+            assert secret not in repr(new) + refused.value.message
+
+    asyncio.run(main())
+
+
+def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> None:
+    secret_file = tmp_path / "secret"
+    secret_file.write_text(f"{SECRET}\n")
+    other = "whsec_" + "QUJD" * 8
+
+    async def main() -> None:
+        async with Receiver() as default, Receiver() as own:
+            webhooks = config(default, own, url=default.url, secret_file=str(secret_file))
+            async with service_in(tmp_path / "folder", webhooks) as service:
+                plain = await begin(service, None)
+                await webhook_of(service, plain, "delivered")
+                secret_file.write_text(other)  # from now on it signs
+                named = await begin(service, own.url)
+                await webhook_of(service, named, "delivered")
+                later = await begin(service, None)
+                await webhook_of(service, later, "delivered")
+                secret_file.unlink()
+                without = await begin(service, None)
+                async with asyncio.timeout(10):
+                    while (shown := (await service.batch(OWNER, without))["webhook"])["last_error"] is None:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                assert shown["last_error"] == "the file with the secret cannot be read"
+            assert [read(default.received[0]).data.id, read(own.received[0]).data.id] == [plain, named]
+            assert read(default.received[1], other).data.id == later
+
+    asyncio.run(main())
+
+
+def test_without_any_webhook_there_is_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with service_in(tmp_path, WebhooksConfig()) as service:
+            batch = await until(service, await begin(service, None))
+            assert batch["webhook"] is None
+
+    asyncio.run(main())
+
+
+def test_no_log_line_and_no_object_shows_a_secret_or_a_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def main() -> None:
+        answers = [status(500), b"nonsense\r\n\r\n", status(302, "Location: /canary-place"), OK]
+        async with Receiver(lambda n: answers[n]) as receiver, service_in(tmp_path, config(receiver)) as service:
+            batch_id = await begin(service, f"{receiver.url}/canary-path?token=canary-token")
+            await webhook_of(service, batch_id, "delivered")
+            shown = json.dumps(await service.batch(OWNER, batch_id))
+            for secret in (SECRET, SECRET.removeprefix("whsec_"), "canary"):
+                assert secret not in shown
+                assert secret not in caplog.text
+
+    asyncio.run(main())
+    assert "attempt 1 failed" in caplog.text

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from app.jobs.window import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, Window
+
+MAX = 100
+
+
+def grown_to(window: Window, seconds: float, *, begin_at: float = 0.0) -> int:
+    """The limit after so long at a service that takes everything at once."""
+    now = begin_at
+    while now < begin_at + seconds:
+        window.grow(now, window.limit)
+        now += TRY_EVERY_S / 2
+    return window.limit
+
+
+def settled(window: Window, capacity: int, seconds: float, *, begin_at: float = 0.0) -> tuple[int, int]:
+    """(limit, refusals) after so long at a service that has so many slots, all rows being long."""
+    now, under_way, num_refused = begin_at, min(window.limit, capacity), 0
+    while now < begin_at + seconds:
+        window.grow(now, under_way)
+        num_sent = window.limit - under_way
+        under_way = min(window.limit, capacity)
+        for _ in range(max(0, num_sent - (capacity - (window.limit - num_sent)))):
+            window.refused(now, under_way, retry_after_s=1.0)
+            num_refused += 1
+        now += TRY_EVERY_S / 2
+    return window.limit, num_refused
+
+
+def test_it_doubles_what_it_adds_while_nobody_is_refused_up_to_its_bound() -> None:
+    assert grown_to(Window(MAX), 3 * TRY_EVERY_S) == 1 + 1 + 2 + 4
+    assert grown_to(Window(MAX), 3.0) == MAX
+
+
+def test_it_does_not_grow_while_it_is_not_used() -> None:
+    window = Window(MAX)
+    window.grow(0.0, 0)
+    assert window.limit == 1
+
+
+def test_it_finds_the_slots_there_are_and_asks_for_more_only_as_often_as_it_is_told_to() -> None:
+    window = Window(MAX)
+    limit, _ = settled(window, 20, 5.0)
+    assert 20 <= limit <= 21
+    limit, num_refused = settled(window, 20, 10.0, begin_at=5.0)
+    assert 20 <= limit <= 21
+    assert num_refused <= 11
+    limit, _ = settled(window, 50, 5.0, begin_at=15.0)
+    assert limit >= 50
+
+
+def test_refused_with_nothing_under_way_it_waits_as_long_as_it_was_told() -> None:
+    window = Window(MAX)
+    window.refused(10.0, 0, retry_after_s=3.0)
+    window.grow(12.9, 0)
+    assert window.limit == 0
+    window.grow(13.0, 0)
+    assert window.limit == 1
+
+
+def test_while_the_service_is_gone_one_row_tries_less_and_less_often() -> None:
+    window, now, tries = Window(MAX), 0.0, []
+    grown_to(window, 2.0)
+    window.gone(now)
+    assert (window.limit, window.gone_since) == (0, 0.0)
+    while now < 60.0:
+        window.grow(now, 0)
+        if window.limit:
+            tries.append(now)
+            window.gone(now)
+        now += 0.1
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert pauses[0] < 1 < pauses[-1]
+    assert max(pauses) <= MAX_OUTAGE_PAUSE_S + 0.11
+    assert len(tries) < 25
+    window.answered()
+    assert window.gone_since is None
