@@ -32,6 +32,12 @@ from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
+# Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold, when
+# each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
+MAX_WAITING_TOKENS = 1_000_000
+# Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
+_NUM_LOG_FILES = 16
+
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -47,7 +53,7 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
     return AsyncEngine(
         engine,
         max_requests=limits.max_requests,
-        max_waiting_tokens=limits.max_waiting_tokens,
+        max_waiting_tokens=MAX_WAITING_TOKENS,
         matchers=build_matchers(config, engine.facts),
     )
 
@@ -59,7 +65,6 @@ def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
 
     model = config.model
     return Grammars(
-        config.grammar,
         lambda: read_vocabulary(
             resolve_model_path(model.path),
             model.revision,
@@ -183,9 +188,8 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts,
         return Recorder()
     header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    files = LogFiles(
-        folder, run=header.run, file_bytes=settings.file_megabytes * 1_000_000, max_files=settings.max_files
-    )
+    file_bytes = settings.max_megabytes * 1_000_000 // _NUM_LOG_FILES
+    files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=_NUM_LOG_FILES)
     try:
         log = StepLog(files, header, redactor=None if settings.record_prompts else Redactor(config.cache.block_size))
     except OSError as error:

@@ -10,7 +10,6 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -38,18 +37,15 @@ class Settings(BaseModel):
 
 
 class SimulatedConfig(Settings):
-    """A cost model in the place of a model: steps take the time it says, and nothing is computed."""
+    """A cost model instead of a model: a step takes the time it gives, and nothing is computed."""
 
-    step_ms: float = Field(10.0, ge=0, le=60_000, description="ms of any step; set one of these and replicas simulate")
+    step_ms: float = Field(10.0, ge=0, le=60_000, description="simulated: ms of a step")
     per_token_ms: float = Field(0.0, ge=0, le=60_000, description="simulated: ms more for each token of a step")
-    per_kv_token_ms: float = Field(
-        0.0, ge=0, le=60_000, description="simulated: ms more for each token in the KV memory that a step reads"
-    )
     end_probability: float = Field(
         0.0, ge=0, le=1, description="simulated: chance of an end token at each token, instead of text"
     )
     crash_token_id: int | None = Field(
-        None, ge=0, description="simulated: a replica that computes this token is killed, to see what becomes of others"
+        None, ge=0, description="simulated: a replica that computes this token kills itself, for tests of failover"
     )
 
 
@@ -61,10 +57,11 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
-    native_decoder: bool = Field(True, description="Llama-like models wholly in C++ on a CPU; else transformers' code")
-    native_attention: bool = Field(True, description="attention in C++ on a CPU, built on first use; else plain torch")
-    packed_weights: bool = Field(True, description="weights packed for oneDNN on a CPU, layers with one input joined")
-    cuda_graphs: bool = Field(True, description="decode steps replayed from CUDA graphs on a GPU")
+    backend: Literal["auto", "attention", "torch"] = Field(
+        "auto",
+        description="auto: the fastest code for the model and device; attention: transformers' code with the project's "
+        "attention; torch: transformers' code with plain torch attention on a CPU, without CUDA graphs on a GPU",
+    )
     batch_invariant: bool = Field(
         False, description="a request's logits equal in every bit whatever shares its steps; refused where it cannot be"
     )
@@ -92,20 +89,13 @@ def _twice(names: Iterable[str]) -> list[str]:
     return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
-def _split(value: Any) -> Any:
-    """`64,128` as a list: how a list is written on a command line."""
-    return value.split(",") if isinstance(value, str) else value
-
-
-BatchSize = Annotated[int, Field(ge=1, le=4096, description="sequences in one batch")]
+BatchSize = Annotated[int, Field(ge=1, le=4096, description="sequences in one batch; of adaptive, at most")]
 MaxWaitMs = Annotated[float, Field(ge=0, le=600_000, description="ms after which a batch goes, full or not")]
 Selective = Annotated[bool, Field(description="short sequences and chunks of long prompts never in one step")]
-ShortTokens = Annotated[int, Field(ge=1, le=1_000_000, description="selective: below this a sequence is short")]
-LongTokens = Annotated[int, Field(ge=1, le=1_000_000, description="selective: above this a prompt is long")]
 
 
 class StaticConfig(Settings):
-    """Nobody joins until the whole batch has left."""
+    """No sequence joins until the whole batch has finished."""
 
     name: Literal["static"] = "static"
     batch_size: BatchSize = 8
@@ -127,56 +117,29 @@ class BucketedConfig(Settings):
     name: Literal["bucketed"] = "bucketed"
     batch_size: BatchSize = 8
     max_wait_ms: MaxWaitMs = 50.0
-    bucket_boundaries: Annotated[tuple[int, ...], BeforeValidator(_split)] = Field(
-        (64, 128, 256, 512, 1024, 2048), min_length=1, max_length=64, description="prompt tokens where a bucket ends"
-    )
-
-    @field_validator("bucket_boundaries")
-    @classmethod
-    def _rising(cls, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        if boundaries[0] < 1 or any(low >= high for low, high in pairwise(boundaries)):
-            raise ValueError(f"bucket_boundaries={list(boundaries)} must be positive and rise from one to the next")
-        return boundaries
 
 
 class AdaptiveConfig(Settings):
     """Dynamic, with a batch size that follows the latency of the batches before."""
 
     name: Literal["adaptive"] = "adaptive"
+    batch_size: BatchSize = 32
     max_wait_ms: MaxWaitMs = 50.0
-    min_batch_size: int = Field(1, ge=1, le=4096, description="the batch size never falls below")
-    max_batch_size: int = Field(32, ge=1, le=4096, description="the batch size never rises above")
     target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
 
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> AdaptiveConfig:
-        if self.min_batch_size > self.max_batch_size:
-            raise ValueError(f"min_batch_size={self.min_batch_size} is above max_batch_size={self.max_batch_size}")
-        return self
 
-
-class _JoinsAnyStep(Settings):
-    selective: Selective = False
-    short_tokens: ShortTokens = 64
-    long_tokens: LongTokens = 1024
-
-    @model_validator(mode="after")
-    def _short_is_not_long(self) -> _JoinsAnyStep:
-        if self.short_tokens > self.long_tokens:
-            raise ValueError(f"short_tokens={self.short_tokens} is above long_tokens={self.long_tokens}")
-        return self
-
-
-class ContinuousConfig(_JoinsAnyStep):
+class ContinuousConfig(Settings):
     """At every step, as slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
+    selective: Selective = False
 
 
-class HybridConfig(_JoinsAnyStep):
+class HybridConfig(Settings):
     """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
 
     name: Literal["hybrid"] = "hybrid"
+    selective: Selective = False
     prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step's budget for prefill beside decoding")
 
 
@@ -193,13 +156,9 @@ class SjfConfig(Settings):
     """The least estimated work first; waiting buys priority."""
 
     name: Literal["sjf"] = "sjf"
-    ageing_tokens_per_s: float = Field(
-        1000.0, gt=0, le=1e9, description="tokens of work that a second of waiting outweighs"
-    )
     max_overtaking_s: float = Field(
-        30.0, ge=0, le=86_400, description="whoever comes later than this never goes first, however short"
+        30.0, ge=0, le=86_400, description="seconds; a shorter request that arrives later than this never goes first"
     )
-    length_quantile: float = Field(0.5, gt=0, lt=1, description="which quantile of past output lengths is expected")
 
 
 class PriorityConfig(Settings):
@@ -207,25 +166,19 @@ class PriorityConfig(Settings):
 
     name: Literal["priority"] = "priority"
     ageing_s: float = Field(10.0, ge=0, le=86_400, description="seconds of waiting that outweigh one class")
-    preemption: bool = Field(True, description="take a slot from a running request of a lower class")
+    preemption: bool = Field(True, description="a waiting request may take the slot of a running one of a lower class")
 
 
 class FairConfig(Settings):
     """The tenant that has been served the fewest tokens first."""
 
     name: Literal["fair"] = "fair"
-    prompt_weight: float = Field(1.0, gt=0, le=1e6, description="what a computed prompt token is charged")
-    generated_weight: float = Field(2.0, gt=0, le=1e6, description="what a generated token is charged")
 
 
 class DeadlineConfig(Settings):
     """The earliest deadline that can still be met first."""
 
     name: Literal["deadline"] = "deadline"
-    default_deadline_s: float = Field(
-        60.0, gt=0, le=86_400, description="place in the order of a request without a deadline; it is never refused"
-    )
-    length_quantile: float = Field(0.5, gt=0, lt=1, description="which quantile of past output lengths is expected")
 
 
 PolicyConfig = FcfsConfig | SjfConfig | PriorityConfig | FairConfig | DeadlineConfig
@@ -249,7 +202,7 @@ def _chosen(value: Any, kinds: Any) -> Any:
 
 
 class SchedulerConfig(Settings):
-    """What one step may do, and who goes first. A strategy or policy is a name, or a name with its parameters."""
+    """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
 
     strategy: Annotated[
         StrategyConfig,
@@ -260,12 +213,9 @@ class SchedulerConfig(Settings):
         PolicyConfig,
         Field(discriminator="name"),
         BeforeValidator(lambda value: _chosen(value, PolicyConfig)),
-    ] = Field(FcfsConfig(), description="which of them goes first")
+    ] = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
-    max_waiting_tokens: int = Field(
-        1_000_000, ge=1, le=10**12, description="prompt tokens queued on one replica, at most"
-    )
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
     max_scored_tokens: int = Field(
@@ -280,7 +230,7 @@ class SchedulerConfig(Settings):
 
     @property
     def max_requests(self) -> int:
-        """Requests one replica holds at once, running and waiting, without background that makes way for others.
+        """Requests that one replica holds at once, running and waiting; background requests that yield do not count.
 
         Serve's own limits are derived from it.
         """
@@ -305,24 +255,9 @@ class StepLogConfig(Settings):
     record_prompts: bool = Field(
         True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
     )
-    file_megabytes: int = Field(64, ge=1, le=1_000_000, description="MB after which the record goes on in a new file")
-    max_files: int = Field(16, ge=2, le=100_000, description="files in that folder, at most; the oldest go")
-
-
-class GrammarConfig(Settings):
-    """How grammars of structured outputs are compiled, beside the engine and in a process of their own first."""
-
-    compile_timeout_s: float = Field(
-        2.0, gt=0, le=600, description="s to compile one grammar; what takes longer is refused"
+    max_megabytes: int = Field(
+        1024, ge=16, le=1_000_000, description="MB of the records in that folder, at most; the oldest files are deleted"
     )
-    compile_megabytes: int = Field(
-        1024,
-        ge=64,
-        le=1_000_000,
-        description="MB to compile one grammar; what takes more is refused",
-    )
-    max_waiting: int = Field(64, ge=1, le=100_000, description="requests waiting for their grammars, at most")
-    max_cached: int = Field(256, ge=1, le=100_000, description="compiled grammars that are kept, at most")
 
 
 class EngineConfig(Settings):
@@ -332,7 +267,6 @@ class EngineConfig(Settings):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     step_log: StepLogConfig = StepLogConfig()
-    grammar: GrammarConfig = GrammarConfig()
 
 
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]
@@ -384,7 +318,6 @@ class AutoscalingConfig(Settings):
         le=10**12,
         description="tokens still to compute that one replica should have, of prompts and outputs",
     )
-    target_kv_use: float = Field(0.8, gt=0, le=1, description="share of a replica's KV memory that should be in use")
     upscale_delay_s: float = Field(10.0, ge=0, le=86_400, description="seconds of too much load before there are more")
     downscale_delay_s: float = Field(
         120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"

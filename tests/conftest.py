@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,14 @@ PROJECT = Path(__file__).resolve().parent.parent
 def demo_path() -> Path:
     """The bundled model."""
     return PROJECT / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def small_lengths() -> Iterator[None]:
+    """The constants of strategies and policies, scaled down to requests of some ten tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.engine.strategies.BUCKET_BOUNDARIES", (4, 8))
+        patch.setattr("app.engine.strategies.SHORT_TOKENS", 8)
+        patch.setattr("app.engine.strategies.LONG_TOKENS", 10)
+        patch.setattr("app.engine.policies.AGEING_TOKENS_PER_S", 100.0)
+        yield

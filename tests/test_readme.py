@@ -1,4 +1,4 @@
-"""The README's tables and trees say what the code says."""
+"""The pages' tables and trees say what the code says."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from scripts.config_table import table
+from app.config import ApplicationConfig, leaves
+from scripts import configuration_page
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def test_the_configuration_table_is_that_of_the_settings() -> None:
-    readme = (PROJECT / "README.md").read_text()
-    assert table() in readme, "run `python -m scripts.config_table` and put its output into README.md"
+def test_the_configuration_page_is_that_of_the_settings() -> None:
+    assert configuration_page.PAGE.read_text() == configuration_page.page(), (
+        "run `python -m scripts.configuration_page`"
+    )
+
+
+def test_the_configuration_page_has_every_setting() -> None:
+    page = configuration_page.page()
+    missing = [path for path, _ in leaves(ApplicationConfig) if f"`{path.rpartition('.')[2]}`" not in page]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/design/architecture.md"])

@@ -165,7 +165,6 @@ class AsyncEngine:
         """
         await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
         self._max_requests = config.max_requests
-        self._max_waiting_tokens = config.max_waiting_tokens
         logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:

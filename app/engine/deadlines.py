@@ -53,16 +53,16 @@ class Deadlines:
     def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int) -> float:
         """When a sequence is refused if it has not started by then."""
         num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
-        service_s = self._throughput.step_s * (num_chunks + self._num_tokens_to_come(sequence, policy) - 1)
+        service_s = self._throughput.step_s * (num_chunks + self._num_tokens_to_come(sequence) - 1)
         deadline_at = _deadline_at(sequence)
         if sequence.arrived_at + service_s > deadline_at:
             return sequence.arrived_at  # it would be late even if it started now
         give_up_at = policy.give_up_at(sequence, service_s)
         return deadline_at if give_up_at is None else give_up_at
 
-    def _num_tokens_to_come(self, sequence: Sequence, policy: SchedulingPolicy) -> int:
+    def _num_tokens_to_come(self, sequence: Sequence) -> int:
         # No request is refused by a guess: without a prediction, only the tokens that are certain count.
-        predicted = self._lengths.predict(sequence.request, quantile=policy.length_quantile)
+        predicted = self._lengths.predict(sequence.request)
         num_tokens = sequence.request.sampling.min_tokens if predicted is None else predicted
         return max(1, num_tokens - sequence.num_generated_tokens)
 

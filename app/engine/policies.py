@@ -17,6 +17,14 @@ from app.engine.lazy_heap import LazyHeap
 from app.engine.sequence import Sequence
 
 MAX_IDLE_TENANTS = 10_000
+# One second of waiting outweighs so many tokens of work. The rate only orders requests within `max_overtaking_s`, the
+# limit of starvation that an operator sets.
+AGEING_TOKENS_PER_S = 1000.0
+# The deadline by which a request without one is ordered among the others.
+DEFAULT_DEADLINE_S = 60.0
+# A generated token takes a place in a step of its own, prompt tokens are computed many at a time; Sheng et al. charge
+# the same.
+PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
 
 Rank = tuple[float, ...]
 
@@ -35,9 +43,9 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
         case PriorityConfig():
             return PriorityFirst(config)
         case FairConfig():
-            return FairShare(config)
+            return FairShare()
         case DeadlineConfig():
-            return EarliestDeadlineFirst(config)
+            return EarliestDeadlineFirst()
 
 
 # ---------------------------------------------------------------------- the interface
@@ -70,7 +78,6 @@ class SchedulingPolicy(ABC):
     """
 
     preempts = False  # whether a waiting sequence may take the place of a running one
-    length_quantile = 0.5  # the quantile of past output lengths that this policy uses as prediction
 
     @abstractmethod
     def rank(self, sequence: Sequence) -> Rank:
@@ -143,10 +150,9 @@ class ShortestJobFirst(SchedulingPolicy):
 
     def __init__(self, config: SjfConfig) -> None:
         self._config = config
-        self.length_quantile = config.length_quantile
 
     def rank(self, sequence: Sequence) -> Rank:
-        handicap_s = sequence.estimated_work / self._config.ageing_tokens_per_s
+        handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
         return (sequence.arrived_at + min(handicap_s, self._config.max_overtaking_s), sequence.arrival)
 
 
@@ -175,17 +181,13 @@ class EarliestDeadlineFirst(SchedulingPolicy):
 
     Without refusals, this order is the worst of all under overload: it serves the requests that are about to be late.
     So a request that can no longer be finished in time is refused, and a deadline that has passed raises no urgency.
-    A request without a deadline is ordered as if it had `default_deadline_s`, so that it does not starve; it is never
+    A request without a deadline is ordered as if it had `DEFAULT_DEADLINE_S`, so that it does not starve; it is never
     refused.
     """
 
-    def __init__(self, config: DeadlineConfig) -> None:
-        self._config = config
-        self.length_quantile = config.length_quantile
-
     def rank(self, sequence: Sequence) -> Rank:
         at = sequence.deadline_at
-        return (sequence.arrived_at + self._config.default_deadline_s if at is None else at, sequence.arrival)
+        return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
 
     def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
         return None if sequence.deadline_at is None else sequence.deadline_at - service_s
@@ -202,8 +204,7 @@ class FairShare(SchedulingPolicy):
     wait (or waited last), so that idling earns no credit. Within one tenant the first request to arrive goes first.
     """
 
-    def __init__(self, config: FairConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._counters: dict[str, float] = {}  # by tenant; the longest idle first
         self._num_waiting: dict[str, int] = {}  # by tenant, without those at 0
         self._order = _TenantHeap(self._counters)
@@ -226,13 +227,12 @@ class FairShare(SchedulingPolicy):
         tenant = sequence.request.tenant
         self._last_served = max(self._last_served, self.counter(tenant))
         if sequence.num_preemptions == 0:  # a tenant is not charged for what a preemption makes us compute again
-            self._charge(tenant, sequence.num_uncomputed_tokens * self._config.prompt_weight)
+            self._charge(tenant, sequence.num_uncomputed_tokens * PROMPT_WEIGHT)
 
     def computed(self, batch: Batch) -> None:
-        weight = self._config.generated_weight
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if item.samples and not sequence.request.is_background:
-                self._charge(sequence.request.tenant, weight)
+                self._charge(sequence.request.tenant, GENERATED_WEIGHT)
 
     def entered(self, tenant: str) -> None:
         """One more request of this tenant waits."""
@@ -350,7 +350,6 @@ class BackgroundLast(SchedulingPolicy):
     def __init__(self, inner: SchedulingPolicy) -> None:
         self._inner = inner
         self.preempts = inner.preempts
-        self.length_quantile = inner.length_quantile
 
     def rank(self, sequence: Sequence) -> Rank:
         if sequence.request.is_background:

@@ -99,7 +99,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def _new_sequence(self, request: Request, now: float, matcher: Matcher | None) -> Sequence:
-        num_predicted_tokens = self._lengths.predict(request, quantile=self._policy.length_quantile)
+        num_predicted_tokens = self._lengths.predict(request)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrived,

@@ -22,6 +22,14 @@ from app.config import (
 from app.engine.sequence import Sequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
 
+# Of `selective`: a sequence below SHORT_TOKENS is short; a chunk of a prompt above LONG_TOKENS is long. A chat turn is
+# short, a document is long; anything between them disturbs neither much.
+SHORT_TOKENS, LONG_TOKENS = 64, 1024
+
+# Of bucketed batching, in prompt tokens: each class holds prompts of up to twice the length of the one before, so that
+# a batch takes at most twice as long as its shortest prompt needs.
+BUCKET_BOUNDARIES = (64, 128, 256, 512, 1024, 2048)
+
 
 def make_strategy(config: StrategyConfig) -> BatchingStrategy:
     """A new strategy, without the memory of an earlier one."""
@@ -126,9 +134,7 @@ class Continuous(BatchingStrategy):
     joins_any_step = True
 
     def __init__(self, config: ContinuousConfig | HybridConfig) -> None:
-        self._selective = (
-            Selective(short_tokens=config.short_tokens, long_tokens=config.long_tokens) if config.selective else None
-        )
+        self._selective = Selective() if config.selective else None
 
     def plan(self, view: SchedulerView) -> StepPlan:
         return StepPlan(
@@ -171,10 +177,7 @@ class Selective:
     takes part in every step, so no sequence waits for more than one step.
     """
 
-    def __init__(self, *, short_tokens: int, long_tokens: int) -> None:
-        """A sequence below `short_tokens` is short; a chunk of a prompt above `long_tokens` is long."""
-        self._short_tokens = short_tokens
-        self._long_tokens = long_tokens
+    def __init__(self) -> None:
         self._is_turn_of_long = False
         self._has_short = False  # in the step that is being built
         self._has_long = False
@@ -204,10 +207,10 @@ class Selective:
         return True
 
     def _is_short(self, sequence: Sequence) -> bool:
-        return sequence.num_tokens < self._short_tokens
+        return sequence.num_tokens < SHORT_TOKENS
 
     def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_prompt_tokens > self._long_tokens and not sequence.is_decoding
+        return sequence.num_prompt_tokens > LONG_TOKENS and not sequence.is_decoding
 
 
 # ---------------------------------------------------------------------- request-level batching
@@ -324,34 +327,35 @@ class Dynamic(WholeBatches):
 class Bucketed(WholeBatches):
     """As static, but only prompts of one length class share a batch; each class has its own timer.
 
-    Bucket `n` holds the prompts of at most `bucket_boundaries[n]` tokens, the last one all longer prompts.
+    Bucket `n` holds the prompts of at most `BUCKET_BOUNDARIES[n]` tokens, the last one all longer prompts.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
-        self._boundaries = config.bucket_boundaries
 
     def bucket_of(self, sequence: Sequence) -> int:
-        return bisect_left(self._boundaries, sequence.num_prompt_tokens)
+        return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
 
 
 class Adaptive(WholeBatches):
-    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow."""
+    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow.
+
+    It begins with batches of one sequence, and `batch_size` is the largest.
+    """
 
     _NEWEST_SHARE = 0.25  # of the moving average: about the last eight batches count
     _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # times the target
 
     def __init__(self, config: AdaptiveConfig) -> None:
-        super().__init__(batch_size=config.min_batch_size, max_wait_s=config.max_wait_ms / 1e3)
-        self._sizes = (config.min_batch_size, config.max_batch_size)
+        super().__init__(batch_size=1, max_wait_s=config.max_wait_ms / 1e3)
+        self._largest = config.batch_size
         self._target_s = config.target_latency_ms / 1e3
         self._average_s: float | None = None
 
     def _batch_ended(self, latency_s: float) -> None:
         before = latency_s if self._average_s is None else self._average_s
         self._average_s = before + self._NEWEST_SHARE * (latency_s - before)
-        smallest, largest = self._sizes
         if self._average_s < self._TOO_FAST * self._target_s:
-            self.batch_size = min(self.batch_size + 1, largest)
+            self.batch_size = min(self.batch_size + 1, self._largest)
         elif self._average_s > self._TOO_SLOW * self._target_s:
-            self.batch_size = max(self.batch_size - 1, smallest)
+            self.batch_size = max(self.batch_size - 1, 1)

@@ -14,6 +14,8 @@ from app.config import AutoscalingConfig
 
 # Fewer replicas only if they would be loaded to so much of their targets: what shrinks at once would grow again.
 SHRINK_TO = 0.8
+# Share of a replica's KV memory that should be in use: the rest is for requests that grow while another replica starts.
+TARGET_KV_USE = 0.8
 _ROUNDING = 1e-9
 
 
@@ -69,7 +71,7 @@ def needed(situation: Situation, config: AutoscalingConfig) -> float:
     kv_use = sum(use.kv_use for use in situation.uses)
     return max(
         num_tokens / config.target_tokens,
-        kv_use / config.target_kv_use,
+        kv_use / TARGET_KV_USE,
         situation.num_requests / situation.num_slots,
     )
 

@@ -14,7 +14,6 @@ from functools import partial
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
@@ -70,12 +69,28 @@ class _Compiled:
     num_uses: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileLimits:
+    """What compiling may cost. Constants: they protect the replica, and no request gets more for a higher one."""
+
+    timeout_s: float = 2.0  # of one grammar: other requests wait for it
+    memory_bytes: int = 1_024_000_000  # of the process that compiles one grammar first, which has no model
+    max_waiting: int = 64  # requests: at `timeout_s` each, the last one waits for two minutes at most
+    max_cached: int = 256  # compiled grammars; `MAX_CACHED_CHARACTERS` bounds their memory
+
+
 class Grammars:
     """Compiles one grammar after the other in a thread of its own; what is known already does not wait for that."""
 
-    def __init__(self, config: GrammarConfig, read_vocabulary: Callable[[], Vocabulary], *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        read_vocabulary: Callable[[], Vocabulary],
+        *,
+        vocab_size: int,
+        limits: CompileLimits = CompileLimits(),
+    ) -> None:
         """`read_vocabulary` is called when the first grammar comes; it may raise InvalidSetup."""
-        self._config = config
+        self._limits = limits
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None  # these five belong to the compiling thread
@@ -103,7 +118,7 @@ class Grammars:
                 return _failed(_refusal(grammar, reason))
             known = self._known(key)
             if known is None:
-                if self._num_waiting >= self._config.max_waiting:
+                if self._num_waiting >= self._limits.max_waiting:
                     return _failed(self._too_many())
                 self._num_waiting += 1
         try:
@@ -133,7 +148,7 @@ class Grammars:
     def _too_many(self) -> Overloaded:
         return Overloaded(
             f"{self._num_waiting:,} requests wait for their grammars to be compiled; try again shortly",
-            retry_after_s=self._config.compile_timeout_s,
+            retry_after_s=self._limits.timeout_s,
         )
 
     def _one_waits_less(self, _compiled: Future[Matcher | None]) -> None:
@@ -155,7 +170,7 @@ class Grammars:
         self._forget(key)
         self._compiled[key] = _Compiled(grammar)
         self._num_characters += len(key[2])
-        while len(self._compiled) > self._config.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
+        while len(self._compiled) > self._limits.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
             self._forget(next(iter(self._compiled)))
 
     def _forget(self, key: Key) -> None:
@@ -200,8 +215,8 @@ class Grammars:
                 return None
             self._taster = Taster(
                 vocabulary,
-                timeout_s=self._config.compile_timeout_s,
-                memory_bytes=self._config.compile_megabytes * 1_000_000,
+                timeout_s=self._limits.timeout_s,
+                memory_bytes=self._limits.memory_bytes,
             )
             self._vocabulary = vocabulary
             self._tokenizer = vocabulary.for_matching()

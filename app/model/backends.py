@@ -38,11 +38,11 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
         raise InvalidSetup(
             f"model.batch_invariant is set, but {config.model.path} on {model.device} runs on transformers' code, "
             f"whose matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
-            f"native decoder (model.native_decoder, a Llama-like model, cache.block_size a multiple of 16); the log "
+            f"native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the log "
             f"says what was in its way"
         )
     block_size = config.cache.block_size
-    wants_native = config.model.native_attention or model.native is not None
+    wants_native = config.model.backend != "torch"
     if wants_native and NativePages.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
         return _in_native_code(config, model, num_blocks)
     if model.device.type == "cuda":
@@ -79,5 +79,5 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         device=model.device,
         batch_invariant=config.model.batch_invariant,
     )
-    capture = CudaCapture(model.device) if config.model.cuda_graphs else None
+    capture = CudaCapture(model.device) if config.model.backend != "torch" else None
     return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture)

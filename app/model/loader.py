@@ -55,11 +55,13 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
     module = _from_pretrained(config, location, dtype).eval().to(device)
     probe = _probe(config, module)
     native = (
-        _native_weights(config, module, probe, block_size) if device.type == "cpu" and config.native_decoder else None
+        _native_weights(config, module, probe, block_size)
+        if device.type == "cpu" and config.backend == "auto"
+        else None
     )
     if native is not None:
         _release_weights(module)
-    elif device.type == "cpu" and config.packed_weights and pack_linear_layers(module):
+    elif device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     return LoadedModel(
         module=module,

@@ -103,9 +103,8 @@ def _assignments(branch: str, chosen: _Chosen, given: Sequence[Assignment], base
     """The name, the size of a whole batch, what `--set` says of its parameters, then what was written beside it."""
     path, known = f"scheduler.{branch}", _BRANCHES[branch][chosen.name].model_fields
     yield Assignment(path, chosen.name)
-    for size in ("batch_size", "max_batch_size"):
-        if size in known:
-            yield Assignment(f"{path}.{size}", str(base.scheduler.max_running))
+    if "batch_size" in known:
+        yield Assignment(f"{path}.batch_size", str(base.scheduler.max_running))
     for assignment in given:
         parent, _, parameter = assignment.path.rpartition(".")
         if parent == path and parameter in known:

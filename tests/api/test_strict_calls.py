@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from app.grammar.grammars import Grammars
@@ -48,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    made = Grammars(GrammarConfig(), lambda: vocabulary_of(tokenizer), vocab_size=END + 1)
+    made = Grammars(lambda: vocabulary_of(tokenizer), vocab_size=END + 1)
     yield made
     made.close()
 

@@ -26,7 +26,7 @@ from deployments.serve.settings import ServeFile, parse
 
 HERE = Path(__file__).parent
 NATIVE: Mapping[str, Any] = {}
-PLAIN = {"native_decoder": False, "native_attention": False, "packed_weights": False}
+PLAIN = {"backend": "torch"}
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 

@@ -11,17 +11,17 @@ import pytest
 from app.engine.request import FinishReason, Request
 from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request, run_to_end
 
+pytestmark = pytest.mark.usefixtures("small_lengths")
+
 STRATEGIES: list[Any] = [
     {"name": "static", "batch_size": 6, "max_wait_ms": 30},
     {"name": "dynamic", "batch_size": 6, "max_batch_tokens": 40, "max_wait_ms": 30},
-    {"name": "bucketed", "batch_size": 6, "bucket_boundaries": (4, 8, 12), "max_wait_ms": 30},
-    {"name": "adaptive", "min_batch_size": 4, "max_wait_ms": 30, "target_latency_ms": 200},
+    {"name": "bucketed", "batch_size": 6, "max_wait_ms": 30},
+    {"name": "adaptive", "max_wait_ms": 30, "target_latency_ms": 200},
     {"name": "continuous"},
     {"name": "hybrid", "prefill_share": 0.25},
 ]
-SELECTIVE: list[Any] = [
-    {"name": name, "selective": True, "short_tokens": 6, "long_tokens": 10} for name in ("continuous", "hybrid")
-]
+SELECTIVE: list[Any] = [{"name": name, "selective": True} for name in ("continuous", "hybrid")]
 POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 NUM_REQUESTS = 64
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
@@ -26,13 +27,15 @@ from tests.fakes import (
     make_request,
 )
 
+pytestmark = pytest.mark.usefixtures("small_lengths")
+
 STRATEGIES: list[Any] = [
     "continuous",
-    {"name": "continuous", "selective": True, "short_tokens": 4, "long_tokens": 6},
+    {"name": "continuous", "selective": True},
     {"name": "hybrid", "prefill_share": 0.3},
     {"name": "static", "batch_size": 3, "max_wait_ms": 40},
     {"name": "dynamic", "batch_size": 4, "max_batch_tokens": 12, "max_wait_ms": 40},
-    {"name": "bucketed", "batch_size": 2, "bucket_boundaries": (2, 5), "max_wait_ms": 40},
+    {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
 POLICIES = ["fcfs", "sjf", {"name": "priority", "ageing_s": 0.05}, "fair", "deadline"]

@@ -297,8 +297,8 @@ def test_a_strategy_whose_settings_stay_keeps_what_it_has_learnt() -> None:
     assert engine.stats().batch_size == 4
     engine.reconfigure(SchedulerConfig(strategy=adaptive, policy="sjf", max_running=5))
     assert engine.stats().batch_size == 4
-    engine.reconfigure(SchedulerConfig(strategy=adaptive | {"min_batch_size": 2}, policy="sjf", max_running=5))
-    assert engine.stats().batch_size == 2
+    engine.reconfigure(SchedulerConfig(strategy=adaptive | {"batch_size": 2}, policy="sjf", max_running=5))
+    assert engine.stats().batch_size == 1
 
 
 def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -> None:

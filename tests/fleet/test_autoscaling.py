@@ -19,7 +19,6 @@ def configs(draw: st.DrawFn, lowest: int = 0) -> AutoscalingConfig:
         min_replicas=min_replicas,
         max_replicas=draw(st.integers(max(1, min_replicas), 20)),
         target_tokens=draw(st.integers(1, 10_000)),
-        target_kv_use=draw(st.floats(0.05, 1.0)),
     )
 
 
@@ -109,12 +108,12 @@ def test_the_first_request_asks_for_one(num_queued: int, config: AutoscalingConf
     ("use", "need"),
     [
         (ReplicaUse(num_outstanding_tokens=2500, num_requests=1, kv_use=0.1), 2.5),  # long answers to come
-        (ReplicaUse(num_outstanding_tokens=100, num_requests=1, kv_use=0.9), 1.8),  # long prompts in memory
+        (ReplicaUse(num_outstanding_tokens=100, num_requests=1, kv_use=0.96), 1.2),  # long prompts in memory
         (ReplicaUse(num_outstanding_tokens=100, num_requests=12, kv_use=0.1), 1.5),  # many short ones wait for slots
     ],
 )
 def test_whatever_is_short_decides(use: ReplicaUse, need: float) -> None:
-    config = AutoscalingConfig(target_tokens=1000, target_kv_use=0.5)
+    config = AutoscalingConfig(target_tokens=1000)
     situation = Situation(target=1, num_running=1, uses=[use], num_queued=0, num_slots=SLOTS)
     assert needed(situation, config) == pytest.approx(need)
 

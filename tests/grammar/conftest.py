@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config import GrammarConfig
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary, read_vocabulary
 from app.text import Tokenizer
@@ -27,6 +26,6 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     """With two seconds for each grammar, as by default."""
-    compiled = Grammars(GrammarConfig(), lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    compiled = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
     yield compiled
     compiled.close()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from app.config import GrammarConfig
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
@@ -40,7 +39,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Grammars]:
-    made = Grammars(GrammarConfig(), lambda: TABLE, vocab_size=len(TOKENS))
+    made = Grammars(lambda: TABLE, vocab_size=len(TOKENS))
     yield made
     made.close()
 

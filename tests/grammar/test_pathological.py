@@ -5,30 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from app.config import GrammarConfig
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest, Overloaded
 from app.grammar.compiling import lark_of, new_matcher, walk
-from app.grammar.grammars import MAX_USES, Grammars
+from app.grammar.grammars import MAX_USES, CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
-from benchmarks.engine.hostile_grammars import Case, cases
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
+from tests.grammar.hostile_grammars import Case, cases
 
 TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
 def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
-    config = GrammarConfig(compile_timeout_s=TIMEOUT_S, compile_megabytes=256)
-    made = Grammars(config, lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    limits = CompileLimits(timeout_s=TIMEOUT_S, memory_bytes=256_000_000)
+    made = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)
     made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30)
     yield made
     made.close()
+
+
+def test_hostile_grammars_have_names_of_their_own() -> None:
+    assert len({(name, kind) for name, kind, _ in cases()}) == len(cases())
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[1]}: {case[0]}")
@@ -83,13 +85,13 @@ def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabul
 @pytest.mark.parametrize(
     ("limits", "name", "words"),
     [
-        ({"compile_timeout_s": 0.05}, "many required", "takes longer than 0.05 s"),
-        ({"compile_megabytes": 64, "compile_timeout_s": 20}, "a long text", "too deep or too large"),
+        (CompileLimits(timeout_s=0.05), "many required", "takes longer than 0.05 s"),
+        (CompileLimits(memory_bytes=64_000_000, timeout_s=20), "a long text", "too deep or too large"),
     ],
 )
-def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: dict[str, Any], name: str, words: str) -> None:
+def test_time_and_memory_are_limited(vocabulary: Vocabulary, limits: CompileLimits, name: str, words: str) -> None:
     [(_, kind, text)] = [case for case in cases() if case[0] == name]
-    grammars = Grammars(GrammarConfig(**limits), lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)
     with pytest.raises(InvalidRequest, match=words):
         grammars.matcher_of(request_for(Grammar(kind, text))).result(30)
     # A busy machine may refuse a small one too within so short a time; others then, because refusals are remembered.
@@ -129,7 +131,7 @@ def test_whoever_leaves_while_waiting_takes_no_place(vocabulary: Vocabulary) -> 
         let_go.wait(30)
         return vocabulary
 
-    grammars = Grammars(GrammarConfig(max_waiting=2), read_late, vocab_size=DEMO_VOCAB_SIZE)
+    grammars = Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=2))
     first = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "first")))
     for number in range(5):
         assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, f"{number}"))).cancel()
@@ -139,7 +141,7 @@ def test_whoever_leaves_while_waiting_takes_no_place(vocabulary: Vocabulary) -> 
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_and_begin_anew_after_many_uses(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(GrammarConfig(max_cached=3), lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_cached=3))
 
     def is_known(text: str) -> bool:
         future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
@@ -161,7 +163,7 @@ def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary)
         let_go.wait(30)
         return vocabulary
 
-    grammars = Grammars(GrammarConfig(max_waiting=2), read_late, vocab_size=DEMO_VOCAB_SIZE)
+    grammars = Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=2))
     waiting = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("a", "b")]
     with pytest.raises(Overloaded, match="2 requests wait for their grammars"):
         grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "c"))).result(1)

@@ -69,8 +69,8 @@ def build(
     engine = build_sync_engine(
         EngineConfig(
             model=ModelConfig(
-                path=str(path), dtype="float32", device="cpu", num_threads=2, native_decoder=way == "decoder",
-                native_attention=way == "attention", packed_weights=way == "attention",
+                path=str(path), dtype="float32", device="cpu", num_threads=2,
+                backend={"decoder": "auto", "attention": "attention", "torch": "torch"}[way],
             ),
             cache=CacheConfig(block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(**settings),

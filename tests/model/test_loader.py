@@ -85,7 +85,7 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
 
 def test_a_step_of_full_size_runs_before_memory_is_sized(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     for architecture in ("mistral", "gpt2"):
-        run_full_step(load(tiny_model_path(architecture), native_decoder=False), num_tokens=10_000, num_rows=500)
+        run_full_step(load(tiny_model_path(architecture), backend="attention"), num_tokens=10_000, num_rows=500)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

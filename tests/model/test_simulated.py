@@ -48,15 +48,15 @@ def prompt(start: int, length: int) -> tuple[int, ...]:
 
 def test_a_step_takes_what_the_cost_model_says() -> None:
     clock = FakeClock()
-    engine = simulated_engine(clock, costs=SimulatedConfig(step_ms=10, per_token_ms=0.5, per_kv_token_ms=0.1))
+    engine = simulated_engine(clock, costs=SimulatedConfig(step_ms=10, per_token_ms=0.5))
     engine.add(make_request(prompt(0, 20), max_tokens=3))
     taken_ms = []
     while engine.has_work:
         began = clock.at
         engine.step()
         taken_ms.append((clock.at - began) * 1000)
-    # Chunks of 16 and 4 prompt tokens, then single tokens: 16, 20, 21 and 22 tokens are attended to.
-    assert taken_ms == pytest.approx([10 + 8 + 1.6, 10 + 2 + 2.0, 10 + 0.5 + 2.1, 10 + 0.5 + 2.2])
+    # Chunks of 16 and 4 prompt tokens, then single tokens.
+    assert taken_ms == pytest.approx([10 + 8, 10 + 2, 10 + 0.5, 10 + 0.5])
 
 
 def test_what_the_step_itself_computes_is_part_of_its_time() -> None:

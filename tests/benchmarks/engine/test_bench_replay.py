@@ -41,6 +41,8 @@ from tests.fakes import (
     run_to_end,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("small_lengths")
+
 
 def header_of(runner: ModelRunner, *, num_blocks: int, cache: CacheConfig, scheduler: SchedulerConfig) -> Header:
     facts = ModelFacts(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))

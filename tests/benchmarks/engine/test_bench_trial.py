@@ -44,20 +44,19 @@ def test_whole_batches_have_as_many_slots_as_the_others_unless_somebody_chose() 
     assert isinstance(found[0], StaticConfig)
     assert isinstance(found[1], StaticConfig)
     assert (found[0].batch_size, found[1].batch_size) == (12, 3)
-    assert found[2].model_dump()["max_batch_size"] == 12
+    assert found[2].model_dump()["batch_size"] == 12
 
 
 def test_a_parameter_that_is_set_goes_to_whoever_has_it() -> None:
     found = asked(
-        "scheduler.strategy.max_wait_ms=7", "scheduler.strategy.bucket_boundaries=8,16",
-        "scheduler.policy.ageing_tokens_per_s=5",
+        "scheduler.strategy.max_wait_ms=7", "scheduler.policy.max_overtaking_s=5",
         strategies="bucketed,continuous", policies="sjf,fcfs",
     )  # fmt: skip
     bucketed, policy = found[0].scheduler.strategy, found[0].scheduler.policy
     assert isinstance(bucketed, BucketedConfig)
-    assert (bucketed.max_wait_ms, bucketed.bucket_boundaries) == (7, (8, 16))
+    assert bucketed.max_wait_ms == 7
     assert isinstance(policy, SjfConfig)
-    assert policy.ageing_tokens_per_s == 5
+    assert policy.max_overtaking_s == 5
 
 
 def test_what_is_written_beside_a_name_outweighs_what_is_set() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.config import BucketedConfig, FairConfig, StaticConfig
+from app.config import FairConfig, StaticConfig
 from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.settings import engine_config, parse_assignments
 
@@ -47,13 +47,6 @@ def test_a_strategy_is_chosen_by_name_and_its_parameters_set_one_by_one(texts: l
     config = engine_config({}, parse_assignments([*texts, "scheduler.policy=fair"]))
     assert config.scheduler.strategy == StaticConfig(batch_size=3)
     assert config.scheduler.policy == FairConfig()
-
-
-def test_a_list_is_written_with_commas() -> None:
-    texts = ["scheduler.strategy=bucketed", "scheduler.strategy.bucket_boundaries=16,64,256"]
-    assert engine_config({}, parse_assignments(texts)).scheduler.strategy == BucketedConfig(
-        bucket_boundaries=(16, 64, 256)
-    )
 
 
 @pytest.mark.parametrize(

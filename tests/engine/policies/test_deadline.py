@@ -25,11 +25,11 @@ def computed(runner: TimedRunner) -> list[str]:
 
 
 def test_the_earliest_deadline_goes_first_and_those_without_one_stand_where_the_default_puts_them() -> None:
-    engine, runner, clock = timed_engine({"name": "deadline", "default_deadline_s": 20}, max_running=1)
-    for name, deadline_s in {"30": 30, "none": None, "10": 10, "25": 25}.items():
+    engine, runner, clock = timed_engine("deadline", max_running=1)
+    for name, deadline_s in {"90": 90, "none": None, "10": 10, "70": 70}.items():
         engine.add(make_request(request_id=name, max_tokens=1, deadline_s=deadline_s))
     run_to_end(engine, clock=clock)
-    assert computed(runner) == ["10", "none", "25", "30"]
+    assert computed(runner) == ["10", "none", "70", "90"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,7 +180,7 @@ def test_nothing_is_answered_late_and_nothing_expired_ever_takes_part_in_a_step(
 
 
 def goodput(policy: str) -> float:
-    """ScheduledTokens of the asked tokens that were answered in time at twice the load that can be served."""
+    """Share of the asked tokens that were answered in time at twice the load that can be served."""
     draw = random.Random(11)
     engine, _, clock = timed_engine(policy, max_running=4, max_waiting=10_000)
     outcome, sizes = Outcome(), {}

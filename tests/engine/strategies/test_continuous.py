@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.fakes import CountingRunner, build_fake_engine, expected_tokens, make_request, run_to_end
+
+pytestmark = pytest.mark.usefixtures("small_lengths")
 
 
 def prompt(length: int, first: int = 2) -> tuple[int, ...]:
@@ -65,7 +69,7 @@ def test_hybrid_never_stops_prefill_altogether() -> None:
         assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 30)
 
 
-SELECTIVE = {"name": "continuous", "selective": True, "short_tokens": 8, "long_tokens": 16}
+SELECTIVE = {"name": "continuous", "selective": True}
 
 
 def test_selective_keeps_short_sequences_and_long_prefill_in_steps_of_their_own_by_turns() -> None:

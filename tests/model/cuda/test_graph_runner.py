@@ -51,7 +51,7 @@ class RunAgain:
 
 
 def load(path: Path) -> LoadedModel:
-    config = ModelConfig(path=str(path), dtype="float32", device=DEVICE, native_decoder=False, packed_weights=False)
+    config = ModelConfig(path=str(path), dtype="float32", device=DEVICE, backend="torch")
     return load_model(config, str(path))
 
 
@@ -70,9 +70,7 @@ def engine_with(model: LoadedModel, capture: Callable[..., Callable[[], torch.Te
 def plain_engine(path: Path) -> Engine:
     return build_sync_engine(
         EngineConfig(
-            model=ModelConfig(
-                path=str(path), dtype="float32", device=DEVICE, native_attention=False, packed_weights=False
-            ),
+            model=ModelConfig(path=str(path), dtype="float32", device=DEVICE, backend="torch"),
             cache=CacheConfig(block_size=4, num_blocks=200),
             scheduler=LIMITS,
         )

@@ -207,10 +207,7 @@ def test_an_engine_takes_it_where_it_fits_and_generates_the_same_tokens(
         model=ModelConfig(
             path=str(tiny_model_path(architecture)),
             dtype="float32",
-            native_decoder=False,
-            native_attention=False,
-            packed_weights=False,
-            cuda_graphs=False,
+            backend="torch",
         ),
         cache=CacheConfig(block_size=4, num_blocks=20),
         scheduler=SchedulerConfig(max_running=3, max_step_tokens=16, prefill_chunk_tokens=9),

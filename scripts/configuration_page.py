@@ -1,0 +1,131 @@
+"""Writes docs/reference/configuration.md from the settings themselves: `python -m scripts.configuration_page`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from app.config import ApplicationConfig, branches_of
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m scripts.configuration_page` from app/config.py. Change the settings there, not this page. -->
+
+The `args` of the application in the Serve config file (`deployments/serve.yaml`). Every setting has a default. A wrong
+value stops the start with its path and the fix; so does a name that is not on this page.
+
+Limits that no deployment needs to change are constants in the code, each beside its use.
+
+A strategy, a policy or a dispatch policy is a name (`strategy: static`), or a name with its parameters
+(`strategy: {name: static, batch_size: 8}`); it takes only its own. `[]` marks a list.
+"""
+_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "settings by name"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *_section(ApplicationConfig, "")])
+
+
+def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
+    """A branch's own settings as a table, then those of its choices by name, then each branch below it."""
+    fields = branch.model_fields.items()
+    inner = {name: kinds for name, field in fields if len(kinds := branches_of(field)) > 0}
+    own = [(name, field) for name, field in fields if len(inner.get(name, ())) != 1 or field.default is None]
+    if path:
+        yield f"## `{path}`\n\n{branch.__doc__}\n"
+    if own:
+        yield from _table(own)
+    for name, kinds in inner.items():
+        if len(kinds) > 1:
+            yield from _choice(name, kinds)
+    for name, kinds in inner.items():
+        if len(kinds) == 1:
+            yield from _section(kinds[0], _below(path, name, branch.model_fields[name]))
+
+
+def _below(path: str, name: str, field: FieldInfo) -> str:
+    mark = "[]" if get_origin(field.annotation) is tuple else ""
+    return f"{path}.{name}{mark}" if path else f"{name}{mark}"
+
+
+def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
+    """What may be chosen by name, with the parameters of each."""
+    yield f"| `{name}` | Parameter | Default | Values | What it does |\n|---|---|---|---|---|"
+    for kind in kinds:
+        fields = kind.model_fields
+        yield f"| `{fields['name'].default}` | | | | {kind.__doc__} |"
+        for parameter, field in fields.items():
+            if parameter != "name":
+                yield f"| | `{parameter}` | {_default(field)} | {_values(field)} | {field.description} |"
+    yield ""
+
+
+def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
+    yield "| Setting | Default | Values | What it is |\n|---|---|---|---|"
+    for name, field in fields:
+        yield f"| `{name}` | {_default(field)} | {_values(field)} | {field.description or ''} |"
+    yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default
+    if default is None or default in ((), {}):
+        return "–"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    if isinstance(default, BaseModel):
+        return f"`{getattr(default, 'name', default)}`"
+    return f"`{', '.join(map(str, default)) if isinstance(default, tuple) else default}`"
+
+
+def _values(field: FieldInfo) -> str:
+    """What may be written: the choices, or the kind of value with its range."""
+    kinds = branches_of(field)
+    if kinds:
+        names = [kind.model_fields["name"].default for kind in kinds if len(kinds) > 1]
+        return ", ".join(f"`{name}`" for name in names) or "a branch, see below"
+    annotation, metadata = _plain(field.annotation, list(field.metadata))
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_values_of(*_plain(get_args(annotation)[0], []))}"
+    return _values_of(annotation, metadata)
+
+
+def _values_of(annotation: Any, metadata: Iterable[Any]) -> str:
+    limits = [
+        f"{_SIGNS[sign]} {_number(getattr(each, sign))}" for each in metadata for sign in _SIGNS if hasattr(each, sign)
+    ]
+    return ", ".join([_WORDS[get_origin(annotation) or annotation], *limits])
+
+
+def _number(limit: float) -> str:
+    return f"{limit:,}"
+
+
+def _plain(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    """An annotation without None and without `Annotated`, whose limits go to the others."""
+    if get_origin(annotation) in (Union, UnionType):
+        [annotation] = [each for each in get_args(annotation) if each is not NoneType]
+        return _plain(annotation, metadata)
+    if get_origin(annotation) is Annotated:
+        inner, *found = get_args(annotation)
+        limits = [limit for each in found for limit in getattr(each, "metadata", [each])]
+        return _plain(inner, metadata + limits)
+    return annotation, metadata
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
