@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from app.api.output.token_details import TokenWishes
 from app.api.output.tool_calls import ToolUse
-from app.engine.facts import ModelFacts
-from app.engine.request import Generate, Pooling, Request
+from app.engine.request import Generate, ModelFacts, Pooling, Request
 from app.errors import InvalidRequest, NotFound
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat

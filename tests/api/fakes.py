@@ -11,8 +11,7 @@ from starlette.applications import Starlette
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import FinishReason, Generate, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
