@@ -1,21 +1,23 @@
-"""Where a stopwatch is put into a running engine, from outside: wrapped functions and forward hooks.
+"""A stopwatch in a running engine, put there from outside: wrapped functions and forward hooks.
 
-All of them are taken out again, and nothing in `app` knows of this. What is looked for is named here; what is not found
-is told, and its time counts for the part around it.
+All of them are taken out again, and nothing in `app` knows of this. The functions are named here; one that is not found
+is reported, and its time counts for the part around it.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-
-from benchmarks.engine.stopwatch import Stopwatch
 
 SCHEDULE = "schedule"
 INPUTS = "inputs"
@@ -28,6 +30,9 @@ RUNNER = "host copy and rest of the runner"
 UPDATE = "update"
 DELIVERY = "delivery"
 PARTS = (SCHEDULE, INPUTS, LINEAR, HEAD, ATTENTION, FORWARD, SAMPLING, RUNNER, UPDATE, DELIVERY)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Module, name of a class or nothing, name of the function, part.
 _FUNCTIONS = (
@@ -48,6 +53,60 @@ _FUNCTIONS = (
 _OWN_PARTS = {"linear": LINEAR, "head": HEAD, "attention": ATTENTION, "rest": FORWARD}
 # There are several attentions, one of which is chosen: these methods of every class in the model room.
 _ATTENTION_METHODS = {"attend": ATTENTION, "begin_step": INPUTS}
+
+
+@dataclass(slots=True)
+class _Open:
+    started_s: float
+    inner_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """One thread's time by part; the time of an inner part is not counted for the outer one.
+
+    `synchronize` waits for the device, so that its work counts where it was asked for.
+    """
+
+    synchronize: Callable[[], None] | None = None
+    now: Callable[[], float] = time.perf_counter
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _open: list[_Open] = field(default_factory=list)
+
+    def enter(self) -> None:
+        self._open.append(_Open(self._read()))
+
+    def leave(self, part: str) -> None:
+        """End what was entered last, and say what it was."""
+        ended = self._open.pop()
+        whole_s = self._read() - ended.started_s
+        self.seconds[part] += whole_s - ended.inner_s
+        if self._open:
+            self._open[-1].inner_s += whole_s
+
+    def note(self, part: str, seconds: float) -> None:
+        """Count what something inside the open part measured by itself."""
+        self.seconds[part] += seconds
+        if self._open:
+            self._open[-1].inner_s += seconds
+
+    def timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
+        """The same function, counted as `part`."""
+
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            self.enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave(part)
+
+        return run
+
+    def _read(self) -> float:
+        if self.synchronize is not None:
+            self.synchronize()
+        return self.now()
 
 
 class RootModule:

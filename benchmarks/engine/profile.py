@@ -1,8 +1,7 @@
 """Where a step's time goes: `python -m benchmarks.engine.profile --model DIR --workload FILE.jsonl`.
 
-Serves the workload as it is (the figure that counts), then once more with a stopwatch around each part, and measures
-the floor of this machine beside it. On a GPU the stopwatch waits for the device at every border, so that run is slower
-than it would be; what a CUDA graph holds is one part.
+Serves the workload as it is (the figure that counts), then once more with a stopwatch around each part. On a GPU the
+stopwatch waits for the device at every border, so that run is slower; what a CUDA graph holds is one part.
 """
 
 from __future__ import annotations
@@ -21,19 +20,14 @@ from app.errors import CarouselError
 from app.versions import commit
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.contender import measured_runs
-from benchmarks.engine.engine_setup import LoadedEngine, configured, dtype_name, load_engine, resolve_device
-from benchmarks.engine.floor import Floor, MachineRates, floor_of, measure_rates
-from benchmarks.engine.linear_shapes import linear_layers
-from benchmarks.engine.probes import DELIVERY, PARTS, RootModule, probes
+from benchmarks.engine.engine_setup import LoadedEngine, load_engine
+from benchmarks.engine.probes import DELIVERY, PARTS, RootModule, Stopwatch, probes
 from benchmarks.engine.run import Run
-from benchmarks.engine.stopwatch import Stopwatch
 from benchmarks.harness import machine
 from benchmarks.harness.errors import BenchmarkError, refused
-from benchmarks.harness.options import DTYPES, Options, add_repeat_option, add_run_options, add_settings_option
+from benchmarks.harness.options import Options, add_repeat_option, add_run_options, add_settings_option
 from benchmarks.harness.progress import tell
 from benchmarks.harness.table import table
-
-MEASURE_S = 0.5  # for each size of step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +38,6 @@ class Profile:
     timed_seconds: float
     num_steps: int
     parts_s: dict[str, float]  # they add up to `timed_seconds`
-    floor: Floor
-    rates: MachineRates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: Options) -> tuple[Profile, LoadedEngine]:
-    """Measure the floor first: on a GPU the engine takes the memory that is left."""
-    rates = _rates(options)
+    """Load, warm up, repeat, then once with the stopwatch."""
     loaded = load_engine(options)
     contender, root = Carousel(loaded.engine), RootModule()
     with root.watch():
@@ -83,14 +74,11 @@ def measure(options: Options) -> tuple[Profile, LoadedEngine]:
         timed = contender.serve(loaded.workload)
     for name in missing:
         tell(f"note: there is no {name}; its time counts for the part around it")
-    middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
     profile = Profile(
         seconds=statistics.median(run.seconds for run in runs),
         timed_seconds=timed.seconds,
         num_steps=timed.num_steps or 0,
         parts_s=_parts(stopwatch, timed),
-        floor=floor_of(rates, loaded.workload, middle),
-        rates=rates,
     )
     return profile, loaded
 
@@ -102,39 +90,22 @@ def in_words(profile: Profile) -> str:
     ]
     whole = profile.timed_seconds
     rows.append(["together", f"{whole:.3f}", "100.0%", f"{1000 * whole / profile.num_steps:.3f}"])
-    floor, rates = profile.floor, profile.rates
-    floors = [
-        ["two-phase: prompts at the best rate, output in steps of 32", *_against(floor.two_phase_s, profile.seconds)],
-        ["everything at the best rate", *_against(floor.best_rate_s, profile.seconds)],
-    ]
-    if floor.bytes_s is not None:
-        floors.append(["weights once a step and KV, at copy rate", *_against(floor.bytes_s, profile.seconds)])
     return "\n".join(
         [
             table(["part", "seconds", "share", "ms a step"], rows),
             f"{profile.num_steps} steps; with the stopwatch {profile.timed_seconds:.3f} s, "
             f"without {profile.seconds:.3f} s",
-            "",
-            table(["floor", "seconds", "reached"], floors),
-            f"best rate {rates.body_flops / 1e9:,.0f} GF/s; 32-token step {1000 * rates.decode_step_s:.2f} ms; "
-            f"copy {rates.copy_bytes_per_s / 1e9:.1f} GB/s",
         ]
     )
 
 
 def summary(profile: Profile, loaded: LoadedEngine) -> dict[str, Any]:
-    rates = profile.rates
     return {
         **asdict(loaded.setup),
         "seconds": round(profile.seconds, 4),
         "timed_seconds": round(profile.timed_seconds, 4),
         "num_steps": profile.num_steps,
         "parts_s": {part: round(seconds, 5) for part, seconds in profile.parts_s.items()},
-        "floor": asdict(profile.floor),
-        "share_of_two_phase_floor": round(profile.floor.two_phase_s / profile.seconds, 4),
-        "best_gflop_per_s": round(rates.body_flops / 1e9, 1),
-        "decode_step_ms": round(1000 * rates.decode_step_s, 3),
-        "copy_gb_per_s": round(rates.copy_bytes_per_s / 1e9, 1),
         "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
         "commit": commit(),
@@ -142,25 +113,11 @@ def summary(profile: Profile, loaded: LoadedEngine) -> dict[str, Any]:
     }
 
 
-def _rates(options: Options) -> MachineRates:
-    model = configured(options).model
-    device = resolve_device(model.device)
-    torch.set_num_threads(model.num_threads)
-    layers = linear_layers(model.path)
-    dtype = getattr(torch, DTYPES[dtype_name(model, device)])
-    tell("measuring the matrix rate of this machine")
-    return measure_rates(layers, dtype=dtype, device=device, seconds=MEASURE_S)
-
-
 def _parts(stopwatch: Stopwatch, run: Run) -> dict[str, float]:
     """Every part in the order of a step; what no stopwatch saw is the loop around the engine, which delivers."""
     parts = {part: stopwatch.seconds.get(part, 0.0) for part in PARTS}
     parts[DELIVERY] += run.seconds - sum(parts.values())
     return parts
-
-
-def _against(floor_s: float, seconds: float) -> list[str]:
-    return [f"{floor_s:.3f}", f"{floor_s / seconds:.1%}"]
 
 
 if __name__ == "__main__":

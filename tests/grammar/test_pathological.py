@@ -13,9 +13,9 @@ from app.errors import InvalidRequest, Overloaded
 from app.grammar.compiling import lark_of, new_matcher, walk
 from app.grammar.grammars import MAX_USES, CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
-from benchmarks.engine.hostile_grammars import Case, cases
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
+from tests.grammar.hostile_grammars import Case, cases
 
 TIMEOUT_S = 1.0
 
@@ -27,6 +27,10 @@ def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
     made.matcher_of(request_for(Grammar(GrammarKind.REGEX, "a"))).result(30)
     yield made
     made.close()
+
+
+def test_hostile_grammars_have_names_of_their_own() -> None:
+    assert len({(name, kind) for name, kind, _ in cases()}) == len(cases())
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[1]}: {case[0]}")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from app.engine.engine import Engine
 from app.engine.scheduler import Scheduler
 from app.model import runner
-from benchmarks.engine.linear_shapes import LinearShape, linear_layers
-from benchmarks.engine.probes import FORWARD, HEAD, LINEAR, RootModule, probes
-from benchmarks.engine.stopwatch import Stopwatch
+from benchmarks.engine.probes import FORWARD, HEAD, LINEAR, RootModule, Stopwatch, probes
 
 
 def test_an_inner_part_is_not_counted_for_the_outer_one() -> None:
@@ -57,14 +53,6 @@ def test_probes_tell_the_layers_apart_and_leave_nothing_behind() -> None:
     module(torch.zeros(1, 4))
     assert stopwatch.seconds == seen
     assert (Engine.step, Scheduler.schedule, runner.sample) == originals
-
-
-def test_the_linear_layers_of_a_model_come_from_its_configuration(demo_path: Path) -> None:
-    layers = linear_layers(str(demo_path))
-    attention, mlp = [LinearShape(192, 320), LinearShape(192, 192)], [LinearShape(192, 1024), LinearShape(512, 192)]
-    assert list(layers.body) == (attention + mlp) * 4
-    assert layers.head == LinearShape(192, 763)
-    assert layers.kv_values_per_token == 2 * 4 * 2 * 32
 
 
 class OwnClock:
