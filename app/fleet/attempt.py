@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.engine.request import Request, TokenDelta, joined
+from app.engine.request import Request, TokenDelta, merge_deltas
 from app.errors import CarouselError, DeviceFault, EngineStopped
 
 
@@ -80,6 +80,6 @@ class Attempt:
             await self._reader
         if self._deltas:
             deltas, self._deltas = self._deltas, []
-            return joined(deltas)
+            return merge_deltas(deltas)
         assert self._error is not None, "an attempt is woken by a delta or an error"
         raise self._error

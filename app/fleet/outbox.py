@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from app.engine.request import Queued, Request, TokenDelta, joined
+from app.engine.request import Queued, Request, TokenDelta, merge_deltas
 from app.errors import Unavailable
 from app.fleet.frame import Frame, Report
 
@@ -86,7 +86,7 @@ class Outbox:
     def _take(self) -> tuple[TokenDelta, ...]:
         self._filled.clear()
         deltas, self._deltas = self._deltas, {}
-        return tuple([joined(of_one) for of_one in deltas.values()])
+        return tuple([merge_deltas(of_one) for of_one in deltas.values()])
 
     async def _something_to_tell(self, heartbeat_s: float) -> None:
         if self._filled.is_set():

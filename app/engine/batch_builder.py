@@ -1,0 +1,174 @@
+"""Builds the batch of one step under its token budget, one sequence after the other."""
+
+from __future__ import annotations
+
+from app.engine.batch import Batch, ScheduledSequence, TokenHistory
+from app.engine.request import Pooling
+from app.engine.sequence import Sequence
+
+
+class BatchBuilder:
+    """Takes sequences in order of precedence and charges them to the budget."""
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        max_prefill_tokens: int | None,
+        max_background_tokens: int | None,
+        chunk_tokens: int,
+        max_scored_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them, `max_background_tokens`
+        to those of background requests.
+
+        At most `max_scored_tokens` prompt tokens get log-probabilities: each takes a row of logits.
+        """
+        self._budget = budget
+        self.num_tokens_left = budget
+        self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
+        self._num_background_tokens_left = budget if max_background_tokens is None else max_background_tokens
+        self._chunk_tokens = chunk_tokens
+        self._num_scored_tokens_left = max_scored_tokens
+        self._has_logprobs = False
+        self._has_pooling = False
+        self._eos_token_ids = eos_token_ids
+        self.has_preempted = False
+        self.scheduled: list[ScheduledSequence] = []
+        self.sequences: list[Sequence] = []  # one for each of `scheduled`
+
+    def has_room_for_prefill(self, sequence: Sequence) -> bool:
+        """Whether the step may take any of a prompt."""
+        return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
+
+    @property
+    def has_room_for_scores(self) -> bool:
+        return self._num_scored_tokens_left > 0
+
+    def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
+        """How many tokens of a prompt the step takes, when so many of the budget are for others."""
+        num_tokens = min(
+            sequence.num_uncomputed_tokens,
+            self._chunk_tokens,
+            self.num_tokens_left - num_reserved,
+            self._num_prompt_tokens_left(sequence),
+        )
+        return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
+
+    def _num_scorable(self, sequence: Sequence) -> int:
+        """How far the step may compute it: up to the prompt token that it may not score any more."""
+        start = sequence.num_computed_tokens
+        end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
+        return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
+
+    def _num_prompt_tokens_left(self, sequence: Sequence) -> int:
+        if sequence.request.is_background:
+            return min(self._num_prefill_tokens_left, self._num_background_tokens_left)
+        return self._num_prefill_tokens_left
+
+    def add_decoding(self, sequence: Sequence) -> None:
+        """The last token of a sequence; its block is there."""
+        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._share(sequence, 1))
+        if sequence.wants_logprobs:
+            self._has_logprobs = True
+        self.sequences.append(sequence)
+        self.num_tokens_left -= 1
+
+    def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        """The next tokens of a prompt; their blocks are there."""
+        self.scheduled.append(self._share(sequence, num_tokens))
+        self.sequences.append(sequence)
+        self.num_tokens_left -= num_tokens
+        self._num_prefill_tokens_left -= num_tokens
+        self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
+
+    def build(self, *, began_at: float) -> Batch:
+        """The batch for the model runner."""
+        return Batch(
+            tuple(self.scheduled),
+            tuple(self.sequences),
+            began_at=began_at,
+            num_scheduled_tokens=self._budget - self.num_tokens_left,
+            has_logprobs=self._has_logprobs,
+            has_pooling=self._has_pooling,
+        )
+
+    def _share(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        sampling = sequence.request.sampling
+        samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
+        first_target, targets = self._targets(sequence, start + num_tokens) if sequence.is_scoring else (0, ())
+        history = None
+        if samples and sampling.has_penalties:
+            history = TokenHistory(
+                prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.generated_token_ids)
+            )
+        share = ScheduledSequence(
+            sequence.request.request_id,
+            sequence.token_ids(start, start + num_tokens),
+            start,
+            sequence.block_ids,
+            samples,
+            sampling,
+            banned_token_ids=self._banned_token_ids(sequence) if samples else (),
+            history=history,
+            targets=targets,
+            first_target=first_target,
+            pooling=_pooling(sequence, start + num_tokens),
+            matcher=sequence.matcher if samples else None,
+            looks_back=samples and sequence.looks_back,
+        )
+        if share.wants_logprobs:
+            self._has_logprobs = True
+        if share.pooling is not None:
+            self._has_pooling = True
+        return share
+
+    def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
+        """What a share that ends at position `end` scores: the first one's position, and the prompt tokens."""
+        first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
+        targets = sequence.request.prompt_token_ids[first : end + 1]
+        self._num_scored_tokens_left -= len(targets)
+        return first, targets
+
+    def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        sampling = sequence.request.sampling
+        banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
+        if sequence.num_generated_tokens < sampling.min_tokens:
+            return (*banned, *self._eos_token_ids, *sampling.stop_token_ids)
+        if sampling.ignore_eos and sampling.grammar is not None:  # it may have to end; else these end nothing
+            return (*banned, *self._eos_token_ids)
+        return banned
+
+
+def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:
+    """The tokens that would complete one of the words after the tokens generated so far."""
+    return tuple([word[-1] for word in bad_words if len(word) == 1 or _ends_with(generated, word[:-1])])
+
+
+def _ends_with(generated: list[int], token_ids: tuple[int, ...]) -> bool:
+    return tuple(generated[-len(token_ids) :]) == token_ids
+
+
+def _pooling(sequence: Sequence, end: int) -> Pooling | None:
+    """What a share that ends at position `end` gives to the embedding of its sequence."""
+    pooling = sequence.request.pooling
+    return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
+
+
+def _decoding(sequence: Sequence) -> ScheduledSequence:
+    """The share of a sequence that is decoding and draws simply; what `BatchBuilder._share` gives, only sooner."""
+    request = sequence.request
+    return ScheduledSequence(  # by position: names take twice as long
+        request.request_id,
+        (sequence.generated_token_ids[-1],),
+        sequence.num_computed_tokens,
+        sequence.block_ids,
+        True,
+        request.sampling,
+        (),
+        None,
+        sequence.matcher,
+        sequence.looks_back,
+    )

@@ -1,0 +1,174 @@
+"""Applies the results of steps to their sequences: computed tokens, full blocks, new tokens, ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from itertools import count
+
+from app.engine.batch import Batch, StepResult
+from app.engine.block_pool import BlockPool
+from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
+from app.engine.sequence import Sequence, SequenceStatus
+
+
+class ResultProcessor:
+    """Turns drawn tokens into deltas. Calls `end` with a sequence that has its last token, and the number it has."""
+
+    def __init__(self, pool: BlockPool, end: Callable[[Sequence, int], None]) -> None:
+        self._pool = pool
+        self._end = end
+
+    def process(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """Apply the result of a computed batch; returns one delta for each request that has news."""
+        block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
+        scores = _newly_scored(batch, result) if batch.has_logprobs else {}
+        drawn, logprobs = iter(result.token_ids), result.logprobs
+        deltas: list[TokenDelta] = []
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            token_id = next(drawn) if item.samples else None
+            if sequence.status is finished:
+                continue  # aborted, expired or failed while the step ran
+            sequence.num_computed_tokens = end = item.end
+            if end >= (len(sequence.prefix_ids) + 1) * block_size:
+                self._publish_full_blocks(sequence, end)
+            if batch.has_pooling:
+                _pool(sequence, result)
+            if token_id is not None:
+                likely = logprobs.get(item.request_id) if logprobs else None
+                deltas.append(self._append(sequence, token_id, likely))
+            elif end == sequence.num_tokens:
+                deltas.append(self._computed(sequence))
+        return _with_scores(deltas, scores) if scores else deltas
+
+    def advance(self, batch: Batch) -> None:
+        """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
+        unknown = count(-1, -1)
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            sequence.num_computed_tokens = item.end
+            if item.samples:
+                sequence.generated_token_ids.append(next(unknown))
+
+    def retreat(self, batch: Batch) -> None:
+        """Undo `advance`."""
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if item.samples:
+                sequence.generated_token_ids.pop()
+            if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
+                sequence.num_computed_tokens = item.start
+
+    def process_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """As `process`, of a batch that has advanced: the drawn tokens replace their placeholders."""
+        scores = _newly_scored(batch, result) if batch.has_logprobs else {}
+        drawn, logprobs = iter(result.token_ids), result.logprobs
+        deltas: list[TokenDelta] = []
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            token_id = next(drawn) if item.samples else None
+            if sequence.is_finished:
+                continue
+            is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
+            if is_current:
+                self._publish_full_blocks(sequence, item.end)
+            if batch.has_pooling and is_current:
+                _pool(sequence, result)
+            if token_id is not None:
+                at = item.end - sequence.num_prompt_tokens
+                sequence.generated_token_ids[at] = token_id
+                likely = logprobs.get(item.request_id) if logprobs else None
+                deltas.append(self._drawn(sequence, token_id, at + 1, likely))
+            elif item.end == sequence.num_tokens and (is_current or sequence.request.pooling is None):
+                deltas.append(self._computed(sequence))
+        return _with_scores(deltas, scores) if scores else deltas
+
+    def _publish_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        size = self._pool.block_size
+        for index in range(len(sequence.prefix_ids), num_computed_tokens // size):
+            parent = sequence.prefix_ids[-1] if sequence.prefix_ids else sequence.request.cache_salt
+            content = sequence.token_ids(index * size, (index + 1) * size)
+            sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
+
+    def _append(self, sequence: Sequence, token_id: int, likely: TokenLogprobs | None) -> TokenDelta:
+        generated = sequence.generated_token_ids
+        generated.append(token_id)
+        return self._drawn(sequence, token_id, len(generated), likely)
+
+    def _drawn(self, sequence: Sequence, token_id: int, num_generated: int, likely: TokenLogprobs | None) -> TokenDelta:
+        """The delta of a new token; ends the sequence if it was the last."""
+        request = sequence.request
+        logprobs = () if likely is None else (likely,)
+        if sequence.matcher is not None:
+            sequence.matcher.advance(token_id)
+        if token_id in sequence.end_token_ids:
+            reason = FinishReason.STOP
+        elif num_generated >= request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        else:  # by position: names take twice as long, and most tokens end here
+            return TokenDelta(
+                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
+            )
+        self._end(sequence, num_generated)
+        return TokenDelta(
+            request_id=request.request_id,
+            token_ids=(token_id,),
+            finish_reason=reason,
+            stop_token_id=token_id if reason is FinishReason.STOP else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            logprobs=logprobs,
+        )
+
+    def _computed(self, sequence: Sequence) -> TokenDelta:
+        """The end of a sequence that generates nothing: its prompt is computed."""
+        embedding = _embedding(sequence)
+        self._end(sequence, 0)
+        return TokenDelta(
+            sequence.request.request_id,
+            (),
+            FinishReason.LENGTH if sequence.request.pooling is None else FinishReason.STOP,
+            num_cached_tokens=sequence.num_cached_tokens,
+            embedding=embedding,
+        )
+
+
+def _pool(sequence: Sequence, result: StepResult) -> None:
+    """Add what the step gave to the embedding of a sequence."""
+    new = result.pooled.get(sequence.request.request_id)
+    if new is not None:
+        before = sequence.pooled
+        sequence.pooled = new if before is None else [sum(both) for both in zip(before, new, strict=True)]
+
+
+def _embedding(sequence: Sequence) -> bytes | None:
+    """Of a sequence that is wholly computed; None where a replay has no hidden states."""
+    if sequence.pooled is None:
+        return None
+    divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
+    return array("f", [value / divisor for value in sequence.pooled]).tobytes()
+
+
+Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
+
+
+def _newly_scored(batch: Batch, result: StepResult) -> Scores:
+    """What the step says of prompt tokens that nothing was known of; counts them as scored."""
+    scores: Scores = {}
+    if not batch.has_targets:
+        return scores
+    for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+        if not item.targets or sequence.is_finished:
+            continue
+        # A step that was launched ahead of a preemption may have scored the first of them already.
+        num_known = sequence.num_scored_tokens - (item.first_target - 1)
+        new = result.prompt_logprobs.get(item.request_id, ())[num_known:]
+        sequence.num_scored_tokens += max(0, len(item.targets) - num_known)
+        if new:
+            scores[item.request_id] = new
+    return scores
+
+
+def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
+    """The deltas with what is known of their prompts; one more for each whose prompt is not computed to its end."""
+    told = [
+        delta._replace(prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
+        for delta in deltas
+    ]
+    return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]

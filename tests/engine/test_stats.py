@@ -1,0 +1,67 @@
+"""What an engine measures beside its stats: times and sizes on a clock that only its steps turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.stats import EngineMeasurements
+from tests.engine.test_overlapped_engine import LateRunner
+from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
+
+
+def sizes(measurements: EngineMeasurements) -> list[int]:
+    spreads = (measurements.queue_s, measurements.prefill_s, measurements.step_s, measurements.step_tokens)
+    return [spread.num_values for spread in spreads]
+
+
+def test_the_times_of_queue_prefill_and_steps_are_those_of_the_clock() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, max_running=1)
+    # 40 tokens are three chunks; the second request waits for these and for three more tokens.
+    run_to_end(engine, make_request(tuple(range(2, 42)), max_tokens=4), make_request((5, 6), max_tokens=1))
+    measured = engine.measurements()
+    assert sizes(measured) == [2, 2, 7, 7]
+    assert measured.queue_s.total == pytest.approx(0.0 + 6 * 0.5)
+    assert measured.prefill_s.total == pytest.approx(3 * 0.5 + 0.5)
+    assert measured.step_s.total == pytest.approx(7 * 0.5)
+    assert measured.step_tokens.total == 40 + 3 + 2
+    assert (measured.max_running, measured.block_size) == (1, 4)
+
+
+def test_a_preempted_request_is_measured_once() -> None:
+    engine = build_fake_engine(num_blocks=8, prefix_caching=False)
+    run_to_end(engine, *(make_request((5, 6, 7), max_tokens=20) for _ in range(3)))
+    assert engine.stats().total_preemptions > 0
+    assert sizes(engine.measurements())[:2] == [3, 3]
+
+
+def test_an_aborted_request_leaves_nothing_behind() -> None:
+    engine = build_fake_engine()
+    request = make_request(tuple(range(2, 42)))
+    engine.add(request)
+    engine.step()
+    engine.abort(request.request_id)
+    run_to_end(engine, make_request())
+    assert sizes(engine.measurements())[:2] == [2, 1]
+    assert engine.measurements().num_outstanding_tokens == 0
+
+
+def test_an_engine_that_runs_ahead_measures_the_same_requests() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=LateRunner(clock), clock=clock)
+    assert isinstance(engine, OverlappedEngine)
+    run_to_end(engine, *(make_request((5, 6, 7), max_tokens=6) for _ in range(3)))
+    assert sizes(engine.measurements())[:2] == [3, 3]
+
+
+def test_what_is_outstanding_shrinks_with_every_step_to_nothing() -> None:
+    engine = build_fake_engine(max_running=1)
+    for _ in range(2):
+        engine.add(make_request((5, 6, 7), max_tokens=5, ignore_eos=True))
+    outstanding = [engine.measurements().num_outstanding_tokens]
+    while engine.has_work:
+        engine.step()
+        outstanding.append(engine.measurements().num_outstanding_tokens)
+    # The prompt and the first token by one step, then a token each.
+    assert outstanding == [16, 12, 11, 10, 9, 8, 4, 3, 2, 1, 0]
