@@ -1,7 +1,7 @@
 """What ingresses and replicas have measured, as Prometheus text.
 
-Two sets of names: vLLM's (`vllm_names.py`), with one value for each model; and our own, `carousel_*`, with one value for
-each replica of what replicas measure.
+Two sets of names: vLLM's (`vllm_names.py`), with one value for each model; and our own, `carousel_*`, with one value
+for each replica of what replicas measure.
 """
 
 from __future__ import annotations
