@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.completions import ServedModel
+from app.api import ServedModel
 from app.config import ApiConfig
 from app.engine.request import ModelFacts
 from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields
