@@ -21,8 +21,7 @@ from tests.metrics.test_exposition import after_one_request
 
 README = PROJECT / "README.md"
 LANGUAGES = COMMANDS | OUTPUT | {"yaml", "dockerfile", "mermaid", "http"}
-# Measurements name the commands of their commit, which may be gone.
-CURRENT = [page for page in PAGES if "results" not in page.parts]
+CURRENT = [page for page in PAGES if "results" not in page.parts]  # measurements name the settings of their commit
 ROOTS = "app|deployments|benchmarks|scripts|tests|docs|models"
 BRANCHES = "models|engine|model|cache|scheduler|step_log|grammar|replicas|autoscaling|api|ingress|metrics|batches|jobs"
 
@@ -41,7 +40,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(linked), f"{name(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_path_and_module_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = re.findall(rf"(?<![\w/.~-])((?:{ROOTS})/[\w./*-]*[\w*/])", text)
