@@ -35,7 +35,7 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
     if config.model.batch_invariant and model.native is None:
         raise InvalidSetup(
             f"model.batch_invariant is set, but {config.model.path} on {model.device} runs on transformers' code, "
-            f"and its matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
+            f"where matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
             f"native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the log "
             f"says why it was not chosen"
         )
