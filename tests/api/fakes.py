@@ -68,7 +68,7 @@ class Service:
         max_model_len: int = MAX_MODEL_LEN,
         pooling: Pooling | None = None,
         cascade: float | None = None,
-        **limits: Any,
+        **settings: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.generate = ScriptedGenerate(script)
@@ -91,7 +91,13 @@ class Service:
         if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
             small, large = self.models
             self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
-        self.handler = RequestHandler(self.models, ApiConfig(), cascades=self.cascades, limits=RequestLimits(**limits))
+        limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
+        self.handler = RequestHandler(
+            self.models,
+            ApiConfig.model_validate(settings),
+            cascades=self.cascades,
+            limits=RequestLimits(**limits),
+        )
         self.app: Starlette = build_app(self.handler, self._is_ready)
 
     async def _is_ready(self) -> bool:
