@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from app.api.http.openapi import openapi_document
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, ApplicationConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
@@ -88,7 +89,7 @@ def test_the_configuration_page_has_every_setting() -> None:
 
 def test_the_api_page_has_every_path_and_every_field() -> None:
     page = (PROJECT / "docs" / "reference" / "api.md").read_text()
-    document = openapi_document(ApiConfig(), has_batches=True)
+    document = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
     bodies = {title: each for title, each in document["components"]["schemas"].items() if title.endswith("Request")}
     missing = [path for path in document["paths"] if f"{path}`" not in page]
     missing += [
