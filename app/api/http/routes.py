@@ -47,7 +47,7 @@ def build_app(
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
-    openapi = openapi_document(config, has_batches=bool(batch_routes))
+    openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
     service = ServiceRoutes(is_ready, handler.metrics, expose, openapi)
     for_keys = [
         *(Route(endpoint.path, _Computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
@@ -81,7 +81,7 @@ class _Computed:
             arrived_at=handler.metrics.arrived(),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(Request(scope, receive), handler.config), headers)
+            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
         async with WhileConnected(receive):
             try:
                 pending = await handler.handle(self._endpoint, body, client)
@@ -92,7 +92,7 @@ class _Computed:
                 events = EventStream(
                     pending.events(),
                     headers=response_headers,
-                    heartbeat_s=handler.config.heartbeat_s,
+                    heartbeat_s=handler.limits.heartbeat_s,
                     may_begin=pending.progress.open_if_queued,
                 )
                 await events.send_to(send)
