@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from app.config import ApplicationConfig, leaves
+from app.api.http.openapi import openapi_document
+from app.config import ApiConfig, ApplicationConfig, leaves
+from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
-from scripts import configuration_page
+from scripts import configuration_page, draw_pictures
+from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
+from tests.metrics.test_exposition import after_one_request
 
 README = PROJECT / "README.md"
 LANGUAGES = COMMANDS | OUTPUT | {"yaml", "dockerfile", "mermaid", "http"}
-# Measurements name the commands of their commit, which may be gone.
-CURRENT = [page for page in PAGES if "results" not in page.parts]
+CURRENT = [page for page in PAGES if "results" not in page.parts]  # measurements name the settings of their commit
 ROOTS = "app|deployments|benchmarks|scripts|tests|docs|models"
 BRANCHES = "models|engine|model|cache|scheduler|step_log|grammar|replicas|autoscaling|api|ingress|metrics|batches|jobs"
 
@@ -37,7 +41,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(linked), f"{name(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_path_and_module_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = re.findall(rf"(?<![\w/.~-])((?:{ROOTS})/[\w./*-]*[\w*/])", text)
@@ -83,6 +87,28 @@ def test_the_configuration_page_has_every_setting() -> None:
     assert not missing
 
 
+def test_the_api_page_has_every_path_and_every_field() -> None:
+    page = (PROJECT / "docs" / "reference" / "api.md").read_text()
+    document = openapi_document(ApiConfig(), has_batches=True)
+    bodies = {title: each for title, each in document["components"]["schemas"].items() if title.endswith("Request")}
+    missing = [path for path in document["paths"] if f"{path}`" not in page]
+    missing += [
+        f"{title}.{field}" for title, body in bodies.items() for field in body["properties"]
+        if not re.search(rf"\b{field}\b", page)
+    ]  # fmt: skip
+    assert not missing
+
+
+def test_the_metrics_page_has_every_metric() -> None:
+    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    text = exposition(
+        replace(after_one_request(), batches=[BatchCounts(**{field.name: 0 for field in fields(BatchCounts)})])
+    ).decode()
+    named = re.findall(r"^# HELP (\S+) ", text, flags=re.MULTILINE)
+    assert named
+    assert not [metric for metric in named if f"`{metric}`" not in page]
+
+
 def test_the_readme_is_short() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 130
@@ -93,6 +119,10 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
     rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
     assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def test_the_picture_of_the_packages_has_all_of_them() -> None:
+    assert imported().keys() == draw_pictures.PLACES.keys() | (imported().keys() & draw_pictures.EVERYWHERE)
 
 
 def prose(page: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import Piece, generate_pieces
 from app.api.output.completion_writers import Progress, Writer
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig
@@ -31,15 +32,10 @@ from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequ
 from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
-T = TypeVar("T")
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 # What a batch item cannot choose.
 _LOWEST_CLASS: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
-
-
-async def _to_the_end(work: Awaitable[T]) -> T:
-    return await work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +48,6 @@ class Client:
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     is_strict: bool = False  # unknown fields are refused
     arrived_at: float | None = None  # by the clock of the metrics; None: now
-    while_connected: Callable[[Awaitable[Any]], Awaitable[Any]] = _to_the_end  # cancels the work when the client goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +92,13 @@ class RequestHandler:
         authenticator: Authenticator | None = None,
         *,
         cascades: Sequence[Cascade] = (),
+        limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
     ) -> None:
         """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models."""
         self.models = by_any_name(models)
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
+        self.limits = limits
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
         self._unknown_fields = UnknownFields()
@@ -123,7 +120,7 @@ class RequestHandler:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
             pieces = generate_pieces(calls[0])
         else:
-            verdict = await client.while_connected(self._verdict(parsed, *calls, arrived_at=arrived_at))
+            verdict = await self._verdict(parsed, *calls, arrived_at=arrived_at)
             client.reservation.add_usage(lambda: verdict.num_tokens_in_vain)
             progress = verdict.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = verdict.pieces, verdict.headers()
@@ -167,7 +164,7 @@ class RequestHandler:
     async def _prepare(self, endpoint: Endpoint, parsed: QueuedRequest, model: ServedModel, client: Client) -> Call:
         """What the body asks of a model, checked, and what it may need reserved."""
         with self.counting_refusals(model.name):
-            call = with_group_and_session(await endpoint.prepare(parsed, model, self.config), client.headers)
+            call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def _verdict(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> Verdict:
@@ -235,7 +232,7 @@ class RequestHandler:
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             for model in models:
-                await endpoint.prepare(parsed, model, self.config)
+                await endpoint.prepare(parsed, model, self.limits)
         return parsed
 
     async def accept_item(
@@ -259,7 +256,7 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed, model)
-            call = await endpoint.prepare(parsed, model, self.config)
+            call = await endpoint.prepare(parsed, model, self.limits)
             max_tokens = max_output_tokens(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id)

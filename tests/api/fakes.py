@@ -7,9 +7,10 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer
@@ -90,8 +91,14 @@ class Service:
         if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
             small, large = self.models
             self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
-        self.handler = RequestHandler(self.models, ApiConfig.model_validate(settings), cascades=self.cascades)
-        self.app: Starlette = build_app(self.handler, self._is_ready)
+        limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
+        self.handler = RequestHandler(
+            self.models,
+            ApiConfig.model_validate(settings),
+            cascades=self.cascades,
+            limits=RequestLimits(**limits),
+        )
+        self.app: ASGIApp = build_app(self.handler, self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready
@@ -175,7 +182,7 @@ class Connection:
     """One HTTP exchange with an ASGI app, as a server would run it."""
 
     def __init__(
-        self, app: Starlette, method: str, path: str, body: Any, headers: dict[str, str], query: str = ""
+        self, app: ASGIApp, method: str, path: str, body: Any, headers: dict[str, str], query: str = ""
     ) -> None:
         self._app = app
         chunks = body if isinstance(body, list) and all(isinstance(chunk, bytes) for chunk in body) else [_bytes(body)]

@@ -15,7 +15,7 @@ from app.api.handler import Client, RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
-from app.api.http.sse import unless_disconnected
+from app.api.http.sse import WhileConnected
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
 
@@ -41,7 +41,7 @@ class ShortBatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
-        body = with_deadline(await read_json_object(request, self._handler.config), request.headers)
+        body = with_deadline(await read_json_object(request, self._handler.limits), request.headers)
         strict = is_strict(request.headers)
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
@@ -61,7 +61,7 @@ class ShortBatchRoutes:
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
     async def _answer(self, request: Request, prompts: PromptList) -> Json:
-        max_prompts = self._handler.config.max_prompts
+        max_prompts = self._handler.limits.max_prompts
         if prompts.num_choices > max_prompts:
             raise InvalidRequest(
                 f"the prompts make {prompts.num_choices:,} choices; this server answers {max_prompts:,} at "
@@ -71,9 +71,8 @@ class ShortBatchRoutes:
         client = Client(
             reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
         )
-        answers = await unless_disconnected(
-            request.receive, self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
-        )
+        async with WhileConnected(request.receive):
+            answers = await self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
         return _answered_at_once(prompts, answers)
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
