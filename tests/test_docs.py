@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, ApplicationConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
-from scripts import configuration_page
+from scripts import configuration_page, draw_pictures
+from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
 
@@ -119,6 +121,22 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
     rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
     assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def test_the_page_of_dependencies_has_all_of_them() -> None:
+    page = (PROJECT / "docs" / "reference" / "dependencies.md").read_text()
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["plots"],
+    ]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in needed]
+    assert not [each for each in names if each != project["name"] and each.lower() not in page.lower()]
+
+
+def test_the_picture_of_the_packages_has_all_of_them() -> None:
+    assert imported().keys() == draw_pictures.PLACES.keys() | (imported().keys() & draw_pictures.EVERYWHERE)
 
 
 def prose(page: Path) -> str:
