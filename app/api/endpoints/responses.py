@@ -49,8 +49,8 @@ class ResponsesWriter(Writer):
     ) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a call; they end with one that holds the whole response.
 
-        An error before the first event is raised, so that it can have a status of its own; a later one makes the response
-        a failed response.
+        An error before the first event is raised, so that it can have a status of its own; a later one makes it a
+        failed response.
         """
         response = ResponseBuilder(self.body, progress)
         try:
