@@ -11,9 +11,7 @@ from app.fleet.dispatch import make_policy
 from benchmarks.service.dispatch import Figures, Trial, main, measure
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedIngress
 
-TRIAL = Trial(
-    num_replicas=8, num_ingresses=2, num_requests=500, load=0.8, seed=3, capability=Capability(max_running=8)
-)
+TRIAL = Trial(num_replicas=8, num_ingresses=2, num_requests=500, load=0.8, seed=3, capability=Capability(max_running=8))
 
 
 @pytest.fixture(scope="module")
