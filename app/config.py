@@ -466,7 +466,7 @@ class ApiConfig(Settings):
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="without any keys, listen on other interfaces than loopback: any machine that reaches it may use it",
+        description="without keys, listen on other interfaces than loopback: any machine that reaches it may use it",
     )
     metrics_for: Literal["public", "keys", "admins"] = Field(
         "keys",
