@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable
 from itertools import count
 
+from msgspec import structs
+
 from app.engine.batch import Batch, StepResult
 from app.engine.blocks import BlockPool
 from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
@@ -168,7 +170,7 @@ def _newly_scored(batch: Batch, result: StepResult) -> Scores:
 def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
     """The deltas with what is known of their prompts; one more for each whose prompt is not computed to its end."""
     told = [
-        delta._replace(prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
+        structs.replace(delta, prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
         for delta in deltas
     ]
     return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]
