@@ -16,11 +16,11 @@ from uuid import uuid4
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.blocks import BlockPool
+from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
-from app.engine.facts import ModelFacts
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.request import ModelFacts
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import Header
 from app.engine.trace.log_files import LogFiles

@@ -15,9 +15,8 @@ from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import Engine, ModelRunner
-from app.engine.facts import ModelFacts
 from app.engine.matcher import Matcher, with_tokens
-from app.engine.request import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, ModelFacts, Pooling, Request, SamplingParams, TokenDelta, TokenLogprobs
 from app.engine.trace.recorder import Recorder
 from app.errors import CarouselError, InvalidRequest
 

@@ -22,16 +22,15 @@ ALLOWED = {
         "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
     },
     "app.fleet": {
-        "app.fleet.dispatch", "app.errors", "app.engine.pace", "app.engine.request", "app.engine.stats", "msgpack",
+        "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
+        "msgpack",
     },
     "app.model": {
-        "app.config", "app.errors", "app.engine.batch", "app.engine.facts", "app.engine.request",
-        "torch", "transformers", "triton",
+        "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",
     },
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {
-        "app.errors", "app.engine.histogram", "app.engine.measurements", "app.engine.request", "app.engine.stats",
-        "prometheus_client",
+        "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.request", "prometheus_client",
     },
     "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
     # The offline core knows no request handling: the API's batch routes use it.
@@ -49,7 +48,7 @@ ALLOWED = {
     "app.jobs.batch_folder": {"app.api", "app.disk", "app.jobs"},
     "app.api": {
         "app.jobs", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
-        "app.engine.facts", "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},

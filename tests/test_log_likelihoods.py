@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from app.api import ServedModel, build_app
+from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
 from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
@@ -54,7 +54,7 @@ def serve(
         async def is_ready() -> bool:
             return True
 
-        async with openai_client(build_app([model], ApiConfig(), is_ready)) as client:
+        async with openai_client(build_app(RequestHandler([model], ApiConfig()), is_ready)) as client:
             await use(client)
 
     try:

@@ -14,9 +14,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from app.api.auth.limits import Account
-from app.api.endpoints.completions import Call, ServedModel
+from app.api.call import Call, ServedModel
 from app.api.output.choices import Piece, generate_pieces
-from app.api.output.completion_writers import Json, Progress, model_entry
+from app.api.output.completion_writers import Json, Progress
 from app.api.output.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed
@@ -45,7 +45,7 @@ class Cascade:
 
     def entry(self) -> Json:
         """What /v1/models says of it."""
-        entry = model_entry(self.small, self.name)
+        entry = self.small.entry(self.name)
         return entry | {"max_model_len": min(entry["max_model_len"], self.large.facts.max_model_len)}
 
 

@@ -17,12 +17,10 @@ from typing import Protocol
 
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
-from app.engine.facts import ModelFacts
 from app.engine.matcher import Matcher, Matchers
-from app.engine.measurements import EngineMeasurements
-from app.engine.pace import RetryTimes
-from app.engine.request import FinishReason, Queued, Request, TokenDelta, joined
-from app.engine.stats import EngineStats
+from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta, merge_deltas
+from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.throughput import RetryTimes
 from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded
 
 logger = logging.getLogger(__name__)
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILED_IN_A_ROW = 8
 
 
-class Reader(Protocol):
+class DeltaReceiver(Protocol):
     """Hears what becomes of one request or of many. Called in its own event loop, in the order of the tokens."""
 
     def put(self, delta: TokenDelta) -> None:
@@ -118,7 +116,7 @@ class AsyncEngine:
             raise InvalidRequest("this engine writes no structured output", param=request.sampling.grammar.param)
         return await asyncio.wrap_future(self._matchers.matcher_of(request))
 
-    def submit(self, request: Request, reader: Reader, matcher: Matcher | None = None) -> Queued:
+    def submit(self, request: Request, reader: DeltaReceiver, matcher: Matcher | None = None) -> Queued:
         """Queue a request; `reader` hears of it in the event loop that runs now, until its end or until `abort`.
 
         A request with a grammar comes with what `matcher_of` gives for it.
@@ -330,7 +328,7 @@ class AsyncEngine:
 
     def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Hand a step's deltas to their readers: one call for each event loop, not one for each request."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, TokenDelta]]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[DeltaReceiver, TokenDelta]]] = defaultdict(list)
         for delta in deltas:
             ended = delta.finish_reason is not None
             place = self._leave(delta.request_id) if ended else self._readers.get(delta.request_id)
@@ -348,7 +346,7 @@ class _Place:
     """Where a request's deltas go."""
 
     loop: asyncio.AbstractEventLoop
-    reader: Reader
+    reader: DeltaReceiver
 
 
 class _Stream:
@@ -375,12 +373,12 @@ class _Stream:
             deltas, self._deltas = self._deltas, []
             if self._error is None:
                 self._filled.clear()
-            return joined(deltas)
+            return merge_deltas(deltas)
         assert self._error is not None, "a stream is woken by a delta or an error"
         raise self._error
 
 
-def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[Reader, TokenDelta]]) -> None:
+def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[DeltaReceiver, TokenDelta]]) -> None:
     def put() -> None:
         for reader, delta in puts:
             reader.put(delta)

@@ -1,8 +1,9 @@
-"""What one step computes, and what comes of it. A model runner reads a batch and changes nothing."""
+"""What one step computes, and its result. A model runner reads a batch and changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +17,7 @@ from app.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """The tokens that penalties look at."""
+    """The tokens that penalties depend on."""
 
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
@@ -41,7 +42,7 @@ class ScheduledSequence:
     banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
     matcher: Final[Matcher | None] = None  # says which tokens may be drawn; None: all
-    looks_back: Final[bool] = False  # what is drawn depends on the tokens drawn before, see `SamplingParams`
+    looks_back: Final[bool] = False  # the draw depends on the tokens drawn before, see `SamplingParams`
     # Prompt tokens whose log-probabilities are wanted, one after the other, and the position of the first. Each is
     # predicted by the token before it, which is computed in this step.
     targets: Final[tuple[int, ...]] = ()
@@ -67,14 +68,24 @@ class ScheduledSequence:
         return allowed_after_bans(self.matcher, self.banned_token_ids)
 
 
-class HoldUp(StrEnum):
-    """Why the first of those who wait did not join a step."""
+class WaitReason(StrEnum):
+    """Why the first waiting sequence did not join a step."""
 
-    SLOTS = "slots"  # as many run as may
+    SLOTS = "slots"  # `max_running` sequences run
     BLOCKS = "blocks"  # memory is short
     BUDGET = "budget"  # the step has no tokens left for prefill
-    STRATEGY = "strategy"  # it waits for its timer, for the batch that runs, or for others of its length
+    STRATEGY = "strategy"  # the strategy waits: for a timer, for the running batch, or for others of that length
     RESULT = "result"  # it was preempted, and its last token is still being drawn
+
+
+class SchedulingDecision(NamedTuple):
+    """What the scheduler decided about a step beside its batch; for the trace."""
+
+    joined: Several[Sequence] = ()  # sequences that started to run with this step
+    preempted: Several[Sequence] = ()  # sequences that were preempted since the step before was scheduled
+    wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None when none waits
+    num_waiting: int = 0  # when this step was scheduled, as the next
+    num_free_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,13 +96,8 @@ class Batch:
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
     num_scheduled_tokens: int = 0  # `num_tokens`, counted while it was made: adding up a thousand takes its time
-    joined: tuple[Sequence, ...] = ()  # who began to run with this step
-    preempted: tuple[Sequence, ...] = ()  # who had to wait again since the step before was scheduled
-    hold_up: HoldUp | None = None  # why the first of those who wait still does; None when nobody waits
-    num_waiting: int = 0  # once this step was made
-    num_free_blocks: int = 0
-    has_logprobs: bool = False  # somebody wants log-probabilities, of the tokens that are drawn or of its prompt
-    has_pooling: bool = False  # somebody wants hidden states
+    has_logprobs: bool = False  # any sequence wants log-probabilities, of the tokens that are drawn or of its prompt
+    has_pooling: bool = False  # any sequence wants hidden states
 
     @cached_property
     def num_tokens(self) -> int:
@@ -132,13 +138,13 @@ class Batch:
         return bool(self.scheduled)
 
 
-_NOBODY: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """What a step gave. Only those who want log-probabilities or hidden states are in the mappings, by request id."""
+    """What a step gave. The mappings, by request id, hold only requests that want log-probabilities or embeddings."""
 
     token_ids: list[int]  # one for each of the batch's `sampled`, in that order
-    logprobs: Mapping[str, TokenLogprobs] = _NOBODY  # of the tokens that were drawn
-    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _NOBODY  # one for each of a sequence's `targets`
-    pooled: Mapping[str, list[float]] = _NOBODY  # behind the final norm: the last token's, or the sum of a share's
+    logprobs: Mapping[str, TokenLogprobs] = _EMPTY  # of the tokens that were drawn
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
+    pooled: Mapping[str, list[float]] = _EMPTY  # behind the final norm: the last token's, or the sum of a share's

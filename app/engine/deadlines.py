@@ -1,36 +1,45 @@
-"""Which requests run out of time, in the order in which they do."""
+"""Requests with a deadline: until when each is worth a start, and which of them must end now."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from app.engine.lazy_heap import LazyHeap
+from app.engine.length_predictor import LengthPredictor
+from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence
+from app.engine.throughput import Throughput
 from app.errors import DeadlineMissed
 
 
 class Deadlines:
-    """Sequences with a deadline, by the time at which they have to be looked at."""
+    """Sequences with a deadline, by the time of their next check."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: LengthPredictor, throughput: Throughput) -> None:
+        self._lengths = lengths
+        self._throughput = throughput
         self._heap: LazyHeap[float] = LazyHeap()
 
     @property
     def next_at(self) -> float | None:
-        """When the next one runs out of time."""
+        """The time of the next check; None without any sequence."""
         return self._heap.first_key() if len(self._heap) else None
 
-    def watch(self, sequence: Sequence, give_up_at: float) -> None:
-        """Look at a sequence at `give_up_at` if it has not started then, and at its deadline in any case."""
-        assert sequence.deadline_at is not None, "only a sequence with a deadline is watched"
-        self._heap.push(min(give_up_at, sequence.deadline_at), sequence)
+    def watch(self, sequence: Sequence, policy: SchedulingPolicy, *, chunk_tokens: int, is_idle: bool) -> None:
+        """Check an arrived sequence when the policy gives it up unstarted, and at its deadline in any case.
 
-    def out_of_time(self, now: float) -> Iterator[Sequence]:
-        """Those that must end now: expired, or too late to be started. The caller ends each before the next."""
+        A step takes `chunk_tokens` of its prompt. An idle engine (`is_idle`) starts every sequence: otherwise it would
+        not learn that it has become faster.
+        """
+        deadline_at = _deadline_at(sequence)
+        give_up_at = deadline_at if is_idle else self._give_up_at(sequence, policy, chunk_tokens)
+        self._heap.push(min(give_up_at, deadline_at), sequence)
+
+    def overdue(self, now: float) -> Iterator[Sequence]:
+        """The sequences that must end now: expired, or too late to be started. The caller ends each before the next."""
         while (at := self.next_at) is not None and at <= now:
             sequence = self._heap.peek()
-            deadline_at = sequence.deadline_at
-            assert deadline_at is not None, "only a sequence with a deadline is watched"
+            deadline_at = _deadline_at(sequence)
             if now < deadline_at and sequence.has_started:
                 self._heap.push(deadline_at, self._heap.pop())
             else:
@@ -41,15 +50,35 @@ class Deadlines:
         """Account for a watched sequence that has just become finished."""
         self._heap.note_finished()
 
+    def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int) -> float:
+        """When a sequence is refused if it has not started by then."""
+        num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
+        service_s = self._throughput.step_s * (num_chunks + self._num_tokens_to_come(sequence) - 1)
+        deadline_at = _deadline_at(sequence)
+        if sequence.arrived_at + service_s > deadline_at:
+            return sequence.arrived_at  # it would be late even if it started now
+        give_up_at = policy.give_up_at(sequence, service_s)
+        return deadline_at if give_up_at is None else give_up_at
 
-def missed(sequence: Sequence, now: float) -> DeadlineMissed:
-    """What the caller of a sequence that ran out of time is told."""
+    def _num_tokens_to_come(self, sequence: Sequence) -> int:
+        # No request is refused by a guess: without a prediction, only the tokens that are certain count.
+        predicted = self._lengths.predict(sequence.request)
+        num_tokens = sequence.request.sampling.min_tokens if predicted is None else predicted
+        return max(1, num_tokens - sequence.num_generated_tokens)
+
+
+def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:
+    """The error with which a sequence that is overdue at `now` ends."""
     asked, spent = sequence.request.deadline_s, now - sequence.arrived_at
-    assert sequence.deadline_at is not None, "only a sequence with a deadline runs out of time"
-    if now >= sequence.deadline_at:
+    if now >= _deadline_at(sequence):
         when = "while it ran" if sequence.has_started else "while it waited"
         return DeadlineMissed(f"the deadline of {asked:g} s passed {when}; nothing is computed for it any more")
     return DeadlineMissed(
         f"the deadline of {asked:g} s cannot be met: {spent:.3g} s have passed and not enough is left; "
         f"it was refused before anything was computed"
     )
+
+
+def _deadline_at(sequence: Sequence) -> float:
+    assert sequence.deadline_at is not None, "only a sequence with a deadline is watched"
+    return sequence.deadline_at

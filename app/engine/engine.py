@@ -10,23 +10,21 @@ from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
-from app.engine.facts import ModelFacts
-from app.engine.isolation import DeviceFailed, run_in_parts
+from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts
 from app.engine.matcher import Matcher, TokenSet
-from app.engine.measurements import EngineMeasurements
-from app.engine.quarantine import Quarantine
 from app.engine.request import (
     MAX_DEADLINE_S,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PRIORITY,
     MAX_TENANT_LENGTH,
     Grammar,
+    ModelFacts,
     Request,
     TokenDelta,
 )
 from app.engine.scheduler import Scheduler
-from app.engine.stats import EngineStats
-from app.engine.trace.entries import Failed
+from app.engine.stats import EngineMeasurements, EngineStats
+from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup, Quarantined, StepFailed
 
@@ -181,7 +179,7 @@ class Engine:
         """
         self._recorder.began()
         batch = self._scheduler.schedule(self._clock())
-        self._recorder.scheduled(batch)
+        self._recorder.scheduled(batch, self._scheduler.take_decision())
         result = self._run(batch) if batch else StepResult([])
         self._end_the_unmatched(batch)
         self._recorder.drew(batch, result.token_ids)
@@ -202,9 +200,9 @@ class Engine:
         except DeviceFailed:
             if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
                 self._quarantine.note_failure(batch.sequences[0].request)
-            self._recorder.failed(Failed.DEVICE, batch.sequences)
+            self._recorder.failed(FailureKind.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
-        self._recorder.failed(Failed.REQUESTS, [sequence for sequence, _ in found.culprits])
+        self._recorder.failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
             logger.warning("a step of %d requests failed as a whole, not in parts: %r", len(batch.scheduled), error)
         for sequence, failure in found.culprits:
@@ -219,7 +217,7 @@ class Engine:
             return
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
-            self._recorder.failed(Failed.MATCHERS, failed)
+            self._recorder.failed(FailureKind.MATCHERS, failed)
         for sequence in failed:
             assert sequence.matcher is not None, "it has failed"
             grammar = sequence.request.sampling.grammar
@@ -241,7 +239,7 @@ class Engine:
                     f"{getattr(largest, name):,} when it started: change it in the application's args"
                 )
         self._scheduler.reconfigure(config)
-        self._recorder.retuned(config)
+        self._recorder.reconfigured(config)
 
     def clear_prefix_cache(self) -> None:
         """Forget every shared prefix: prompts that come later are computed from their start."""

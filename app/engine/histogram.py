@@ -41,7 +41,7 @@ class Distribution:
         return cls(bounds, (0,) * (len(bounds) + 1), 0.0)
 
 
-def together(distributions: Iterable[Distribution], bounds: Bounds) -> Distribution:
+def sum_distributions(distributions: Iterable[Distribution], bounds: Bounds) -> Distribution:
     """All of them as one; `bounds` are theirs, for when there is none."""
     return sum(distributions, start=Distribution.empty(bounds))
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 from app.engine.batch import Batch, StepResult
-from app.engine.request import TokenLogprobs
+from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 # So many single requests that fail, and not one run that succeeds: then it is the device and not the requests.
 MAX_LONE_FAILURES = 4
+
+MAX_FAILURES = 2  # of one prompt with its sampling parameters, before it is refused
+MAX_REMEMBERED = 4_096
 
 Run = Callable[[Batch], StepResult]
 
@@ -23,7 +29,7 @@ class DeviceFailed(Exception):
 
 
 @dataclass(slots=True)
-class Isolated:
+class IsolationResult:
     """What a failed batch gave when it was run in parts."""
 
     token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next three
@@ -48,7 +54,7 @@ class Isolated:
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
-def run_in_parts(run: Run, batch: Batch, error: Exception) -> Isolated:
+def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
     """Compute a batch that failed with `error` in halves, and theirs, until only the requests at fault still fail.
 
     A part that has been computed twice has written the same KV to the same slots, and what is drawn depends on
@@ -57,14 +63,14 @@ def run_in_parts(run: Run, batch: Batch, error: Exception) -> Isolated:
     Raises:
         DeviceFailed: no part can be computed.
     """
-    found = Isolated()
+    found = IsolationResult()
     _split(run, batch, error, found)
     if not found.has_succeeded:
         raise DeviceFailed
     return found
 
 
-def _split(run: Run, batch: Batch, error: Exception, found: Isolated) -> None:
+def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> None:
     if len(batch.scheduled) == 1:
         found.culprits.append((batch.sequences[0], error))
         if len(found.culprits) >= MAX_LONE_FAILURES and not found.has_succeeded:
@@ -79,3 +85,32 @@ def _split(run: Run, batch: Batch, error: Exception, found: Isolated) -> None:
             _split(run, half, failure, found)
         else:
             found.add(half, result)
+
+
+class Quarantine:
+    """Counts failures by what is computed (prompt and sampling parameters), in bounded memory.
+
+    Written by the engine's thread; any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._num_failures: OrderedDict[bytes, int] = OrderedDict()  # by digest; the longest ago first
+
+    def note_failure(self, request: Request) -> None:
+        """A step failed because of this request, as far as can be told."""
+        digest = _digest(request)
+        self._num_failures[digest] = self._num_failures.pop(digest, 0) + 1
+        if len(self._num_failures) > MAX_REMEMBERED:
+            self._num_failures.popitem(last=False)
+
+    def holds(self, request: Request) -> bool:
+        """Whether such a request has failed too often to be tried again."""
+        return bool(self._num_failures) and self._num_failures.get(_digest(request), 0) >= MAX_FAILURES
+
+
+def _digest(request: Request) -> bytes:
+    # Without the seed: a caller who gives none gets a new one with every try.
+    sampling = astuple(replace(request.sampling, seed=0))
+    text = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    text.update(repr((sampling, request.cache_salt)).encode())
+    return text.digest()

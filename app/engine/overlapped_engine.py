@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
-from app.engine.facts import ModelFacts
-from app.engine.request import TokenDelta
+from app.engine.request import ModelFacts, TokenDelta
 from app.engine.scheduler import Scheduler
-from app.engine.trace.entries import Failed
+from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -83,13 +82,13 @@ class OverlappedEngine(Engine):
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
-        self._recorder.scheduled(batch)
+        self._recorder.scheduled(batch, self._scheduler.take_decision())
         if not batch:
             return None  # everybody waits to hear of their last token, or for the strategy's timer
         try:
             step = self._launcher.launch(batch)
         except Exception as error:  # nothing has advanced: the same is scheduled again
-            self._note_failure(Failed.LAUNCH, batch, error)
+            self._note_failure(FailureKind.LAUNCH, batch, error)
             return None
         self._scheduler.advance(batch)
         return _Launched(batch, step)
@@ -98,7 +97,7 @@ class OverlappedEngine(Engine):
         try:
             result = launched.step.result()
         except Exception as error:
-            self._note_failure(Failed.RESULT, launched.batch, error)
+            self._note_failure(FailureKind.RESULT, launched.batch, error)
             self._take_back(launched)
             return self._tell_ended()
         self._end_the_unmatched(launched.batch)
@@ -117,7 +116,7 @@ class OverlappedEngine(Engine):
             self._scheduler.retreat(ahead.batch)
         self._scheduler.retreat(failed.batch)
 
-    def _note_failure(self, how: Failed, batch: Batch, error: Exception) -> None:
+    def _note_failure(self, how: FailureKind, batch: Batch, error: Exception) -> None:
         logger.warning("a step of %d requests failed and is computed again: %r", len(batch.scheduled), error)
         self._recorder.failed(how)
         self._has_failed = True

@@ -1,4 +1,4 @@
-"""What crosses the engine's border: the request that goes in and the token deltas that come out. All frozen."""
+"""What crosses the engine's border: facts about the model, requests, and token deltas. All frozen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ MAX_TENANT_LENGTH = 256
 MAX_SESSION_LENGTH = 256
 MAX_DEADLINE_S = 86_400.0
 MAX_GRAMMAR_CHARACTERS = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a loaded model accepts and gives: the numbers that requests are checked against. Measured at load."""
+
+    max_model_len: int  # tokens of prompt and output together that one request may have
+    vocab_size: int  # token ids are 0 <= id < vocab_size
+    eos_token_ids: tuple[int, ...]  # generation ends at any of these
+    embedding_size: int | None = None  # numbers in an embedding; None: the model gives none
 
 
 class FinishReason(StrEnum):
@@ -173,7 +183,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
 
 
-def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     """Deltas of one request that follow one another, as one."""
     if len(deltas) == 1:
         return deltas[0]

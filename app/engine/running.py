@@ -1,4 +1,4 @@
-"""The sequences that run, by rank, and the blocks that they hold."""
+"""The running sequences, by rank, and the blocks that they hold."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from app.engine.blocks import Block, BlockPool
-from app.engine.policies.policy import Rank
+from app.engine.block_pool import Block, BlockPool
+from app.engine.policies import Rank
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
 
 _rank = attrgetter("rank")
 
 
-class Running:
-    """Gives blocks to those who run and takes them back; says what room there is. The last is preempted first."""
+class RunningSequences:
+    """Gives blocks to running sequences and takes them back. The last in order is preempted first."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -87,12 +87,12 @@ class Running:
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
 
-    # ------------------------------------------------------------------ making way
+    # ------------------------------------------------------------------ preemption
 
-    def in_the_way_of(
+    def to_preempt_for(
         self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
     ) -> list[Sequence]:
-        """Those in whose place a waiting sequence may run; nobody if even that gets it no slot or not its blocks."""
+        """The sequences to preempt so that a waiting one can run; none if even that frees no slot or too few blocks."""
         if not self.by_rank or self.last.rank <= waiting.rank:
             return []
         _, num_blocks = self.blocks_to_join(waiting)
@@ -106,4 +106,4 @@ class Running:
                 victims.append(running)
                 num_slots += 1
                 num_free += sum(block.num_owners == 1 for block in running.blocks)
-        return victims if num_slots > 0 and num_free >= num_blocks else []  # else they would go in vain
+        return victims if num_slots > 0 and num_free >= num_blocks else []  # preempting would not help

@@ -1,4 +1,4 @@
-"""Decides what every step computes, and who ends when. No torch here, no threads, no clock.
+"""Decides what every step computes, and when each sequence ends. No torch here, no threads, no clock.
 
 One rule, taken from vLLM's V1 scheduler: there is no prefill phase and no decode phase. A step hands out a token
 budget so that each sequence's computed tokens catch up with its known tokens. Chunked prefill (Sarathi, Agrawal et
@@ -10,37 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from app.config import SchedulerConfig
-from app.engine.admission import Admission
-from app.engine.arrivals import Arrivals
-from app.engine.batch import Batch, HoldUp, StepResult
-from app.engine.blocks import BlockPool
-from app.engine.deadlines import Deadlines, missed
-from app.engine.lengths import LengthPredictor
+from app.engine.batch import Batch, SchedulingDecision, StepResult, WaitReason
+from app.engine.batch_builder import BatchBuilder
+from app.engine.block_pool import BlockPool
+from app.engine.deadlines import Deadlines, deadline_missed
+from app.engine.length_predictor import LengthPredictor
 from app.engine.matcher import Matcher
-from app.engine.measurements import EngineMeasurements, Measuring
-from app.engine.pace import Pace
-from app.engine.policies.named import policy_of
-from app.engine.policies.policy import SchedulingPolicy
-from app.engine.request import FinishReason, Request, TokenDelta
-from app.engine.results import Results
-from app.engine.running import Running
+from app.engine.policies import SchedulingPolicy, make_policy
+from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
+from app.engine.result_processor import ResultProcessor
+from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.stats import SPEED_STEP_TOKENS, EngineStats
-from app.engine.step import Step
-from app.engine.strategies.named import strategy_of
-from app.engine.strategies.strategy import BatchingStrategy, Situation, StepPlan
-from app.engine.totals import Totals
-from app.engine.waiting import WaitingRoom
+from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
+from app.engine.strategies import BatchingStrategy, SchedulerView, StepPlan, make_strategy
+from app.engine.throughput import Throughput
+from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 
 
 class Scheduler:
-    """Owns every sequence from its arrival to its end, and the blocks of those that run.
+    """Owns every sequence from its arrival to its end, and the blocks of the running ones.
 
-    `schedule` and `update` are apart so that a model may run between them: every batch that is scheduled must be
-    either updated or failed before the next is scheduled. Whoever schedules a step while the one before it still runs
-    calls `advance` and `settle` in place of `update`; at most one batch may be between the two. Each is told the time,
-    in seconds of one monotonic clock.
+    `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
+    failed before the next is scheduled. A caller that schedules a step while the one before it still runs calls
+    `advance` and `settle` in place of `update`; at most one batch may be between the two. Times are in seconds of one
+    monotonic clock.
     """
 
     def __init__(
@@ -52,64 +46,79 @@ class Scheduler:
         strategy: BatchingStrategy | None = None,
         policy: SchedulingPolicy | None = None,
     ) -> None:
-        """`strategy` and `policy` are those that the config names, unless others are given."""
+        """`strategy` and `policy` are those of the config, unless others are given."""
         self._config = config
         self._pool = pool
-        self._strategy = strategy or strategy_of(config.strategy)
-        self._policy = policy or policy_of(config.policy)
+        self._strategy = strategy or make_strategy(config.strategy)
+        self._policy = policy or make_policy(config.policy)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._num_arrived = 0
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._waiting = WaitingRoom(self._policy, self._strategy.bucket_of)
-        self._running = Running(pool)
+        self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
+        self._running = RunningSequences(pool)
         self._preempted: list[Sequence] = []  # since the last step was scheduled
-        self._ended: list[TokenDelta] = []  # of those that ended without a step, until `update` tells their callers
-        self._deadlines = Deadlines()
+        self._ended: list[TokenDelta] = []  # of sequences that ended without a step, until `update` returns them
         self._lengths = LengthPredictor()
-        self._pace = Pace()
-        self._measuring = Measuring()
-        self._arrivals = Arrivals(lengths=self._lengths, pace=self._pace, eos_token_ids=self._eos_token_ids)
-        self._results = Results(pool, self._end_by_itself)
-        self._last_step_at = 0.0  # when the last step's results were booked
+        self._throughput = Throughput()
+        self._deadlines = Deadlines(self._lengths, self._throughput)
+        self._results = ResultProcessor(pool, self._finish_complete)
+        self._measurements = MeasurementCollector()
         self._totals = Totals()
-        self._admission = self._new_admission()
+        self._last_step_at = 0.0  # when the last step's results were processed
+        self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._ended)
 
     def due_at(self, now: float) -> float | None:
-        """When `schedule` will have something to do if nobody arrives: at once if not after `now`; None: never."""
+        """When `schedule` has something to do if no request arrives: at once if not after `now`; None: never."""
         if len(self._running) or self._ended:
             return now
-        times = (self._strategy.opens_at(self._situation(now)), self._deadlines.next_at)
+        times = (self._strategy.opens_at(self._view(now)), self._deadlines.next_at)
         return min((at for at in times if at is not None), default=None)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is waiting or running."""
         return request_id in self._sequences
 
-    # ------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------ arrivals and ends
 
     def add(self, request: Request, *, now: float, matcher: Matcher | None = None) -> None:
         """Queue a request that arrived at `now`.
 
-        Its id must be new, and its tokens must fit into the pool when it runs alone. `matcher` has seen its generated
-        tokens.
+        Its id must be new, and its tokens must fit into the pool when it runs alone. `matcher` has advanced past its
+        generated tokens.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
-        sequence = self._arrivals.sequence_of(request, self._policy, now=now, matcher=matcher)
+        sequence = self._new_sequence(request, now, matcher)
         if sequence.deadline_at is not None:
-            self._deadlines.watch(sequence, self._give_up_at(sequence, sequence.deadline_at))
+            chunk_tokens = self._config.prefill_chunk_tokens
+            self._deadlines.watch(sequence, self._policy, chunk_tokens=chunk_tokens, is_idle=not self._sequences)
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
 
-    def _give_up_at(self, sequence: Sequence, deadline_at: float) -> float:
-        if not self._sequences:
-            return deadline_at  # an idle engine tries: how else would it learn that it has become faster?
-        return self._arrivals.give_up_at(sequence, self._policy, chunk_tokens=self._config.prefill_chunk_tokens)
+    def _new_sequence(self, request: Request, now: float, matcher: Matcher | None) -> Sequence:
+        num_predicted_tokens = self._lengths.predict(request)
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrived,
+            arrived_at=now,
+            end_token_ids=self._end_token_ids(request.sampling),
+            num_predicted_tokens=request.sampling.max_tokens if num_predicted_tokens is None else num_predicted_tokens,
+            matcher=matcher,
+        )
+        sequence.rank = self._policy.rank(sequence)
+        self._num_arrived += 1
+        return sequence
+
+    def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """The tokens that end generation. Requests without stop tokens of their own share one set."""
+        eos_token_ids = self._eos_token_ids if sampling.ends_at_eos else frozenset[int]()
+        return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request at its caller's wish; None when it has ended already."""
+        """End a request because its caller wants that; None when it has ended already."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -126,23 +135,23 @@ class Scheduler:
         return [sequence.request.request_id for sequence in failed]
 
     def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
-        """End one request of a batch whose other requests go on; the next `update` tells its caller."""
+        """End one request of a batch whose other requests go on; the next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
-            self._end_with(sequence, error)
+            self._finish_with(sequence, error)
 
-    def _end_late(self, now: float) -> None:
-        for sequence in self._deadlines.out_of_time(now):
+    def _finish_overdue(self, now: float) -> None:
+        for sequence in self._deadlines.overdue(now):
             self._totals.missed += 1
-            self._end_with(sequence, missed(sequence, now))
+            self._finish_with(sequence, deadline_missed(sequence, now))
 
-    def _end_with(self, sequence: Sequence, error: CarouselError) -> None:
+    def _finish_with(self, sequence: Sequence, error: CarouselError) -> None:
         delta = TokenDelta(sequence.request.request_id, (), FinishReason.ERROR, error=error)
         self._finish(sequence)
         self._ended.append(delta)
 
-    def _end_by_itself(self, sequence: Sequence, num_generated: int) -> None:
-        """It has got its last token."""
+    def _finish_complete(self, sequence: Sequence, num_generated: int) -> None:
+        """It has its last token."""
         self._totals.finished += 1
         self._finish(sequence)
         self._lengths.learn(sequence.request, num_generated=num_generated, num_predicted=sequence.num_predicted_tokens)
@@ -164,45 +173,27 @@ class Scheduler:
     def schedule(self, now: float, *, is_ahead: bool = False) -> Batch:
         """The next step's work: first the running sequences, then as many waiting ones as may join.
 
-        Empty while the strategy waits for somebody to arrive or for a timer; see `due_at`. With `is_ahead` the step
-        before has advanced and is not settled: the batch may be empty then too, and a token that is not known yet
-        stands in it as `advance` says.
+        Empty while the strategy waits for arrivals or for a timer; see `due_at`. With `is_ahead` the step before has
+        advanced and is not settled: the batch may be empty then too, and a token that is not known yet is a
+        placeholder, see `advance`.
         """
-        self._end_late(now)
-        for sequence in self._admission.in_the_way():
+        self._finish_overdue(now)
+        for sequence in self._to_preempt_for_waiting():
             self._preempt(sequence)
-        plan = self._strategy.plan(self._situation(now))
-        step = Step(
-            budget=self._config.max_step_tokens,
-            max_prefill_tokens=plan.max_prefill_tokens,
-            max_background_tokens=(self._config.background_prefill_tokens if self._serves_foreground(plan) else None),
-            chunk_tokens=self._config.prefill_chunk_tokens,
-            max_scored_tokens=self._config.max_scored_tokens,
-            eos_token_ids=self._eos_token_ids,
-        )
-        self._schedule_running(step, plan.taking_part(self._running.by_rank, is_ahead=is_ahead))
-        # Where one was preempted, memory is short: whoever joined would go next.
-        num_running = len(step.sequences)
-        hold_up = HoldUp.BLOCKS if step.has_preempted else self._admission.admit(step, plan)
-        self._measuring.joined(step.sequences[num_running:], now)
-        preempted, self._preempted = self._preempted, []
-        return step.batch(
-            now=now,
-            preempted=preempted,
-            hold_up=hold_up if len(self._waiting) else None,
-            num_waiting=len(self._waiting),
-            num_free_blocks=self._pool.num_free,
-        )
+        plan = self._strategy.plan(self._view(now))
+        builder = self._new_builder(plan)
+        self._schedule_running(builder, plan.taking_part(self._running.by_rank, is_ahead=is_ahead))
+        num_running = len(builder.sequences)
+        # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
+        wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan)
+        joined = builder.sequences[num_running:]
+        if joined:
+            self._measurements.joined(joined, now)
+        self._note_decision(joined, wait_reason)
+        return builder.build(began_at=now)
 
-    def _serves_foreground(self, plan: StepPlan) -> bool:
-        """Whether somebody waits for anything in this step: background requests are last in any order."""
-        first = self._running.by_rank[:1]
-        if plan.num_admissible:
-            first = [*first, self._waiting.peek(plan.bucket)]
-        return any(not sequence.request.is_background for sequence in first)
-
-    def _situation(self, now: float) -> Situation:
-        return Situation(
+    def _view(self, now: float) -> SchedulerView:
+        return SchedulerView(
             now=now,
             max_running=self._config.max_running,
             max_step_tokens=self._config.max_step_tokens,
@@ -210,26 +201,53 @@ class Scheduler:
             waiting=self._waiting,
         )
 
-    def _schedule_running(self, step: Step, running: list[Sequence]) -> None:
+    def _new_builder(self, plan: StepPlan) -> BatchBuilder:
+        config = self._config
+        return BatchBuilder(
+            budget=config.max_step_tokens,
+            max_prefill_tokens=plan.max_prefill_tokens,
+            max_background_tokens=config.background_prefill_tokens if self._has_foreground(plan) else None,
+            chunk_tokens=config.prefill_chunk_tokens,
+            max_scored_tokens=config.max_scored_tokens,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def _has_foreground(self, plan: StepPlan) -> bool:
+        """Whether the step may compute anything for a foreground request; under any order background is last."""
+        first = self._running.by_rank[:1]
+        if plan.num_admissible:
+            first = [*first, self._waiting.peek(plan.bucket)]
+        return any(not sequence.request.is_background for sequence in first)
+
+    def _note_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
+        preempted, self._preempted = self._preempted, []
+        num_waiting = len(self._waiting)
+        self._decision = SchedulingDecision(
+            joined, preempted, wait_reason if num_waiting else None, num_waiting, self._pool.num_free
+        )
+
+    # -- running sequences
+
+    def _schedule_running(self, builder: BatchBuilder, running: list[Sequence]) -> None:
         block_size = self._pool.block_size
         num_behind = len(running)
         for sequence in running:
             num_behind -= 1
-            if step.has_preempted and not sequence.is_running:
+            if builder.has_preempted and not sequence.is_running:
                 continue  # preempted for one before it
             if sequence.is_decoding:  # the common case, made short: one token more, and seldom another block
-                if sequence.num_computed_tokens % block_size or self._make_room(sequence, 1, step):
-                    step.add_decoding(sequence)
+                if sequence.num_computed_tokens % block_size or self._make_room(sequence, 1, builder):
+                    builder.add_decoding(sequence)
                 continue
             # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
-            num_tokens = step.chunk(sequence, num_reserved=num_behind)
-            if num_tokens > 0 and self._make_room(sequence, num_tokens, step):
-                step.add_prefill(sequence, num_tokens)
+            num_tokens = builder.chunk(sequence, num_reserved=num_behind)
+            if num_tokens > 0 and self._make_room(sequence, num_tokens, builder):
+                builder.add_prefill(sequence, num_tokens)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, step: Step) -> bool:
-        """Give the sequence the blocks it needs, preempting from the end; False if it had to go itself."""
+    def _make_room(self, sequence: Sequence, num_tokens: int, builder: BatchBuilder) -> bool:
+        """Give the sequence the blocks it needs, preempting from the end; False if it was preempted itself."""
         while not self._running.has_room_for(sequence, num_tokens):
-            step.has_preempted = True
+            builder.has_preempted = True
             victim = self._running.last
             self._preempt(victim)
             if victim is sequence:
@@ -247,55 +265,123 @@ class Scheduler:
         self._strategy.preempted(sequence)
         self._waiting.push(sequence)
 
+    # -- waiting sequences
+
+    def _admit(self, builder: BatchBuilder, plan: StepPlan) -> WaitReason:
+        """Add as many waiting sequences as may join, in order; returns why the next one does not join.
+
+        No sequence overtakes the first in order, which waits until all of its known tokens find room.
+        """
+        for _ in range(plan.num_admissible):
+            sequence = self._waiting.peek(plan.bucket)
+            if not builder.has_room_for_prefill(sequence):
+                return WaitReason.BUDGET
+            if not self._strategy.admits(sequence):
+                return WaitReason.STRATEGY
+            if sequence.has_unknown_token:
+                return WaitReason.RESULT
+            if sequence.is_scoring and not builder.has_room_for_scores:
+                return WaitReason.BUDGET
+            if not self._try_join(sequence, plan.bucket):
+                return WaitReason.BLOCKS
+            num_tokens = builder.chunk(sequence)
+            self._running.extend(sequence, num_tokens)
+            builder.add_prefill(sequence, num_tokens)
+        return WaitReason.SLOTS if len(self._running) >= self._config.max_running else WaitReason.STRATEGY
+
+    def _try_join(self, sequence: Sequence, bucket: int) -> bool:
+        """Start the first waiting sequence if all of its known tokens find room, using cached prefixes."""
+        cached, num_blocks = self._running.blocks_to_join(sequence)
+        if not self._pool.can_allocate(num_blocks):
+            return False
+        self._running.share(sequence, cached)
+        self._waiting.pop(bucket)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self._totals.prompt_tokens += sequence.num_prompt_tokens
+            self._totals.cached_tokens += sequence.num_cached_tokens
+        sequence.rank = self._policy.rank(sequence)
+        self._running.add(sequence)
+        self._policy.joined(sequence)
+        self._strategy.joined(sequence)
+        return True
+
+    def _to_preempt_for_waiting(self) -> list[Sequence]:
+        """The running sequences whose places waiting ones take, as the policy and background requests demand."""
+        if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
+            return []
+        # The last in rank is a background request if any is: under every policy others may take its place.
+        if not (self._policy.preempts or self._running.last.request.is_background):
+            return []
+        first = self._waiting.peek()
+        victims = self._running.to_preempt_for(
+            first, may_preempt=self._policy.may_preempt, max_running=self._config.max_running
+        )
+        return victims if first.request.is_background else victims + self._more_background_to_preempt(victims)
+
+    def _more_background_to_preempt(self, victims: list[Sequence]) -> list[Sequence]:
+        """Background sequences, beside the victims, for the other foreground requests: a burst joins in one step."""
+        num_slots = self._config.max_running - len(self._running) + len(victims)
+        num_missing = self._waiting.num_foreground - num_slots
+        if num_slots <= 0 or num_missing <= 0:
+            return []
+        background = [each for each in self._running if each.request.is_background and each not in victims]
+        return background[-num_missing:]
+
+    def take_decision(self) -> SchedulingDecision:
+        """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
+        decision, self._decision = self._decision, SchedulingDecision()
+        return decision
+
     # ------------------------------------------------------------------ update
 
     def update(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Book a step's result.
+        """Process a step's result.
 
-        An empty batch is none: only those are told of that ended without a step.
+        With an empty batch only the deltas of sequences that ended without a step are returned.
         """
-        return self._told(batch, result, now, self._results.book)
+        return self._process(batch, result, now, self._results.process)
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
 
-        The token drawn for `batch.sampled[n]` is stood for by -1 - n until `settle` puts the real one in its place.
+        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `settle` replaces it.
         """
         self._results.advance(batch)
 
     def retreat(self, batch: Batch) -> None:
-        """Take back that a batch has advanced, because its step failed: all of it is computed again."""
+        """Undo `advance` of a batch because its step failed: all of it is computed again."""
         self._results.retreat(batch)
 
     def settle(self, batch: Batch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Book the result of a batch that has advanced; as `update` otherwise.
+        """Process the result of a batch that has advanced; as `update` otherwise.
 
-        A sequence that ends here may have been scheduled once more: what that step draws for it is thrown away.
+        A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
         """
-        return self._told(batch, result, now, self._results.book_advanced)
+        return self._process(batch, result, now, self._results.process_advanced)
 
-    def _told(
-        self, batch: Batch, result: StepResult, now: float, book: Callable[[Batch, StepResult], list[TokenDelta]]
+    def _process(
+        self, batch: Batch, result: StepResult, now: float, process: Callable[[Batch, StepResult], list[TokenDelta]]
     ) -> list[TokenDelta]:
-        """What callers hear after a step: who ended otherwise, then what the step gave, as `book` books it."""
+        """The deltas after a step: of sequences that ended without it, then those that `process` returns."""
         num_drawn, num_sampled = len(result.token_ids), len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
-        self._end_late(now)  # an answer that comes too late is none
+        self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            booked = book(batch, result)
-            self._totals.generated_tokens += sum([len(delta.token_ids) for delta in booked])
+            processed = process(batch, result)
+            self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
             self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
-            deltas += booked
+            deltas += processed
         return deltas
 
     def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:
         self._totals.steps += 1
         began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
-        self._pace.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
-        self._measuring.stepped(now, step_s=now - began_at, num_tokens=batch.num_scheduled_tokens)
+        self._throughput.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        self._measurements.stepped(now, step_s=now - began_at, num_tokens=batch.num_scheduled_tokens)
         self._policy.computed(batch)
         if not len(self._running):
             self._strategy.emptied(now)
@@ -307,37 +393,24 @@ class Scheduler:
         self._pool.clear_cache()
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Go on under other settings, from the next step on; no request is lost.
+        """Use other settings from the next step on; no request is lost.
 
-        A strategy or policy whose own settings are the same keeps what it has learnt. Those that run go on; when
+        A strategy or policy whose own settings are the same keeps what it has learnt. Running sequences go on; when
         fewer may run now, the last in order are preempted.
         """
         is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
         self._config = config
         if is_new_policy or is_new_strategy:
             waiting = self._waiting.take_all()
-            self._policy = policy_of(config.policy) if is_new_policy else self._policy
-            self._strategy = strategy_of(config.strategy) if is_new_strategy else self._strategy
-            self._waiting = WaitingRoom(self._policy, self._strategy.bucket_of)
+            self._policy = make_policy(config.policy) if is_new_policy else self._policy
+            self._strategy = make_strategy(config.strategy) if is_new_strategy else self._strategy
+            self._waiting = WaitingQueue(self._policy, self._strategy.bucket_of)
             self._running.reorder(self._policy.rank)
             for sequence in waiting:
                 sequence.rank = self._policy.rank(sequence)
                 self._waiting.push(sequence)
-        self._admission = self._new_admission()
         while len(self._running) > config.max_running:
             self._preempt(self._running.last)
-
-    def _new_admission(self) -> Admission:
-        """By the rules that hold now."""
-        return Admission(
-            max_running=self._config.max_running,
-            policy=self._policy,
-            strategy=self._strategy,
-            waiting=self._waiting,
-            running=self._running,
-            pool=self._pool,
-            totals=self._totals,
-        )
 
     def stats(self) -> EngineStats:
         totals = self._totals
@@ -352,13 +425,13 @@ class Scheduler:
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
             num_staying_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=self._estimated_wait_s(),
-            ended_per_s=self._pace.ended_per_s,
+            ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._lengths.mean_error_tokens,
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
             max_running=self._config.max_running,
-            speed=self._pace.tokens_per_s_at(SPEED_STEP_TOKENS),
+            speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
             total_steps=totals.steps,
             total_prompt_tokens=totals.prompt_tokens,
             total_cached_tokens=totals.cached_tokens,
@@ -371,18 +444,18 @@ class Scheduler:
         )
 
     def measurements(self) -> EngineMeasurements:
-        """What has been measured so far. Any thread may ask: what is read here is replaced or counted as a whole."""
-        return self._measuring.snapshot(
+        """All measurements so far. Any thread may call: each value read here is replaced or counted as a whole."""
+        return self._measurements.snapshot(
             max_running=self._config.max_running,
             block_size=self._pool.block_size,
             num_outstanding_tokens=self._waiting.work + sum([each.remaining_work for each in list(self._running)]),
         )
 
     def _estimated_wait_s(self) -> float:
-        """How long a request that arrives now waits before it joins: what is before it, at the pace of late."""
+        """How long a request that arrives now waits before it joins: the work before it, at the recent throughput."""
         if not len(self._waiting) and len(self._running) < self._config.max_running:
             return 0.0
-        tokens_per_s = self._pace.tokens_per_s
+        tokens_per_s, ended_per_s = self._throughput.tokens_per_s, self._throughput.ended_per_s
         if not tokens_per_s:
             return 0.0
-        return max(self._waiting.work / tokens_per_s, 1.0 / self._pace.ended_per_s if self._pace.ended_per_s else 0.0)
+        return max(self._waiting.work / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from app.engine.blocks import Block
+from app.engine.block_pool import Block
 from app.engine.matcher import Matcher
 from app.engine.request import Request
 

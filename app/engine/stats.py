@@ -1,8 +1,12 @@
-"""One frozen snapshot of an engine, for health, dispatch, metrics and benchmarks."""
+"""What an engine reports: a snapshot after every step, and measurements that are too large to copy that often."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
+
+from app.engine.histogram import SECONDS, TOKENS, Distribution, Histogram
+from app.engine.sequence import Sequence
 
 # Engines are compared by how fast steps of this size are: their usual ones say as much of how full they were.
 SPEED_STEP_TOKENS = 64
@@ -38,3 +42,80 @@ class EngineStats:
     total_aborted: int
     total_failed: int
     total_missed: int  # refused or ended because of their deadline
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters that only grow; `EngineStats` says what each means."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    missed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMeasurements:
+    """Distributions since the engine started; the rest is of this moment."""
+
+    max_running: int  # requests that one step can have
+    block_size: int  # token slots in one block
+    num_outstanding_tokens: (
+        int  # still to compute for all requests here: of prompts, and of outputs as far as predicted
+    )
+    queue_s: Distribution  # from a request's arrival to its first step
+    prefill_s: Distribution  # from there to its first token
+    step_s: Distribution
+    step_tokens: Distribution  # computed in one step, prompt chunks and single tokens together
+
+
+class MeasurementCollector:
+    """Fills the distributions as the scheduler goes along. Costs what a bisection does, per step and per request."""
+
+    def __init__(self) -> None:
+        self._queue_s = Histogram(SECONDS)
+        self._prefill_s = Histogram(SECONDS)
+        self._step_s = Histogram(SECONDS)
+        self._step_tokens = Histogram(TOKENS)
+        self._prefilling: list[tuple[Sequence, int, float]] = []  # that many tokens since they joined, and when
+
+    def joined(self, sequences: Several[Sequence], now: float) -> None:
+        """These take part in a step from `now` on, some of them perhaps again."""
+        for sequence in sequences:
+            if sequence.num_preemptions == 0:
+                self._queue_s.observe(now - sequence.arrived_at)
+                self._prefilling.append((sequence, sequence.num_generated_tokens, now))
+
+    def stepped(self, now: float, *, step_s: float, num_tokens: int) -> None:
+        """A step has ended, and its tokens are booked."""
+        self._step_s.observe(step_s)
+        self._step_tokens.observe(num_tokens)
+        if self._prefilling:
+            self._note_first_tokens(now)
+
+    def _note_first_tokens(self, now: float) -> None:
+        still = []
+        for sequence, num_tokens, joined_at in self._prefilling:
+            new = sequence.generated_token_ids[num_tokens : num_tokens + 1]
+            if new and new[0] >= 0:  # else a step that still runs draws it
+                self._prefill_s.observe(now - joined_at)
+            elif not sequence.is_finished:
+                still.append((sequence, num_tokens, joined_at))
+        self._prefilling = still
+
+    def snapshot(self, *, max_running: int, block_size: int, num_outstanding_tokens: int) -> EngineMeasurements:
+        """The distributions now, together with what the scheduler knows."""
+        return EngineMeasurements(
+            max_running=max_running,
+            block_size=block_size,
+            num_outstanding_tokens=num_outstanding_tokens,
+            queue_s=self._queue_s.snapshot(),
+            prefill_s=self._prefill_s.snapshot(),
+            step_s=self._step_s.snapshot(),
+            step_tokens=self._step_tokens.snapshot(),
+        )

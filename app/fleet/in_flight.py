@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import Request, TokenDelta, joined
+from app.engine.request import Request, TokenDelta, merge_deltas
 from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 
 
@@ -174,7 +174,7 @@ class InFlightRequest:
             await self._waiting
         if self._deltas:
             deltas, self._deltas = self._deltas, []
-            return self._kept(deltas[0] if len(deltas) == 1 else joined(deltas))
+            return self._kept(deltas[0] if len(deltas) == 1 else merge_deltas(deltas))
         assert self._error is not None, "the reader is woken by a delta or an error"
         raise self._error
 

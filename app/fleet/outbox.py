@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from app.engine.request import Queued, Request, TokenDelta, joined
+from app.engine.request import Queued, Request, TokenDelta, merge_deltas
 from app.errors import Unavailable
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
@@ -123,7 +123,7 @@ class Outbox:
 
     def _send_frame(self, stream: FrameStream) -> None:
         deltas, self._deltas = self._deltas, {}
-        frame = Frame(self._next_number, self._report(), tuple([joined(of_request) for of_request in deltas.values()]))
+        frame = Frame(self._next_number, self._report(), tuple([merge_deltas(of_request) for of_request in deltas.values()]))
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
         stream.send(frame)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.pace import RetryTimes
 from app.engine.request import Request
+from app.engine.throughput import RetryTimes
 from app.errors import Overloaded
 from app.fleet.dispatch import (
     Candidate,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from app.api import Accepted
+from app.api import AcceptedItem
 from app.disk import sync_folder
 from app.jobs.job_server import INPUT, OUTPUT
 from app.jobs.record import Record
@@ -77,7 +77,7 @@ class FolderDraft:
         for file in self._files.values():
             file.close()
 
-    def write(self, url: str, rows: Iterable[tuple[str, Accepted]]) -> None:
+    def write(self, url: str, rows: Iterable[tuple[str, AcceptedItem]]) -> None:
         """Add rows by their ids, each to its model's part."""
         for row_id, accepted in rows:
             row = {"custom_id": row_id, "method": "POST", "url": url, "body": accepted.body}

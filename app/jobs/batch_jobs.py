@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.api import Accepted, ServedModel
+from app.api import AcceptedItem, ServedModel
 from app.api.output.completion_writers import Answer, ChatFormat, CompletionFormat, Format, answered_elsewhere
 from app.api.schemas.requests import GenerationRequest, QueuedRequest
 from app.errors import InvalidRequest
@@ -36,7 +36,7 @@ STOP_PATIENCE_S = 30.0
 _LOG_CHARACTERS = 2000
 
 Accept = Callable[
-    [str, str, Mapping[str, Any], Callable[[QueuedRequest, ServedModel], None]], Awaitable[Accepted | Answered]
+    [str, str, Mapping[str, Any], Callable[[QueuedRequest, ServedModel], None]], Awaitable[AcceptedItem | Answered]
 ]
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class BatchJobs:
     endpoints: Sequence[str] = tuple(_FORMATS)
 
     def __init__(self, folder: Path, server: JobServer, accept: Accept, *, max_at_once: int) -> None:
-        """`folder` is seen by every node of the server's cluster; `accept` is `Answering.accepted`.
+        """`folder` is seen by every node of the server's cluster; `accept` is `RequestHandler.accept_item`.
 
         As many batches have a job at the same time as `max_at_once` says.
         """
@@ -123,7 +123,7 @@ class BatchJobs:
                 async for lines in pieces:
                     outcomes = [await self._accept(batch.owner, batch.endpoint, line.body, _check) for line in lines]
                     told = list(zip(lines, outcomes, strict=True))
-                    rows = [(_row_id(batch.id, line), each) for line, each in told if isinstance(each, Accepted)]
+                    rows = [(_row_id(batch.id, line), each) for line, each in told if isinstance(each, AcceptedItem)]
                     await asyncio.to_thread(draft.write, batch.endpoint, rows)
                     await work.end(
                         [result_of(batch.id, line, each) for line, each in told if isinstance(each, Answered)]

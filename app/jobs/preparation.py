@@ -14,7 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from app.api.endpoints.completions import SEED_MASK, Call, ServedModel, prepare_chat, prepare_completion
+from app.api.call import Call, ServedModel
+from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.completions import prepare_completion
+from app.api.generation import SEED_MASK
 from app.api.schemas.parameters import refuse_unavailable
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, from_validation_error
 from app.config import ApiConfig

@@ -21,9 +21,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, together
-from app.engine.measurements import EngineMeasurements
-from app.engine.stats import EngineStats
+from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, sum_distributions
+from app.engine.stats import EngineMeasurements, EngineStats
 from app.metrics.batches import BatchCounts
 from app.metrics.replicas import EngineReport
 from app.metrics.requests import ModelSnapshot, Snapshot, merge
@@ -80,7 +79,7 @@ class _Model:
 
     def distribution(self, value: Callable[[EngineMeasurements], Distribution], bounds: Bounds) -> Distribution:
         """Of all that have been there."""
-        return together((value(report.measurements) for report in (*self.replicas, *self.gone)), bounds)
+        return sum_distributions((value(report.measurements) for report in (*self.replicas, *self.gone)), bounds)
 
     @property
     def kv_usage(self) -> float:

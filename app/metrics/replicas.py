@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from app.engine.measurements import EngineMeasurements
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineMeasurements, EngineStats
 
 # Of one model. Beyond that the oldest is forgotten, which to Prometheus looks like a restart.
 MAX_KNOWN = 1000

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from app.config import ModelConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.errors import InvalidSetup
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")

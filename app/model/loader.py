@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from app.config import ModelConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
 from app.model.cpu.decoder import NativeDecoder

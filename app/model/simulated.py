@@ -17,8 +17,7 @@ from functools import cached_property
 
 from app.config import EngineConfig, SimulatedConfig
 from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.engine.facts import ModelFacts
-from app.engine.request import TokenLogprobs
+from app.engine.request import ModelFacts, TokenLogprobs
 
 MAX_DEFAULT_TOKENS = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
 

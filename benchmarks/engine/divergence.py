@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeVar
 
-from app.engine.trace.entries import NOTHING, Share, StepRecord
+from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Comparison:
         self._before = NOTHING
         self._num_drawn: dict[int, int] = {}  # tokens so far, by number
 
-    def retuned(self, strategy: str, policy: str) -> None:
+    def reconfigured(self, strategy: str, policy: str) -> None:
         """Other rules hold from the next step on."""
         known = self._circumstances
         self._circumstances = Circumstances(
@@ -73,7 +73,7 @@ class Comparison:
             self._plain("the blocks of those who joined", recorded.blocks, made.blocks, str, self._memory()),
             self._plain("free blocks", recorded.num_free_blocks, made.num_free_blocks, str, self._memory()),
             self._plain("how many wait", recorded.num_waiting, made.num_waiting, str, self._decision()),
-            self._plain("why the first one waits", recorded.hold_up, made.hold_up, str, self._decision()),
+            self._plain("why the first one waits", recorded.wait_reason, made.wait_reason, str, self._decision()),
             None if self._hides_tokens else self._tokens(recorded, made, share, before),
             self._plain("what failed", recorded.failures, made.failures, str, self._decision()),
             self._plain("who ended", recorded.ended, made.ended, self._endings, self._ending()),
@@ -98,14 +98,16 @@ class Comparison:
             return "whether a step was booked", words[booked[0]], words[booked[1]], self._decision()
         return None
 
-    def _share(self, recorded: Share, made: Share) -> _Found | None:
+    def _share(self, recorded: ScheduledTokens, made: ScheduledTokens) -> _Found | None:
         for place, (expected, got) in enumerate(zip_longest(_rows(recorded), _rows(made)), start=1):
             if expected != got:
                 what = f"who ran, and how many tokens (place {place} of {len(recorded.numbers)})"
                 return what, self._row(expected), self._row(got), self._decision()
         return None
 
-    def _tokens(self, recorded: StepRecord, made: StepRecord, share: Share, before: Share) -> _Found | None:
+    def _tokens(
+        self, recorded: StepRecord, made: StepRecord, share: ScheduledTokens, before: ScheduledTokens
+    ) -> _Found | None:
         drawn, redrawn = recorded.drawn(share, before), made.drawn(share, before)
         for expected, got in zip_longest(drawn, redrawn):
             if expected != got:
@@ -178,7 +180,7 @@ class Comparison:
 _Found = tuple[str, str, str, str]  # what, expected, got, likely
 
 
-def _rows(share: Share) -> list[tuple[int, int, int, bool]]:
+def _rows(share: ScheduledTokens) -> list[tuple[int, int, int, bool]]:
     counts, silent = share.counts or [1] * len(share.numbers), set(share.silent)
     return [
         (number, start, count, index in silent)

@@ -12,7 +12,7 @@ from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.matcher import TokenSet
 from app.engine.request import Request
-from app.engine.trace.entries import Failed, StepRecord
+from app.engine.trace.entries import FailureKind, StepRecord
 from benchmarks.engine.stand_ins import StandIns
 
 
@@ -39,11 +39,13 @@ class ReenactingRunner:
         """Compute a step, or a part of one that failed."""
         is_whole, tokens = self._recorded is None, self._tokens_of(batch)
         for how, numbers in self._record.failures:
-            if how is Failed.MATCHERS:
+            if how is FailureKind.MATCHERS:
                 _fail_matchers(batch, numbers)
             is_to_blame = any(sequence.arrival in numbers for sequence in batch.sequences)
             # A step that failed as a whole and in no part of it is nobody's fault.
-            if how is Failed.DEVICE or (how is Failed.REQUESTS and (is_to_blame or (is_whole and not numbers))):
+            if how is FailureKind.DEVICE or (
+                how is FailureKind.REQUESTS and (is_to_blame or (is_whole and not numbers))
+            ):
                 raise RecordedFailure
         return StepResult(tokens) if self._model is None else self._model.run(batch)
 
@@ -88,19 +90,19 @@ class ReenactingLauncher(ReenactingRunner):
         self._drawn: list[int] = []  # by the step before
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        if self._has_failed(Failed.LAUNCH):
+        if self._has_failed(FailureKind.LAUNCH):
             raise RecordedFailure
         return LaunchedStep(self, batch)
 
     def compute(self, batch: Batch) -> StepResult:
         """The result of a launched step."""
-        if self._has_failed(Failed.RESULT):
+        if self._has_failed(FailureKind.RESULT):
             raise RecordedFailure
         result = self.run(replace(batch, scheduled=tuple(map(self._known, batch.scheduled))))
         self._drawn = result.token_ids
         return result
 
-    def _has_failed(self, how: Failed) -> bool:
+    def _has_failed(self, how: FailureKind) -> bool:
         return any(failure.how is how for failure in self._record.failures)
 
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.engine import ModelRunner, StepError
-from app.engine.facts import ModelFacts
 from app.engine.matcher import Matchers
+from app.engine.request import ModelFacts
 from app.engine.trace.entries import (
     NOTHING,
     Abort,
@@ -17,8 +17,8 @@ from app.engine.trace.entries import (
     CacheCleared,
     Entry,
     Header,
-    HiddenArrival,
-    Retuned,
+    Reconfigured,
+    RedactedArrival,
     StepRecord,
 )
 from app.engine.trace.recorder import StepRecorder
@@ -97,14 +97,14 @@ class Reenactment:
                 self.request_ids[entry.number] = entry.request.request_id
                 matcher = None if self._matchers is None else self._matchers.matcher_of(entry.request).result()
                 self._engine.add_checked(entry.request, arrived_at=entry.at, matcher=matcher)
-            case HiddenArrival():
+            case RedactedArrival():
                 assert self._stand_ins is not None, "a log without prompts needs tokens that stand for them"
                 request = self._stand_ins.request(entry)
                 self.request_ids[entry.number] = request.request_id
                 self._engine.add_checked(request, arrived_at=entry.at)
             case Abort():
                 self._engine.abort(self.request_ids.get(entry.number, ""))
-            case Retuned():
+            case Reconfigured():
                 self._engine.reconfigure(entry.config)
             case CacheCleared():
                 self._engine.clear_prefix_cache()

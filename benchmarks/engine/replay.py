@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from app.assembly import build_matchers, build_sync_engine
 from app.config import EngineConfig
 from app.engine.engine import ModelRunner
-from app.engine.trace.entries import Entry, Header, Lost, Retuned, StepRecord
+from app.engine.trace.entries import DroppedEntries, Entry, Header, Reconfigured, StepRecord
 from app.errors import CarouselError
 from app.versions import commit, versions
 from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, differences_between
@@ -135,7 +135,7 @@ def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comp
     """Live through the entries up to their end, a hole in them or the first difference."""
     num_steps, shares = 0, Shares()
     for entry in entries:
-        if isinstance(entry, Lost):
+        if isinstance(entry, DroppedEntries):
             return Found(num_steps, num_lost=entry.num_entries)
         if isinstance(entry, StepRecord):
             recorded = shares.in_full(entry)
@@ -146,8 +146,8 @@ def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comp
             if num_steps % _TELL_EVERY == 0:
                 tell(f"{num_steps:,} steps are the same")
             continue
-        if isinstance(entry, Retuned):
-            comparison.retuned(entry.config.strategy.name, entry.config.policy.name)
+        if isinstance(entry, Reconfigured):
+            comparison.reconfigured(entry.config.strategy.name, entry.config.policy.name)
         reenactment.outside(entry)
     return Found(num_steps)
 

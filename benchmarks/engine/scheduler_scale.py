@@ -24,8 +24,7 @@ from app.assembly import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
-from app.engine.facts import ModelFacts
-from app.engine.request import Request, SamplingParams
+from app.engine.request import ModelFacts, Request, SamplingParams
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000

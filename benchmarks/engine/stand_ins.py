@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from app.engine.request import Request
-from app.engine.trace.entries import Content, Entry, HiddenArrival, sampling_of
+from app.engine.trace.entries import Content, Entry, RedactedArrival, sampling_of
 
 _FIRST = 1 << 32  # above the token ids of every model
 
@@ -19,7 +19,7 @@ class StandIns:
         self._hashes: dict[int, list[str]] = {}  # by number, one for each full block that is known
         self._tokens: dict[tuple[str | int, int], int] = {}  # by place in a hashed block, or in a request
         for entry in entries:
-            if isinstance(entry, HiddenArrival):
+            if isinstance(entry, RedactedArrival):
                 self._hashes[entry.number] = list(entry.request["block_hashes"])
             elif isinstance(entry, Content):
                 self._hashes.setdefault(entry.number, []).extend(entry.block_hashes)
@@ -31,7 +31,7 @@ class StandIns:
         place = (hashes[block], offset) if block < len(hashes) else (number, position)
         return self._tokens.setdefault(place, _FIRST + len(self._tokens))
 
-    def request(self, arrival: HiddenArrival) -> Request:
+    def request(self, arrival: RedactedArrival) -> Request:
         """A request as long as the one that arrived."""
         given = dict(arrival.request)
         num_prompt, num_generated = given.pop("num_prompt_tokens"), given.pop("num_generated_tokens", 0)

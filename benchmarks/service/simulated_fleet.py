@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from app.engine.pace import Pace
+from app.engine.throughput import Throughput
 from app.fleet.dispatch import DispatchPolicy, Ledger, OutputLengths, PrefixIndex, ReplicaReport, RequestSize
 
 _MAX_STEP_TOKENS = 512
@@ -80,7 +80,7 @@ class SimulatedReplica:
         self._running: list[Job] = []
         self._chunks: dict[str, int] = {}  # prompt tokens in the current step, by request id
         self._cache = PrefixIndex(block_size=_BLOCK_SIZE, max_tokens=kv_tokens)
-        self._pace = Pace()
+        self._pace = Throughput()
         self.is_computing = False
 
     def add(self, job: Job) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from app.assembly import build_matchers, build_sync_engine, resolve_model_path
 from app.config import EngineConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.jobs.engine_worker import Harvest, RowGenerator
 from app.jobs.preparation import PreparedRow
 from app.text import Tokenizer

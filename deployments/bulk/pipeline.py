@@ -13,7 +13,7 @@ import numpy
 import ray
 from ray.exceptions import RayError
 
-from app.api.endpoints.completions import ServedModel
+from app.api import ServedModel
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.jobs.input_files import Input, InputFile, Piece, read_piece

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.api.auth.keys import Doorkeeper
+from app.api.auth.keys import Authenticator
 from app.api.endpoints.admin import Findings, ProcessReport, usage_of
 from app.config import ServedModelConfig
 from deployments.serve.boards import board_of
@@ -20,18 +20,18 @@ class Insight:
     """One for each process that sends requests: tells what this process knows, and asks the others."""
 
     def __init__(
-        self, models: Iterable[ServedModelConfig], doorkeeper: Doorkeeper, batches: DeploymentHandle | None = None
+        self, models: Iterable[ServedModelConfig], authenticator: Authenticator, batches: DeploymentHandle | None = None
     ) -> None:
         """`batches` sends requests as ingresses do, where it is served."""
         self._boards = {model.name: board_of(deployment_name(model)) for model in models}
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
         self._others = [] if batches is None else [batches]
 
     def report(self) -> ProcessReport:
         """What this process knows."""
         return ProcessReport(
             process=serve.get_replica_context().replica_id.unique_id,
-            usage=usage_of(self._doorkeeper),
+            usage=usage_of(self._authenticator),
             replicas={
                 model: [state._asdict() for state in board.states()]
                 for model, board in self._boards.items()
@@ -39,7 +39,7 @@ class Insight:
             },
         )
 
-    async def inquire(self) -> Findings:
+    async def collect(self) -> Findings:
         """What all ingresses know, and the process that works batches off, if they answer in time."""
         context = serve.get_replica_context()
         this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)

@@ -14,8 +14,7 @@ from typing import Any
 from ray.serve import config as serve_config
 
 from app.config import AutoscalingConfig, ServedModelConfig
-from app.engine.measurements import EngineMeasurements
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineMeasurements, EngineStats
 from app.fleet.autoscaling import ReplicaUse, Situation, desired_replicas
 
 REPORT_INTERVAL_S = 2.0  # how often replicas and handles tell the controller

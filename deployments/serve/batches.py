@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import Answering
+from app.api import RequestHandler
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig
 from app.errors import Unavailable
@@ -64,7 +64,7 @@ class Batches:
 
     def admin_report(self) -> ProcessReport:
         """What this process knows of keys and replicas, for the ingress that an admin has asked."""
-        return Insight(self._config.models, self._keys.doorkeeper).report()
+        return Insight(self._config.models, self._keys.authenticator).report()
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
@@ -81,16 +81,18 @@ class Batches:
             client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
             models.append(await served_model(model, self._paths[model.name], client))
         cascades = cascades_of(config.cascades, models)
-        answering = Answering(models, config.api, self._metrics.requests, self._keys.doorkeeper, cascades=cascades)
+        handler = RequestHandler(
+            models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
+        )
         self._following = asyncio.create_task(self._keys.follow())
-        worker = self._worker and self._worker(answering)
-        service = LocalBatchService(Path(config.batches.path), config.batches, answering.answer, worker=worker)
+        worker = self._worker and self._worker(handler)
+        service = LocalBatchService(Path(config.batches.path), config.batches, handler.handle_item, worker=worker)
         service.start()
         await service.opened()
         return service
 
 
-def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[Answering], BatchWorker]:
+def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[RequestHandler], BatchWorker]:
     """Who works batches off by Ray jobs, once the models are there. Raises InvalidSetup when nobody runs jobs."""
     # Here, as most services need neither Arrow nor Ray's job client, and each would be in every process of theirs.
     from app.jobs.batch_jobs import BatchJobs
@@ -100,7 +102,7 @@ def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[Answ
     assert batches is not None, "deployed only with batches"
     folder, server = Path(batches.path) / JOBS_FOLDER, RayJobs.connect(config, paths)
 
-    def worker(answering: Answering) -> BatchWorker:
-        return BatchJobs(folder, server, answering.accepted, max_at_once=batches.jobs.max_at_once)
+    def worker(handler: RequestHandler) -> BatchWorker:
+        return BatchJobs(folder, server, handler.accept_item, max_at_once=batches.jobs.max_at_once)
 
     return worker

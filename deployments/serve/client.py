@@ -15,8 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.api import Cascade, ServedModel
 from app.config import CascadeConfig, ServedModelConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import Generate, Pooling, Request, TokenDelta
+from app.engine.request import Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.errors import CarouselError, Failure, Overloaded
 from app.fleet import Board, Fleet, FleetMetrics, Limits, Patience
 from app.fleet.dispatch import Group, GroupChooser, make_policy

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from app.api import Answering, ServedModel, batch_routes, build_app
+from app.api import RequestHandler, batch_routes, build_app
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
@@ -59,7 +59,7 @@ class Ingress:
         # Here too, for whoever deploys on a cluster has no launcher that would say so.
         check_exposure(_get_global_client().http_config.host, config.api)
         self._keys = Keys(config.api)
-        self._insight = Insight(config.models, self._keys.doorkeeper, batches)
+        self._insight = Insight(config.models, self._keys.authenticator, batches)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -72,16 +72,19 @@ class Ingress:
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
         self._following = asyncio.create_task(self._keys.follow())
-        return build_app(
+        handler = RequestHandler(
             models,
             self._config.api,
-            self._is_ready,
-            metrics=self._metrics.requests,
-            expose=self._metrics.expose,
+            self._metrics.requests,
+            self._keys.authenticator,
             cascades=cascades_of(self._config.cascades, models),
-            batch_routes=self._batch_routes(models),
-            doorkeeper=self._keys.doorkeeper,
-            inquire=self._insight.inquire,
+        )
+        return build_app(
+            handler,
+            self._is_ready,
+            expose=self._metrics.expose,
+            batch_routes=self._batch_routes(handler),
+            collect=self._insight.collect,
         )
 
     def metrics_report(self) -> IngressReport:
@@ -92,15 +95,13 @@ class Ingress:
         """What this process knows, for the ingress that an admin has asked."""
         return self._insight.report()
 
-    def _batch_routes(self, models: Sequence[ServedModel]) -> list[Route]:
+    def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:
             return []
         assert self._config.batches is not None, "a batches deployment comes with its settings"
-        api = self._config.api
         return batch_routes(
             RemoteBatchService(self._batches),
-            Answering(models, api, self._metrics.requests, cascades=cascades_of(self._config.cascades, models)),
-            api,
+            handler,
             max_file_bytes=self._config.batches.max_file_bytes,
             owner_of=owner_of,
         )

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import NoReturn
 
-from app.api.auth.keys import Doorkeeper, KeyRing, open_door
+from app.api.auth.keys import Authenticator, KeyRing, authenticator_of
 from app.config import ApiConfig
 from app.errors import InvalidSetup
 from deployments.serve.settings import all_keys
@@ -26,8 +26,8 @@ class Keys:
         self._state = self._look()
         keys = all_keys(config)
         self._ring = KeyRing(keys)
-        # A file without keys is a mistake, so that no mistake can open the door.
-        self.doorkeeper: Doorkeeper = self._ring if keys else open_door(config)
+        # A file without keys is a mistake, so that no mistake can end authentication.
+        self.authenticator: Authenticator = self._ring if keys else authenticator_of(config)
 
     async def follow(self) -> NoReturn:
         """Look again and again."""

@@ -12,8 +12,7 @@ from ray import serve
 
 from app.assembly import build_engine
 from app.config import ServedModelConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import Request, TokenDelta
+from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.fleet import Address, FramePort, Outbox, Report
 from app.fleet.dispatch import Group, group_of_rank

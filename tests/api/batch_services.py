@@ -11,12 +11,10 @@ from typing import Any
 
 import httpx
 
-from app.api import Answering, batch_routes, build_app
-from app.api.auth.keys import KeyRing, OpenDoor
+from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
 from app.config import ApiConfig, BatchesConfig
 from app.jobs import LocalBatchService
-from app.metrics import RequestMetrics
 from app.webhooks import Courier
 from tests.api.fakes import Service
 
@@ -29,17 +27,10 @@ async def served(
 ) -> AsyncIterator[Any]:
     """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
-    doorkeeper, of_lines = (KeyRing(api.keys) if api.keys else OpenDoor() for _ in range(2))
-    metrics = RequestMetrics(model.name for model in service.models)
-    answering = Answering(service.models, api, metrics, of_lines, cascades=service.cascades)
-    async with LocalBatchService(folder, config, answering.answer, courier=courier) as batches:
-        yield build_app(
-            service.models,
-            api,
-            service._is_ready,
-            batch_routes=batch_routes(batches, answering, api, max_file_bytes=config.max_file_bytes, owner_of=owner_of),
-            doorkeeper=doorkeeper,
-        )
+    handler, of_items = (RequestHandler(service.models, api, cascades=service.cascades) for _ in range(2))
+    async with LocalBatchService(folder, config, of_items.handle_item, courier=courier) as batches:
+        routes = batch_routes(batches, handler, max_file_bytes=config.max_file_bytes, owner_of=owner_of)
+        yield build_app(handler, service._is_ready, batch_routes=routes)
 
 
 def client_of(app: Any) -> httpx.AsyncClient:

@@ -9,10 +9,9 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from app.api import Cascade, ServedModel, build_app
+from app.api import Cascade, RequestHandler, ServedModel, build_app
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import FinishReason, Generate, Pooling, Request, TokenDelta
+from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
@@ -91,9 +90,8 @@ class Service:
         if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
             small, large = self.models
             self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
-        self.app: Starlette = build_app(
-            self.models, ApiConfig.model_validate(settings), self._is_ready, cascades=self.cascades
-        )
+        self.handler = RequestHandler(self.models, ApiConfig.model_validate(settings), cascades=self.cascades)
+        self.app: Starlette = build_app(self.handler, self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready

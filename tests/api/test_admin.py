@@ -53,7 +53,7 @@ def test_what_a_key_has_used_is_told_beside_its_limits(
 def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
     tokenizer: Tokenizer, keys_entries: list[dict[str, Any]]
 ) -> None:
-    async def inquire() -> Findings:
+    async def collect() -> Findings:
         of_alice = [Usage(3, 1, 2, 40), Usage(4, 0, 1, 60)]
         state = {"replica": "a", "is_suspect": False}
         reports = [
@@ -62,7 +62,7 @@ def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
         ]
         return Findings(reports=reports, num_missing=1)
 
-    routes = AdminRoutes(KeyRing(KeyConfig.model_validate(each) for each in keys_entries), inquire)
+    routes = AdminRoutes(KeyRing(KeyConfig.model_validate(each) for each in keys_entries), collect)
     service = Service(tokenizer)
     service.app.router.routes[:0] = routes.routes()
     told = service.call("GET", "/admin/keys").json
@@ -77,11 +77,11 @@ def test_several_processes_are_summed_and_those_that_say_nothing_are_counted(
 
 def test_a_line_that_has_to_wait_counts_as_refused_and_not_as_a_request() -> None:
     account = Account(KeyConfig.model_validate(entry(tokens_per_minute=10)), lambda: 0.0)
-    with account.line() as visit:
-        visit.reserve(10)
-        visit.num_used = lambda: 10
-    with pytest.raises(LimitReached), account.line() as visit:
-        visit.reserve(1)
+    with account.reserve_item() as reservation:
+        reservation.reserve(10)
+        reservation.add_usage(lambda: 10)
+    with pytest.raises(LimitReached), account.reserve_item() as reservation:
+        reservation.reserve(1)
     assert account.usage == Usage(num_requests=1, num_refused=1, num_running=0, num_tokens=10)
 
 

@@ -13,12 +13,11 @@ import httpx
 import openai
 import pytest
 
-from app.api import Answering, batch_routes, build_app
+from app.api import RequestHandler, batch_routes, build_app
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
 from app.jobs import LocalBatchService
-from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
@@ -326,16 +325,15 @@ def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> 
 
 def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(service: Service, tmp_path: Path) -> None:
     async def main() -> None:
-        answering = Answering(service.models, ApiConfig(), RequestMetrics(["demo"]))
-        async with LocalBatchService(tmp_path, BatchesConfig(), answering.answer) as batches:
+        handler = RequestHandler(service.models, ApiConfig())
+        async with LocalBatchService(tmp_path, BatchesConfig(), handler.handle_item) as batches:
             routes = batch_routes(
                 batches,
-                answering,
-                ApiConfig(),
+                handler,
                 max_file_bytes=10_000,
                 owner_of=lambda request: request.headers["owner"],
             )
-            app = build_app(service.models, ApiConfig(), service._is_ready, batch_routes=routes)
+            app = build_app(handler, service._is_ready, batch_routes=routes)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://c", headers={"owner": "ann"}) as client:
                 file = (await send(client, chat_line("one", user="bob"))).json()

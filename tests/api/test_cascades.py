@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from app.api.auth.keys import KeyRing
-from app.api.handler import Answering
+from app.api.handler import RequestHandler
 from app.config import ApiConfig, ApplicationConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
@@ -121,14 +121,14 @@ def test_a_line_of_a_batch_is_answered_as_the_call_is(
 ) -> None:
     service = cascade(tokenizer, logprob)
     metrics = RequestMetrics(["small", "large"])
-    answering = Answering(service.models, ApiConfig(), metrics, cascades=service.cascades)
+    handler = RequestHandler(service.models, ApiConfig(), metrics, cascades=service.cascades)
     body: dict[str, Any] = {"model": "both"} | {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
         "/v1/completions": {"prompt": "Hi"},
         "/v1/responses": {"input": "Hi"},
     }[endpoint]
     online = service.call("POST", endpoint, body).json
-    line = asyncio.run(answering.answer("", endpoint, body))
+    line = asyncio.run(handler.handle_item("", endpoint, body))
     assert line.status_code == 200
     assert (line.body["model"], line.body["usage"]) == (answers, online["usage"])
     assert line.body["usage"]["cascade"]["answered_by"] == answers
@@ -154,10 +154,10 @@ def test_a_list_of_prompts_may_be_for_a_cascade(tokenizer: Tokenizer, tmp_path: 
 def test_a_key_for_one_of_the_models_is_none_for_lines(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.4)
     keys = KeyRing(ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys)
-    answering = Answering(service.models, ApiConfig(), RequestMetrics(), keys, cascades=service.cascades)
+    handler = RequestHandler(service.models, ApiConfig(), RequestMetrics(), keys, cascades=service.cascades)
     [owner] = [key.name for key in ApiConfig.model_validate({"keys": [entry(models=["small"])]}).keys]
     body = {"model": "both", "prompt": "Hi"}
-    assert asyncio.run(answering.answer(owner, "/v1/completions", body)).status_code == 403
+    assert asyncio.run(handler.handle_item(owner, "/v1/completions", body)).status_code == 403
     assert not service.generate.requests
 
 

@@ -14,12 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from app.api.handler import Answering
 from app.assembly import build_engine
-from app.config import ApiConfig, CacheConfig, EngineConfig, ModelConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta
 from app.errors import Overloaded
-from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from tests.api.fakes import Answer, Service, Step
 from tests.api.keys import bearer, entry
@@ -194,8 +192,7 @@ def test_the_openai_package_gets_the_models_own_hidden_states(demo_path: Path, t
 
 
 def test_a_line_of_a_batch_may_ask_for_embeddings(service: Service) -> None:
-    answering = Answering(service.models, ApiConfig(), RequestMetrics())
-    answered = asyncio.run(answering.answer("", "/v1/embeddings", {"input": [7]}))
+    answered = asyncio.run(service.handler.handle_item("", "/v1/embeddings", {"input": [7]}))
     assert answered.status_code == 200
     assert answered.body["data"] == ask(service).json["data"]
     assert service.generate.requests[0].is_background

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.auth.keys import KeyRing, OpenDoor
+from app.api.auth.keys import KeyRing, NoAuthentication
 from app.config import KeyConfig
 from app.errors import Unauthenticated
 from tests.api.keys import KEY, OTHER_KEY, entry
@@ -73,7 +73,7 @@ def test_a_replaced_key_ring_knows_the_new_keys_alone() -> None:
 def test_a_key_that_stays_goes_on_with_what_it_has_used() -> None:
     limited = entry(KEY, "alice", requests_per_minute=10)
     known = ring(limited)
-    with known.account_of(headers(f"Bearer {KEY}")).visit():
+    with known.account_of(headers(f"Bearer {KEY}")).reserve():
         pass
     known.replace([KeyConfig.model_validate(limited), KeyConfig.model_validate(entry(OTHER_KEY, "bob"))])
     account = known.account_of(headers(f"Bearer {KEY}"))
@@ -89,4 +89,4 @@ def test_what_a_key_has_left_here_is_counted_on_its_own_account() -> None:
         known.account_named("eve")
     nobody = known.account_named("")
     assert (nobody.name, nobody.key) == ("", None)
-    assert OpenDoor().account_named("alice").name == ""
+    assert NoAuthentication().account_named("alice").name == ""

@@ -66,13 +66,13 @@ def test_requests_beyond_the_minutes_are_refused_with_the_time_to_wait() -> None
     clock = Clock()
     limited = account(clock, requests_per_minute=2)
     for _ in range(2):
-        with limited.visit():
+        with limited.reserve():
             pass
-    with pytest.raises(LimitReached, match="2 requests a minute") as caught, limited.visit():
+    with pytest.raises(LimitReached, match="2 requests a minute") as caught, limited.reserve():
         pass
     assert caught.value.retry_after_s == 30
     clock.now += 30
-    with limited.visit():
+    with limited.reserve():
         pass
 
 
@@ -80,34 +80,34 @@ def test_requests_at_once_are_counted_to_their_end_however_they_end() -> None:
     limited = account(Clock(), max_concurrency=1)
 
     def fail() -> None:
-        with limited.visit():
-            with pytest.raises(LimitReached, match="1 requests at once"), limited.visit():
+        with limited.reserve():
+            with pytest.raises(LimitReached, match="1 requests at once"), limited.reserve():
                 pass
             raise RuntimeError("it failed")
 
     with pytest.raises(RuntimeError):
         fail()
-    with limited.visit():
+    with limited.reserve():
         pass
 
 
 def test_a_refused_request_uses_nothing() -> None:
     limited = account(Clock(), requests_per_minute=5, max_concurrency=1)
-    with limited.visit():
+    with limited.reserve():
         for _ in range(3):
-            with pytest.raises(LimitReached), limited.visit():
+            with pytest.raises(LimitReached), limited.reserve():
                 pass
         assert limited.headers()["x-ratelimit-remaining-requests"] == "4"
 
 
 def test_tokens_are_reserved_at_the_start_and_settled_at_the_end() -> None:
     limited = account(Clock(), tokens_per_minute=100)
-    with limited.visit() as visit:
-        visit.reserve(80)
+    with limited.reserve() as reservation:
+        reservation.reserve(80)
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "20"
-        with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.visit() as other:
+        with pytest.raises(LimitReached, match="needs up to 30 and 20 are left"), limited.reserve() as other:
             other.reserve(30)
-        visit.num_used = lambda: 15
+        reservation.add_usage(lambda: 15)
     assert limited.headers()["x-ratelimit-remaining-tokens"] == "85"
 
 
@@ -115,8 +115,8 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
     limited = account(Clock(), tokens_per_minute=100)
 
     def fail() -> None:
-        with limited.visit() as visit:
-            visit.reserve(80)
+        with limited.reserve() as reservation:
+            reservation.reserve(80)
             raise RuntimeError("no replica took it")
 
     with pytest.raises(RuntimeError):
@@ -126,10 +126,10 @@ def test_what_was_reserved_comes_back_when_nothing_was_computed() -> None:
 
 def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
     limited = account(Clock(), requests_per_minute=5, tokens_per_minute=100)
-    with limited.line() as first:
+    with limited.reserve_item() as first:
         first.reserve(60)
         for _ in range(3):
-            with pytest.raises(LimitReached), limited.line() as turned_away:
+            with pytest.raises(LimitReached), limited.reserve_item() as turned_away:
                 turned_away.reserve(60)
         left = limited.headers()
     assert (left["x-ratelimit-remaining-requests"], left["x-ratelimit-remaining-tokens"]) == ("4", "40")
@@ -139,7 +139,7 @@ def test_headers_tell_only_of_the_limits_that_there_are() -> None:
     assert account(Clock()).headers() == {}
     clock = Clock()
     limited = account(clock, requests_per_minute=60)
-    with limited.visit():
+    with limited.reserve():
         clock.now += 0.25
         assert limited.headers() == {
             "x-ratelimit-limit-requests": "60",

@@ -10,12 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from app.api.handler import Answering
-from app.config import ApiConfig
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
 from app.jobs.line import InputLine, result_of
-from app.metrics import RequestMetrics
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, Step, say
@@ -262,8 +259,7 @@ def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
 
 
 def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:
-    answering = Answering(service.models, ApiConfig(), RequestMetrics())
-    answered = asyncio.run(answering.answer("", "/v1/responses", {"input": "Hi"}))
+    answered = asyncio.run(service.handler.handle_item("", "/v1/responses", {"input": "Hi"}))
     assert (answered.status_code, answered.body["output"][0]["content"][0]["text"]) == (200, "3 4 5.")
     result = result_of("batch_1", InputLine(number=1, custom_id="a", body={}), answered)
     usage = answered.body["usage"]

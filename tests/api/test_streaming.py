@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.api import build_app
+from app.api import RequestHandler, build_app
 from app.api.http.sse import HEARTBEAT
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
@@ -440,7 +440,7 @@ def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer
 def test_groups_and_sessions_come_from_the_headers_that_the_model_names(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     service.models[0] = replace(service.models[0], session_header="x-user-session")
-    service.app = build_app(service.models, ApiConfig(), service._is_ready)
+    service.app = build_app(RequestHandler(service.models, ApiConfig()), service._is_ready)
     body = {"prompt": "x", "n": 2}
     headers = {"x-carousel-group": "new", "x-user-session": "s" * 256}
     assert service.call("POST", "/v1/completions", body, headers).status == 200

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from app.api import ServedModel, build_app
+from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig
 from app.text import Tokenizer
@@ -62,7 +62,7 @@ def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> I
         created=0,
     )
     try:
-        with serving(build_app([model], ApiConfig(), is_ready)) as url:
+        with serving(build_app(RequestHandler([model], ApiConfig()), is_ready)) as url:
             yield url
     finally:
         engine.shutdown()

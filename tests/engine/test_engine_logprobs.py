@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.batch import Batch, StepResult
-from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, joined
+from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs, merge_deltas
 from app.errors import StepFailed
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import (
@@ -128,5 +128,5 @@ def test_joined_deltas_have_the_logprobs_of_all() -> None:
         TokenDelta("r", (7,), prompt_logprobs=(two,), logprobs=(one,)),
         TokenDelta("r", (8,), logprobs=(two,)),
     ]
-    whole = joined(deltas)
+    whole = merge_deltas(deltas)
     assert (whole.token_ids, whole.logprobs, whole.prompt_logprobs) == ((7, 8), (one, two), (one, two))

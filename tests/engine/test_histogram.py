@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram, together
+from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram, sum_distributions
 
 BOUNDS = (1.0, 2.5, 10.0)
 values = st.lists(st.integers(0, 200).map(lambda quarter: quarter / 4))
@@ -31,7 +31,7 @@ def test_every_value_is_in_the_first_bucket_that_it_does_not_exceed(numbers: lis
 
 @given(st.lists(values))
 def test_spreads_add_up_to_the_spread_of_all_values(parts: list[list[float]]) -> None:
-    assert together(map(spread_of, parts), BOUNDS) == spread_of([number for part in parts for number in part])
+    assert sum_distributions(map(spread_of, parts), BOUNDS) == spread_of([number for part in parts for number in part])
 
 
 def test_a_value_can_be_counted_several_times_at_once() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 import pytest
 
-from app.engine import quarantine
+from app.engine import isolation
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine, StepError
-from app.engine.quarantine import Quarantine
+from app.engine.isolation import Quarantine
 from app.errors import Quarantined, StepFailed
 from tests.fakes import CountingRunner, Outcome, build_fake_engine, expected_tokens, make_request, run_to_end
 
@@ -124,7 +124,7 @@ def test_one_that_fails_alone_is_quarantined_too() -> None:
 
 
 def test_the_quarantines_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "MAX_REMEMBERED", 10)
+    monkeypatch.setattr(isolation, "MAX_REMEMBERED", 10)
     held = Quarantine()
     for n in range(50):
         held.note_failure(make_request((n,)))

@@ -6,8 +6,7 @@ import pytest
 
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
-from app.engine.facts import ModelFacts
-from app.engine.request import FinishReason, Pooling
+from app.engine.request import FinishReason, ModelFacts, Pooling
 from app.errors import InvalidRequest
 from tests.fakes import CountingRunner, build_fake_engine, expected_embedding, expected_tokens, make_request, run_to_end
 

@@ -19,11 +19,10 @@ import pytest
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
-from app.engine.blocks import BlockPool
+from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine, ModelRunner
-from app.engine.facts import ModelFacts
-from app.engine.policies.policy import SchedulingPolicy
-from app.engine.request import Request
+from app.engine.policies import SchedulingPolicy
+from app.engine.request import ModelFacts, Request
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from tests.fakes import (

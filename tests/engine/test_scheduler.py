@@ -5,8 +5,7 @@ import pytest
 from app.assembly import assemble
 from app.config import CacheConfig, SchedulerConfig
 from app.engine.batch import StepResult
-from app.engine.facts import ModelFacts
-from app.engine.request import FinishReason, Request
+from app.engine.request import FinishReason, ModelFacts, Request
 from app.errors import InvalidSetup
 from tests.fakes import (
     EOS,

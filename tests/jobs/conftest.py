@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.completions import ServedModel
+from app.api import ServedModel
 from app.config import ApiConfig
-from app.engine.facts import ModelFacts
+from app.engine.request import ModelFacts
 from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields
 from app.jobs.record import Record
 from app.text import Tokenizer

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.api import Answering, Cascade
-from app.api.auth.keys import KeyRing
-from app.api.endpoints.completions import ServedModel
+from app.api import Cascade, RequestHandler, ServedModel
 from app.config import ApiConfig, BatchesConfig
 from app.errors import InvalidRequest
 from app.jobs import Answered, LocalBatchService, NewBatch
@@ -125,11 +123,10 @@ async def service(
     async def nobody(*_: object) -> Answered:
         raise AssertionError("no line goes to the fleet")
 
-    doorkeeper = KeyRing(keys.keys) if keys else None
     cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
     metrics = RequestMetrics(each.name for each in models)
-    answering = Answering(models, keys or ApiConfig(), metrics, doorkeeper, cascades=[cascade])
-    worker = BatchJobs(folder / "jobs", jobs, answering.accepted, max_at_once=1)
+    handler = RequestHandler(models, keys or ApiConfig(), metrics, cascades=[cascade])
+    worker = BatchJobs(folder / "jobs", jobs, handler.accept_item, max_at_once=1)
     async with LocalBatchService(folder, BatchesConfig(**settings), nobody, worker=worker) as opened:
         yield opened
 

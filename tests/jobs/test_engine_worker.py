@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.completions import ServedModel
+from app.api import ServedModel
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.api.endpoints.completions import ServedModel, prepare_chat
+from app.api import ServedModel
+from app.api.endpoints.chat import prepare_chat
 from app.api.schemas.requests import ChatRequest
 from app.config import ApiConfig
 from app.jobs.preparation import PreparedRow, RowSettings, has_question, own_id, row_from_fields, row_from_line

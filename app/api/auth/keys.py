@@ -1,4 +1,4 @@
-"""Who somebody is, by the key that a request shows. Keys themselves are nowhere: only their hashes are compared."""
+"""The account of a request, by its API key. Keys themselves are stored nowhere: only their hashes are compared."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from app.errors import Unauthenticated
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
 
 
-class Doorkeeper(Protocol):
-    """Decides who may come in."""
+class Authenticator(Protocol):
+    """Finds the account of a request."""
 
     def account_of(self, headers: Headers) -> Account:
-        """The account of whoever sends these headers. Raises Unauthenticated."""
+        """The account of a request with these headers. Raises Unauthenticated."""
 
     def account_named(self, name: str) -> Account:
-        """The account of the key of this name, for work that it has left here. Raises Unauthenticated."""
+        """The account of the key of this name, for work that outlives its request. Raises Unauthenticated."""
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """Those of all keys; nobody's where no keys are needed."""
+        """Those of all keys; the one of all requests where no keys are needed."""
 
 
 class KeyRing:
-    """The keys that there are, each with its account."""
+    """All keys, each with its account."""
 
     def __init__(self, keys: Iterable[KeyConfig], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class KeyRing:
         self.replace(keys)
 
     def replace(self, keys: Iterable[KeyConfig]) -> None:
-        """From now on there are these keys and no others; a key that stays goes on with what it has used."""
+        """Replace all keys by these. A key that was there before keeps its account and what it has used."""
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
@@ -61,7 +61,7 @@ class KeyRing:
         return found
 
     def account_named(self, name: str) -> Account:
-        """The account of the key of this name; nobody's for "", who came when no keys were needed.
+        """The account of the key of this name; for "", the name of a time without keys, one without limits.
 
         Raises Unauthenticated when there is no such key any more.
         """
@@ -70,7 +70,7 @@ class KeyRing:
         for account in self._accounts.values():
             if account.name == name:
                 return account
-        raise Unauthenticated("the API key of whoever sent this is not known here any more")
+        raise Unauthenticated("the API key that sent this is not known here any more")
 
     @property
     def accounts(self) -> Sequence[Account]:
@@ -78,8 +78,8 @@ class KeyRing:
         return list(self._accounts.values())
 
 
-class OpenDoor:
-    """Where no keys are needed everybody is the same nobody."""
+class NoAuthentication:
+    """Where no keys are needed: all requests have the same account, which has no name and no limits."""
 
     def __init__(self, *, may_administer: bool = False) -> None:
         """`may_administer`: whether the admin routes are open too."""
@@ -87,25 +87,27 @@ class OpenDoor:
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """Nobody's."""
+        """The one account."""
         return [self._account]
 
     def account_of(self, headers: Headers) -> Account:
-        """Nobody's account, which has no limits."""
+        """The one account."""
         return self._account
 
     def account_named(self, name: str) -> Account:
-        """Nobody's account, whoever once was somebody here."""
+        """The one account."""
         return self._account
 
 
-def open_door(config: ApiConfig) -> OpenDoor:
-    """For a service without keys.
+def authenticator_of(config: ApiConfig) -> KeyRing | NoAuthentication:
+    """For the keys of the config.
 
-    It listens on loopback only, and whoever is on this machine as its user may do all to it anyway. Where others were
-    let in without keys, the admin routes are nobody's.
+    Without keys, on loopback, processes of this machine may use the admin routes. A service that other machines reach
+    without keys (`allow_unauthenticated`) has no admin routes.
     """
-    return OpenDoor(may_administer=not config.allow_unauthenticated)
+    if config.keys:
+        return KeyRing(config.keys)
+    return NoAuthentication(may_administer=not config.allow_unauthenticated)
 
 
 def _bearer(headers: Headers) -> bytes:

@@ -1,22 +1,22 @@
-"""What the holder of one key may use: requests and tokens a minute, requests at once. In this process, by its clock."""
+"""What one key may use: requests and tokens a minute, requests at once. In this process, by its clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted
 
-# How soon a place may be free among the requests at once: nobody knows, and to ask again is cheap.
+# How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
 
 
 class TokenBucket:
-    """So much a minute, and at most a minute's worth at once (the leaky bucket as a meter).
+    """An allowance for each minute, of which at most one minute's can be saved up (the leaky bucket as a meter).
 
-    What was used beyond what was there is a debt, which the coming time pays first.
+    A balance below zero is filled up first.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
@@ -32,7 +32,7 @@ class TokenBucket:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until it is full again, if nobody takes anything."""
+        """Seconds until it is full again, if nothing is taken."""
         return (self.limit - self._counted()) * 60 / self.limit
 
     def wait_s(self, amount: float) -> float:
@@ -40,7 +40,7 @@ class TokenBucket:
         return max(0.0, (min(amount, self.limit) - self._counted()) * 60 / self.limit)
 
     def take(self, amount: float) -> None:
-        """Take it, whether it is there or not; what is negative goes back."""
+        """Take an amount, also beyond the balance; a negative amount is given back."""
         self._balance = min(self._counted() - amount, self.limit)
 
     def _counted(self) -> float:
@@ -52,7 +52,7 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What came of one key since the process that counts has started, or has first heard of it."""
+    """What one key has used since this process has started, or has first known the key."""
 
     num_requests: int = 0  # that came in, those that run too
     num_refused: int = 0  # that were turned away for a limit of the key
@@ -73,17 +73,17 @@ class Account:
     """What one key has used. Lives as long as its key, and outlives a change of its limits."""
 
     def __init__(self, key: KeyConfig | None, clock: Callable[[], float], *, may_administer: bool = False) -> None:
-        """Without a key it is that of everybody where no keys are needed: it has no name and no limits.
+        """Without a key it is the account of all requests where no keys are needed: it has no name and no limits.
 
-        `may_administer` says whether that everybody may use the admin routes; of a key, the key does.
+        `may_administer` says whether those requests may use the admin routes; of a key, the key says so.
         """
         self._clock = clock
-        self._everybody_may_administer = may_administer
+        self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
-        """Go on under these limits; who changes them begins a new minute."""
+        """Go on under these limits, with a new minute."""
         self.key = key
         self._requests = self._bucket(key.requests_per_minute if key else None)
         self._tokens = self._bucket(key.tokens_per_minute if key else None)
@@ -94,36 +94,36 @@ class Account:
 
     @property
     def may_administer(self) -> bool:
-        """Whether the admin routes are open to its holder."""
-        return self.key.admin if self.key else self._everybody_may_administer
+        """Whether it may use the admin routes."""
+        return self.key.admin if self.key else self._may_administer_without_key
 
     @property
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self._num_running, self._num_tokens)
 
     @contextmanager
-    def visit(self) -> Iterator[Visit]:
+    def reserve(self) -> Iterator[Reservation]:
         """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
         self._enter()
-        visit = Visit(self)
+        reservation = Reservation(self)
         try:
-            yield visit
-        except LimitReached:  # it needed more tokens than there were
+            yield reservation
+        except LimitReached:  # the request needed more tokens than there were
             self._num_requests -= 1
             self._num_refused += 1
             raise
         finally:
             self._num_running -= 1
-            num_used = visit.num_used()
+            num_used = reservation.num_used()
             self._num_tokens += num_used
-            self.take_tokens(num_used - visit.num_reserved)
+            self.take_tokens(num_used - reservation.num_reserved)
 
     @contextmanager
-    def line(self) -> Iterator[Visit]:
-        """Around one line of a batch, which counts as a request. Raises LimitReached: it has used nothing then."""
-        with self.visit() as visit:
+    def reserve_item(self) -> Iterator[Reservation]:
+        """Around one item of a batch, which counts as a request. An item that LimitReached ends has used nothing."""
+        with self.reserve() as reservation:
             try:
-                yield visit
+                yield reservation
             except LimitReached:
                 if self._requests:
                     self._requests.take(-1)
@@ -200,17 +200,25 @@ class Account:
 
 
 @dataclass(slots=True)
-class Visit:
-    """One HTTP request on an account: the tokens that it has reserved, and how to find out how many it has used."""
+class Reservation:
+    """One HTTP request on an account: the tokens that it has reserved, and how many it has used."""
 
     account: Account
     num_reserved: int = 0
-    num_used: Callable[[], int] = lambda: 0  # asked at the end of the visit
+    _usages: list[Callable[[], int]] = field(default_factory=list)
 
     def reserve(self, num_tokens: int) -> None:
-        """Reserve what a call may need at most; the end of the visit settles it. Raises LimitReached."""
+        """Reserve what a call may need at most. The end of the request settles it. Raises LimitReached."""
         self.account.reserve_tokens(num_tokens)
         self.num_reserved += num_tokens
+
+    def add_usage(self, num_tokens: Callable[[], int]) -> None:
+        """Count the tokens that this function gives at the end of the request."""
+        self._usages.append(num_tokens)
+
+    def num_used(self) -> int:
+        """Tokens of prompts and outputs by now."""
+        return sum(num_tokens() for num_tokens in self._usages)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

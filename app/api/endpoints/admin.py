@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.api.auth.keys import Doorkeeper
+from app.api.auth.keys import Authenticator
 from app.api.auth.limits import Account, Usage
 
 Json = dict[str, Any]
@@ -33,15 +33,15 @@ class Findings:
     num_missing: int = 0
 
 
-Inquire = Callable[[], Awaitable[Findings]]
+Collect = Callable[[], Awaitable[Findings]]
 
 
 class AdminRoutes:
     """`GET /admin/keys` and `GET /admin/fleet`."""
 
-    def __init__(self, doorkeeper: Doorkeeper, inquire: Inquire) -> None:
-        self._doorkeeper = doorkeeper
-        self._inquire = inquire
+    def __init__(self, authenticator: Authenticator, collect: Collect) -> None:
+        self._authenticator = authenticator
+        self._collect = collect
 
     def routes(self) -> list[Route]:
         """All of them, for admins only."""
@@ -52,16 +52,16 @@ class AdminRoutes:
 
     async def keys(self, request: Request) -> Response:
         """What each key has used, summed over all processes, beside the limits that each process keeps to."""
-        findings = await self._inquire()
+        findings = await self._collect()
         entries = [
             _entry(account, [report.usage.get(account.name, Usage()) for report in findings.reports])
-            for account in self._doorkeeper.accounts
+            for account in self._authenticator.accounts
         ]
         return _list(entries, findings)
 
     async def fleet(self, request: Request) -> Response:
         """Each process's view of each model's replicas: they differ where a network is cut."""
-        findings = await self._inquire()
+        findings = await self._collect()
         entries = [
             {"process": report.process, "model": model, "replicas": list(replicas)}
             for report in findings.reports
@@ -70,18 +70,18 @@ class AdminRoutes:
         return _list(entries, findings)
 
 
-def usage_of(doorkeeper: Doorkeeper) -> dict[str, Usage]:
+def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
     """What this process has counted, by the name of the key."""
-    return {account.name: account.usage for account in doorkeeper.accounts}
+    return {account.name: account.usage for account in authenticator.accounts}
 
 
-def only_this_process(doorkeeper: Doorkeeper) -> Inquire:
+def only_this_process(authenticator: Authenticator) -> Collect:
     """Where there are no other processes to ask."""
 
-    async def inquire() -> Findings:
-        return Findings(reports=[ProcessReport(process="", usage=usage_of(doorkeeper))])
+    async def collect() -> Findings:
+        return Findings(reports=[ProcessReport(process="", usage=usage_of(authenticator))])
 
-    return inquire
+    return collect
 
 
 def _list(entries: list[Json], findings: Findings) -> Response:

@@ -12,18 +12,18 @@ from starlette.routing import Route
 
 from app.api.endpoints.files import ExpiresAfter
 from app.api.endpoints.pages import page_of
-from app.api.handler import BATCH_ENDPOINTS
+from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
-from app.api.http.hints import is_strict
+from app.api.http.headers import is_strict
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
+from app.config import ApiConfig
 from app.jobs import BatchService, NewBatch, NewWebhook
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
 MAX_BATCHES_OF_PAGE = 100
-_MAX_BODY_BYTES = 64 * 1024
-_BODY_TIMEOUT_S = 60.0
+_BODY_LIMITS = ApiConfig(max_body_bytes=64 * 1024, body_timeout_s=60)
 
 
 def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
@@ -59,7 +59,7 @@ class BatchRequest(Schema):
     """The body of POST /v1/batches."""
 
     input_file_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
-    endpoint: str = Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})
+    endpoint: str = Field(json_schema_extra={"enum": list(ENDPOINTS)})
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -68,8 +68,8 @@ class BatchRequest(Schema):
     @field_validator("endpoint")
     @classmethod
     def _endpoint_is_served(cls, endpoint: str) -> str:
-        if endpoint not in BATCH_ENDPOINTS:
-            raise ValueError(f"should be one of {', '.join(BATCH_ENDPOINTS)}")
+        if endpoint not in ENDPOINTS:
+            raise ValueError(f"should be one of {', '.join(ENDPOINTS)}")
         return endpoint
 
 
@@ -91,7 +91,7 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
-        body = await read_json_object(request, max_bytes=_MAX_BODY_BYTES, timeout_s=_BODY_TIMEOUT_S)
+        body = await read_json_object(request, _BODY_LIMITS)
         if is_strict(request.headers):
             refuse_unknown(body, BatchRequest)
         try:

@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.api.endpoints.completions import Call, ServedModel, check_token_ids, off_the_loop
+from app.api.call import Call, ServedModel, check_token_ids, off_the_loop
+from app.api.endpoints.endpoint import Endpoint
 from app.api.output.choices import Piece
-from app.api.output.completion_writers import Json, Progress
+from app.api.output.completion_writers import Json, Progress, Writer
 from app.api.output.token_details import TokenWishes
 from app.api.schemas.requests import EmbeddingsRequest
 from app.config import ApiConfig
@@ -98,7 +99,7 @@ def _request(body: EmbeddingsRequest, model: ServedModel, request_id: str, promp
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingsWriter:
+class EmbeddingsWriter(Writer):
     """The answer of one call on /v1/embeddings."""
 
     body: EmbeddingsRequest
@@ -151,3 +152,6 @@ def normalised(numbers: array[float]) -> array[float]:
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
     return array("f", [number / length for number in numbers])
+
+
+EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter)

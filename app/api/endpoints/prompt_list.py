@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from app.api.auth.limits import Visit
+from app.api.auth.limits import Account
 from app.api.endpoints.batches import Metadata, WebhookRequest
-from app.api.handler import Answering
+from app.api.handler import RequestHandler
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_PROMPTS, Schema, from_validation_error
 from app.errors import InvalidRequest
@@ -79,7 +79,9 @@ class PromptList:
         return [{**self.shared, name: prompt} for prompt in self.asked.prompts]
 
 
-async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visit, *, is_strict: bool) -> PromptList:
+async def prompt_list(
+    body: Mapping[str, Any], handler: RequestHandler, account: Account, *, is_strict: bool
+) -> PromptList:
     """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
@@ -95,7 +97,7 @@ async def prompt_list(body: Mapping[str, Any], answering: Answering, visit: Visi
     if shared.get("stream"):
         raise InvalidRequest("a batch is not streamed; leave stream out", param="stream")
     endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
-    common = await answering.check_shared(visit, endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
+    common = await handler.check_shared(account, endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
     for name in ("webhook", "metadata"):
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)

@@ -1,62 +1,72 @@
-"""What POST /v1/responses gives: a reply, whole or as a stream of events that build it up."""
+"""POST /v1/responses: the response is one object, or a stream of events that build it up."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.api.call import Call, ServedModel
+from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import named_event
 from app.api.output.choices import Piece
-from app.api.output.completion_writers import Json, Progress
+from app.api.output.completion_writers import Json, Progress, Writer
 from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs
 from app.api.output.tool_calls import ToolCallPiece
 from app.api.schemas.responses import ResponsesRequest
+from app.config import ApiConfig
+
+
+async def prepare_response(body: ResponsesRequest, model: ServedModel, limits: ApiConfig) -> Call:
+    """Check the body and tokenize its chat. Raises InvalidRequest."""
+    call = await prepare_chat(body.as_chat(), model, limits)
+    return replace(call, call_id=f"resp_{uuid.uuid4().hex}")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyWriter:
+class ResponsesWriter(Writer):
     """The answers of one call on /v1/responses."""
 
     body: ResponsesRequest
 
     async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
-        """Wait for the end and write the reply."""
-        reply = Reply(self.body, progress)
+        """Wait for the end and write the response."""
+        response = ResponseBuilder(self.body, progress)
         with progress.metrics:
             async with aclosing(pieces):
                 async for piece in pieces:
-                    for _ in reply.add(piece):
+                    for _ in response.add(piece):
                         pass  # nobody reads along
         progress.log_end()
-        return reply.as_json()
+        return response.as_json()
 
     async def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a call; they end with one that holds the whole reply.
+        """The server-sent events of a call; they end with one that holds the whole response.
 
         An error before the first event is raised, so that it can have a status of its own; a later one makes the reply
         a failed one.
         """
-        reply = Reply(self.body, progress)
+        response = ResponseBuilder(self.body, progress)
         try:
             with progress.metrics:
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        for event in reply.add(piece):
+                        for event in response.add(piece):
                             yield named_event(event)
             progress.log_end()
         except Exception as error:
-            if not reply.has_begun and not progress.is_open:
+            if not response.has_begun and not progress.is_open:
                 raise
             log_error(error, progress.request_id)
-            for event in reply.fail(error_body(error, progress.request_id)["error"]):
+            for event in response.fail(error_body(error, progress.request_id)["error"]):
                 yield named_event(event)
 
 
-class Reply:
+class ResponseBuilder:
     """A reply in the making: items one after the other, and the events that tell of them.
 
     response.created, response.in_progress,
@@ -67,7 +77,7 @@ class Reply:
     def __init__(self, body: ResponsesRequest, progress: Progress) -> None:
         self._body = body
         self._progress = progress
-        self._output: list[_Message | _Call] = []
+        self._output: list[_Message | _FunctionCall] = []
         self._status = "in_progress"
         self._error: Json | None = None
         self._num_events = 0
@@ -88,7 +98,7 @@ class Reply:
         for call in piece.calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
-            if self._untold and not (self._output and isinstance(self._output[-1], _Call)):
+            if self._untold and not (self._output and isinstance(self._output[-1], _FunctionCall)):
                 yield from self._say("")  # the end token counts, and has no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
@@ -163,15 +173,15 @@ class Reply:
 
     def _call(self, piece: ToolCallPiece) -> Iterator[Json]:
         if piece.name is not None:
-            yield from self._open(_Call(piece.call_id, piece.name))
+            yield from self._open(_FunctionCall(piece.call_id, piece.name))
         call = self._output[-1]
-        assert isinstance(call, _Call), "a call is not interrupted"
+        assert isinstance(call, _FunctionCall), "a call is not interrupted"
         self._untold = []  # logprobs are those of text
         call.arguments += piece.arguments
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
 
-    def _open(self, item: _Message | _Call) -> Iterator[Json]:
+    def _open(self, item: _Message | _FunctionCall) -> Iterator[Json]:
         yield from self._close(is_complete=True)
         self._output.append(item)
         yield self._item_event("response.output_item.added")
@@ -240,7 +250,7 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Call:
+class _FunctionCall:
     """A call of a function."""
 
     call_id: str
@@ -258,3 +268,6 @@ class _Call:
             "name": self.name,
             "arguments": self.arguments,
         }
+
+
+RESPONSES = Endpoint("/v1/responses", ResponsesRequest, prepare_response, ResponsesWriter)

@@ -11,12 +11,11 @@ from starlette.routing import Route
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of
 from app.api.endpoints.prompt_list import PromptList, prompt_list
-from app.api.handler import Answering
-from app.api.http.body import DEADLINE_HEADER, read_json_object, with_deadline
-from app.api.http.guard import visit_of
-from app.api.http.hints import is_strict
+from app.api.handler import Client, RequestHandler
+from app.api.http.body import read_json_object
+from app.api.http.guard import reservation_of
+from app.api.http.headers import is_strict, with_deadline
 from app.api.http.sse import unless_disconnected
-from app.config import ApiConfig
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
 
@@ -27,12 +26,9 @@ _SENT_AT_ONCE = 1024 * 1024
 class ShortBatchRoutes:
     """The endpoints, over whoever answers and whoever keeps the batches."""
 
-    def __init__(
-        self, service: BatchService, answering: Answering, config: ApiConfig, owner_of: Callable[[Request], str]
-    ) -> None:
+    def __init__(self, service: BatchService, handler: RequestHandler, owner_of: Callable[[Request], str]) -> None:
         self._service = service
-        self._answering = answering
-        self._config = config
+        self._handler = handler
         self._owner_of = owner_of
 
     def routes(self) -> list[Route]:
@@ -45,11 +41,9 @@ class ShortBatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
-        config = self._config
-        body = await read_json_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        body = with_deadline(body, request.headers.get(DEADLINE_HEADER))
+        body = with_deadline(await read_json_object(request, self._handler.config), request.headers)
         strict = is_strict(request.headers)
-        prompts = await prompt_list(body, self._answering, visit_of(request), is_strict=strict)
+        prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
         return JSONResponse(await self._answer(request, prompts))
@@ -67,17 +61,18 @@ class ShortBatchRoutes:
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
     async def _answer(self, request: Request, prompts: PromptList) -> Json:
-        if prompts.num_choices > self._config.max_prompts:
+        max_prompts = self._handler.config.max_prompts
+        if prompts.num_choices > max_prompts:
             raise InvalidRequest(
-                f"the prompts make {prompts.num_choices:,} choices; this server answers {self._config.max_prompts:,} "
-                f"at once: send async: true for more",
+                f"the prompts make {prompts.num_choices:,} choices; this server answers {max_prompts:,} at "
+                f"once: send async: true for more",
                 param="prompts",
             )
+        client = Client(
+            reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
+        )
         answers = await unless_disconnected(
-            request.receive,
-            self._answering.answer_at_once(
-                visit_of(request), request.headers, request.state.request_id, prompts.endpoint, prompts.bodies()
-            ),
+            request.receive, self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
         )
         return _answered_at_once(prompts, answers)
 

@@ -1,11 +1,58 @@
-"""Words to token ids and back, for clients that count or score tokens themselves: the use cases, as vLLM has them."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them: for clients that count or score tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from app.api.endpoints.completions import ServedModel, check_token_ids, off_the_loop
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.call import ServedModel, check_token_ids, off_the_loop
+from app.api.handler import RequestHandler
+from app.api.http.body import read_json_object
+from app.api.http.guard import reservation_of
+from app.api.http.headers import is_strict
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, template_messages
+
+
+class TokenizationRoutes:
+    """The routes."""
+
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = await read_json_object(request, self._handler.config)
+        strict = is_strict(request.headers)
+        parsed: TokenizeTextRequest | TokenizeChatRequest
+        if body.get("messages") is None:
+            parsed = self._handler.parse(body, TokenizeTextRequest, is_strict=strict)
+        else:
+            parsed = self._handler.parse(body, TokenizeChatRequest, is_strict=strict)
+        return JSONResponse(await tokenize(parsed, self._model(request, parsed.model)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = await read_json_object(request, self._handler.config)
+        parsed = self._handler.parse(body, DetokenizeRequest, is_strict=is_strict(request.headers))
+        return JSONResponse(await detokenize(parsed, self._model(request, parsed.model)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""
+        return JSONResponse(self._model(request, request.query_params.get("model")).tokenizer.description())
+
+    def _model(self, request: Request, name: str | None) -> ServedModel:
+        return self._handler.model(name, reservation_of(request).account)
 
 
 async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> dict[str, Any]:

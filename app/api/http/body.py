@@ -1,32 +1,25 @@
-"""An HTTP body to a typed request. Nothing a client can put there gets further than an InvalidRequest."""
+"""An HTTP body as a JSON object. Every mistake in it raises InvalidRequest here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.http.errors import ClientGone
-from app.api.schemas.parameters import UnknownFields, refuse_unavailable, refuse_unknown
-from app.api.schemas.requests import ModelRequest, from_validation_error
+from app.config import ApiConfig
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
-RequestT = TypeVar("RequestT", bound=ModelRequest)
 
-DEADLINE_HEADER = "x-carousel-deadline-s"
-
-
-async def read_json_object(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+async def read_json_object(request: Request, limits: ApiConfig) -> dict[str, Any]:
     """The body as an object.
 
     Raises BodyTooLarge as soon as that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is
     no object.
     """
-    body = await _read(request, max_bytes=max_bytes, timeout_s=timeout_s)
+    body = await _read(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
     # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -57,36 +50,6 @@ async def _read(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
             f"the body did not arrive within {timeout_s:g} s ({len(body):,} bytes of it did); send it faster"
         ) from None
     return bytes(body)
-
-
-def with_deadline(body: dict[str, Any], header: str | None) -> dict[str, Any]:
-    """The body with the deadline of the `x-carousel-deadline-s` header, for those who cannot change bodies.
-
-    A deadline in the body goes before that of the header.
-    """
-    if header is None or body.get("deadline_s") is not None:
-        return body
-    try:
-        return body | {"deadline_s": float(header)}
-    except ValueError:
-        raise InvalidRequest(
-            f"the header {DEADLINE_HEADER} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
-        ) from None
-
-
-def parse(
-    body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
-) -> RequestT:
-    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
-    given = {name: value for name, value in body.items() if value is not None}
-    refuse_unavailable(given, schema)
-    if is_strict:
-        refuse_unknown(given, schema)
-    unknown_fields.note(given, schema)
-    try:
-        return schema.model_validate(given)
-    except ValidationError as error:
-        raise from_validation_error(error) from None
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:

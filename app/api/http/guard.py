@@ -1,7 +1,7 @@
-"""Nobody gets past without a key: the guard stands behind the few open routes and before everything else.
+"""No request without a valid key passes the guard, which stands behind the few open routes and before all others.
 
-It knows no paths. The router of the open routes hands over what none of them matched, so there is no second opinion on
-what a URL means that could differ from the router's (that class of mistake is CVE-2026-48746 and CVE-2026-49468).
+The guard knows no paths. The router of the open routes hands over what none of them matched, so that no second parser
+of URLs could differ from the router's (that class of mistake is CVE-2026-48746 and CVE-2026-49468).
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from starlette.requests import Request
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.auth.keys import Doorkeeper
-from app.api.auth.limits import Account, Visit
+from app.api.auth.keys import Authenticator
+from app.api.auth.limits import Account, Reservation
 from app.errors import NotPermitted
 
 
 class Guard:
-    """An ASGI application in front of another, for those whom the doorkeeper knows, within their limits."""
+    """An ASGI application in front of another: finds the account of a request and applies the account's limits."""
 
-    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self.app = app
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # nothing here speaks over a websocket
+        if scope["type"] != "http":  # no route has websockets
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
-        account = self._doorkeeper.account_of(scope["headers"])
+        account = self._authenticator.account_of(scope["headers"])
         state = scope.setdefault("state", {})
         state["account"] = account
-        with account.visit() as visit:
-            state["visit"] = visit
+        with account.reserve() as reservation:
+            state["reservation"] = reservation
             await self.app(scope, receive, send)
 
 
 class AdminsOnly:
-    """An ASGI application in front of one route, which the router has chosen, for those whose key is an admin's."""
+    """An ASGI application in front of one route, which the router has chosen: refuses keys that are not an admin's."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -55,16 +55,16 @@ class AdminsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """All routes, by who may use them. What is in none of the lists is nobody's."""
+    """All routes, by the key that they need. A path that is in none of the lists is not served."""
 
     open: Sequence[Route]  # without a key
     keys: Sequence[Route]  # with any
     admin: Sequence[Route]  # with an admin's
 
-    def guarded_by(self, doorkeeper: Doorkeeper) -> Router:
+    def guarded_by(self, authenticator: Authenticator) -> Router:
         """A router over all, with the guard before all but the open ones, unknown paths included."""
         inside = Router([*self.keys, *map(_for_admins, self.admin)], redirect_slashes=False)
-        return Router(self.open, redirect_slashes=False, default=Guard(inside, doorkeeper))
+        return Router(self.open, redirect_slashes=False, default=Guard(inside, authenticator))
 
     def __iter__(self) -> Iterator[Route]:
         return iter((*self.open, *self.keys, *self.admin))
@@ -75,12 +75,12 @@ def _for_admins(route: Route) -> Route:
     return Route(route.path, route.endpoint, methods=list(route.methods or ()), middleware=[Middleware(AdminsOnly)])
 
 
-def visit_of(request: Request) -> Visit:
-    """The visit that a request behind the guard is."""
-    visit: Visit = request.state.visit
-    return visit
+def reservation_of(request: Request) -> Reservation:
+    """The reservation of a request behind the guard."""
+    reservation: Reservation = request.state.reservation
+    return reservation
 
 
 def owner_of(request: Request) -> str:
-    """Whose files and batches a request is about: its key's name, "" where no keys are needed."""
-    return visit_of(request).account.name
+    """The owner of the files and batches of a request: its key's name, "" where no keys are needed."""
+    return reservation_of(request).account.name

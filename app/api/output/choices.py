@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from app.api.endpoints.completions import Call
+from app.api.call import Call
 from app.api.output.token_details import Details, Telling
 from app.api.output.tool_calls import ToolCallPiece, ToolUse
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.api.endpoints.completions import Call, ServedModel
+from app.api.call import Call
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import DONE, encoded, event
 from app.api.output.choices import Piece
@@ -218,27 +219,24 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
     return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
-class WholeWriter(Protocol):
-    """How an endpoint answers a call."""
+class Writer(ABC):
+    """Writes the response of one endpoint to a call."""
 
+    @abstractmethod
     async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
-        """Wait for the end of all requests and write one answer."""
-        ...
-
-
-class Writer(WholeWriter, Protocol):
-    """How an endpoint does that can stream too."""
+        """Wait for the end of all requests and write one response."""
 
     def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a call.
+        """The server-sent events of a call, for the bodies of the endpoint that can ask for them.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
         event.
         """
+        raise AssertionError("no body of this endpoint asks for a stream")
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceWriter:
+class ChoiceWriter(Writer):
     """Answers that are lists of choices, streamed as chunks with [DONE] behind them."""
 
     form: Format
@@ -405,18 +403,4 @@ def _usage(num_prompt: int, num_completion: int, *, num_cached: int) -> Json:
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def model_entry(model: ServedModel, name: str) -> Json:
-    """One model of /v1/models, under its name or an alias."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "carousel",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.facts.max_model_len,
-        "permission": [],
     }

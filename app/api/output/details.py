@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.api.endpoints.completions import Call
+from app.api.call import Call
 from app.api.output.token_details import Details, TokenNames, ToldToken, prompt_logprobs_entries
 
 Json = dict[str, Any]

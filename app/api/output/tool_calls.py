@@ -16,7 +16,7 @@ from app.api.schemas.requests import ChatRequest, FunctionDefinition, NamedTool
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.text import Tokenizer
-from app.text.tool_calls import LIST, CallParser, NamedFunction, ToolFormat, ToolParser
+from app.text.tool_calls import LIST, ArgumentsParser, CallParser, ToolFormat, ToolParser
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -94,7 +94,7 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
     if isinstance(body.tool_choice, NamedTool):
         chosen = functions[body.tool_choice.function.name]
         return ToolUse(
-            make_parser=lambda: NamedFunction(chosen.name), form=form or LIST, grammar=arguments_grammar(chosen)
+            make_parser=lambda: ArgumentsParser(chosen.name), form=form or LIST, grammar=arguments_grammar(chosen)
         )
     if body.tool_choice == "required":
         grammar = calls_grammar(list(functions.values()), only_one=only_first)

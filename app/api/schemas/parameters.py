@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from app.api.schemas.requests import ModelRequest, Schema, whole
+from pydantic import ValidationError
+
+from app.api.schemas.requests import ModelRequest, Schema, from_validation_error, whole
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 # Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
 _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
@@ -149,3 +153,18 @@ class UnknownFields:
                 return
             self._seen.add(name)
             logger.info("ignoring the unknown field %r of a %s request", name, schema.ENDPOINT)
+
+
+def parse(
+    body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
+) -> RequestT:
+    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
+    given = {name: value for name, value in body.items() if value is not None}
+    refuse_unavailable(given, schema)
+    if is_strict:
+        refuse_unknown(given, schema)
+    unknown_fields.note(given, schema)
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise from_validation_error(error) from None

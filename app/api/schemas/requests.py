@@ -340,6 +340,11 @@ class QueuedRequest(ModelRequest):
         return whole(value)
 
     @property
+    def wants_stream(self) -> bool:
+        """Whether the response is streamed."""
+        return False
+
+    @property
     def length_param(self) -> str:
         """The field that says how many tokens may be generated."""
         return "max_tokens"
@@ -439,6 +444,10 @@ class GenerationRequest(QueuedRequest):
                 param="truncate_prompt_tokens",
             )
         return self
+
+    @property
+    def wants_stream(self) -> bool:
+        return self.stream
 
     @property
     def prompt_param(self) -> str:

@@ -4,10 +4,10 @@ What comes from outside (arrivals, aborts, retunings, clock readings, drawn toke
 engine again; what was decided is enough to see whether it decides the same. Requests are numbered by their arrival.
 Fields that are empty, zero or false are left out.
 
-    {"step_log": 1, "run": ..., "part": 1, ...}                    the header, first in every file
+    {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
     {"abort": 7}
-    {"retuned": {"strategy": {...}, ...}}
+    {"reconfigured": {"strategy": {...}, ...}}
     {"cache_cleared": true}
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "share": {...}, "token_ids": [...], "joined": [7], ...}
     {"lost": 40}                                                   so many entries were dropped here
@@ -23,14 +23,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from app.config import SchedulerConfig
-from app.engine.batch import HoldUp
+from app.engine.batch import WaitReason
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 
-FORMAT = 1
+FORMAT = 2
 UNKNOWN = -1  # stands for a request whose number is not known any more
 
 
-class Failed(StrEnum):
+class FailureKind(StrEnum):
     """How a step failed."""
 
     REQUESTS = "requests"  # these did it; none of them: the step failed as a whole and not in parts
@@ -40,12 +40,12 @@ class Failed(StrEnum):
     MATCHERS = "matchers"  # the grammars of these could no longer say what may be drawn
 
 
-class Failure(NamedTuple):
-    how: Failed
+class StepFailure(NamedTuple):
+    how: FailureKind
     numbers: list[int]  # of the requests that ended by it
 
 
-class Share(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """What each sequence computes in a step, as columns: `counts[i]` tokens from position `starts[i]` on."""
 
     numbers: Sequence[int] = ()
@@ -59,14 +59,14 @@ class Share(NamedTuple):
         silent = set(self.silent)
         return [number for index, number in enumerate(self.numbers) if index not in silent]
 
-    def one_token_on(self) -> Share:
+    def one_token_on(self) -> ScheduledTokens:
         """The next step of the same sequences when each has drawn a token and computes it."""
         counts = self.counts or [1] * len(self.starts)
         starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
-        return Share(self.numbers, starts)
+        return ScheduledTokens(self.numbers, starts)
 
 
-NOTHING = Share()
+NOTHING = ScheduledTokens()
 
 
 class StepRecord(NamedTuple):
@@ -75,7 +75,7 @@ class StepRecord(NamedTuple):
     number: int  # from 1
     began_at: float | None = None
     ended_at: float | None = None
-    share: Share | None = None  # None: `one_token_on` from the step before
+    share: ScheduledTokens | None = None  # None: `one_token_on` from the step before
     token_ids: Sequence[int] = ()  # that were drawn, in the order of the sampled sequences
     is_late: bool = False  # those tokens are of the step before, which was launched ahead
     joined: Sequence[int] = ()
@@ -83,12 +83,12 @@ class StepRecord(NamedTuple):
     preempted: Sequence[int] = ()
     ended: Sequence[tuple[int, str]] = ()  # (number, finish reason; for an error its class)
     num_waiting: int = 0  # this, and the next two, once the step was scheduled
-    hold_up: HoldUp | None = None  # why the first of those who wait still does
+    wait_reason: WaitReason | None = None  # why the first of those who wait still does
     num_free_blocks: int = 0
     times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to book
-    failures: Sequence[Failure] = ()
+    failures: Sequence[StepFailure] = ()
 
-    def drawn(self, share: Share, before: Share) -> list[tuple[int, int]]:
+    def drawn(self, share: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
         """(number, token) of every token drawn, given this step's share and that of the step before."""
         return list(zip((before if self.is_late else share).samplers, self.token_ids, strict=False))
 
@@ -99,7 +99,7 @@ class Arrival(NamedTuple):
     request: Request
 
 
-class HiddenArrival(NamedTuple):
+class RedactedArrival(NamedTuple):
     """An arrival without its prompt: `block_hashes` has one for each full block of it."""
 
     number: int
@@ -118,7 +118,7 @@ class Abort(NamedTuple):
     number: int
 
 
-class Retuned(NamedTuple):
+class Reconfigured(NamedTuple):
     config: SchedulerConfig
 
 
@@ -126,11 +126,11 @@ class CacheCleared(NamedTuple):
     pass
 
 
-class Lost(NamedTuple):
+class DroppedEntries(NamedTuple):
     num_entries: int
 
 
-Entry = StepRecord | Arrival | HiddenArrival | Content | Abort | Retuned | CacheCleared | Lost
+Entry = StepRecord | Arrival | RedactedArrival | Content | Abort | Reconfigured | CacheCleared | DroppedEntries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,17 +175,17 @@ def to_line(entry: Entry) -> str:
             return _dumps(_step_fields(entry))
         case Arrival():
             return _dumps({"arrival": entry.number, "at": entry.at, "request": request_fields(entry.request)})
-        case HiddenArrival():
+        case RedactedArrival():
             return _dumps({"arrival": entry.number, "at": entry.at, "request": entry.request})
         case Content():
             return _dumps({"content": entry.number, "block_hashes": entry.block_hashes})
         case Abort():
             return _dumps({"abort": entry.number})
-        case Retuned():
-            return _dumps({"retuned": entry.config.model_dump(mode="json")})
+        case Reconfigured():
+            return _dumps({"reconfigured": entry.config.model_dump(mode="json")})
         case CacheCleared():
             return _dumps({"cache_cleared": True})
-        case Lost():
+        case DroppedEntries():
             return _dumps({"lost": entry.num_entries})
 
 
@@ -198,17 +198,17 @@ def parse(line: str) -> Entry:
         case {"arrival": number, "at": at, "request": {"prompt_token_ids": _} as request}:
             return Arrival(number, at, _request(request))
         case {"arrival": number, "at": at, "request": {"num_prompt_tokens": _, "block_hashes": _} as request}:
-            return HiddenArrival(number, at, request)
+            return RedactedArrival(number, at, request)
         case {"content": number, "block_hashes": hashes}:
             return Content(number, hashes)
         case {"abort": number}:
             return Abort(number)
-        case {"retuned": config}:
-            return Retuned(SchedulerConfig.model_validate(config))
+        case {"reconfigured": config}:
+            return Reconfigured(SchedulerConfig.model_validate(config))
         case {"cache_cleared": True}:
             return CacheCleared()
         case {"lost": num_entries}:
-            return Lost(num_entries)
+            return DroppedEntries(num_entries)
     raise ValueError(f"there is no such entry: {line[:80]}")
 
 
@@ -256,9 +256,9 @@ def _step_fields(record: StepRecord) -> dict[str, Any]:
 def _step(values: dict[str, Any]) -> StepRecord:
     number = values.pop("step")
     if "share" in values:
-        values["share"] = Share(**values["share"])
-    if "hold_up" in values:
-        values["hold_up"] = HoldUp(values["hold_up"])
+        values["share"] = ScheduledTokens(**values["share"])
+    if "wait_reason" in values:
+        values["wait_reason"] = WaitReason(values["wait_reason"])
     values["ended"] = [(each, str(reason)) for each, reason in values.get("ended", ())]
-    values["failures"] = [Failure(Failed(how), numbers) for how, numbers in values.get("failures", ())]
+    values["failures"] = [StepFailure(FailureKind(how), numbers) for how, numbers in values.get("failures", ())]
     return StepRecord(number, **values)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch
+from app.engine.batch import Batch, SchedulingDecision
 from app.engine.request import Request, TokenDelta
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import (
@@ -20,10 +20,10 @@ from app.engine.trace.entries import (
     Arrival,
     CacheCleared,
     Entry,
-    Failed,
-    Failure,
-    Retuned,
-    Share,
+    FailureKind,
+    Reconfigured,
+    ScheduledTokens,
+    StepFailure,
     StepRecord,
 )
 
@@ -37,7 +37,7 @@ class Recorder:
     def aborted(self, request_id: str) -> None:
         """A request that had not ended was ended at its caller's wish."""
 
-    def retuned(self, config: SchedulerConfig) -> None:
+    def reconfigured(self, config: SchedulerConfig) -> None:
         """Other settings hold from the next step on."""
 
     def cache_cleared(self) -> None:
@@ -46,13 +46,13 @@ class Recorder:
     def began(self) -> None:
         """A call of `Engine.step`; it ends with `told`, or with `failed` of the device."""
 
-    def scheduled(self, batch: Batch) -> None:
+    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
         """The scheduler made this batch, perhaps an empty one."""
 
     def drew(self, batch: Batch, token_ids: list[int]) -> None:
         """The model runner is done with this batch: one token for each sampled sequence of it."""
 
-    def failed(self, how: Failed, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
         """A step failed, and these sequences end by it."""
 
     def told(self, deltas: list[TokenDelta], *, at: float) -> None:
@@ -90,8 +90,8 @@ class StepRecorder(Recorder):
     def aborted(self, request_id: str) -> None:
         self._put(Abort(self._left(request_id)))
 
-    def retuned(self, config: SchedulerConfig) -> None:
-        self._put(Retuned(config))
+    def reconfigured(self, config: SchedulerConfig) -> None:
+        self._put(Reconfigured(config))
 
     def cache_cleared(self) -> None:
         self._put(CacheCleared())
@@ -102,39 +102,40 @@ class StepRecorder(Recorder):
 
     def _begin(self) -> None:
         self._batch: Batch | None = None
+        self._decision = SchedulingDecision()
         self._blocks: list[list[int]] | tuple[()] = ()
-        self._share: Share | None = NOTHING
+        self._share: ScheduledTokens | None = NOTHING
         self._token_ids: list[int] = []
         self._is_late = False
-        self._failures: list[Failure] = []
+        self._failures: list[StepFailure] = []
         self._began_ns = self._scheduled_ns = self._drew_ns = 0
 
-    def scheduled(self, batch: Batch) -> None:
-        self._batch = batch
-        self._blocks = [list(sequence.block_ids) for sequence in batch.joined] if batch.joined else ()
-        self._share = None if self._goes_on(batch) else _share(batch)
+    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+        self._batch, self._decision = batch, decision
+        self._blocks = [list(sequence.block_ids) for sequence in decision.joined] if decision.joined else ()
+        self._share = None if self._goes_on(batch, decision) else _share(batch)
         if self._share is not None:
             self._steady = batch.sequences if batch and not self._share.silent else None
         self._scheduled_ns = self._stopwatch_ns()
 
-    def _goes_on(self, batch: Batch) -> bool:
+    def _goes_on(self, batch: Batch, decision: SchedulingDecision) -> bool:
         """Whether it is the step before once more, one token later."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
             and batch.num_scheduled_tokens == len(batch.sequences)
-            and not batch.joined
-            and not batch.preempted
+            and not decision.joined
+            and not decision.preempted
         )
 
     def drew(self, batch: Batch, token_ids: list[int]) -> None:
         self._token_ids, self._is_late = token_ids, batch is not self._batch
         self._drew_ns = self._stopwatch_ns()
 
-    def failed(self, how: Failed, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
         ending = [sequence for sequence in sequences if not sequence.is_finished]
-        self._failures.append(Failure(how, [sequence.arrival for sequence in ending]))
+        self._failures.append(StepFailure(how, [sequence.arrival for sequence in ending]))
         self._steady = None
-        if how is Failed.DEVICE:
+        if how is FailureKind.DEVICE:
             ended = [(self._left(sequence.request.request_id), "error:StepFailed") for sequence in ending]
             self._finish(ended, ended_at=None)
 
@@ -151,13 +152,19 @@ class StepRecorder(Recorder):
 
     def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
         now_ns = self._stopwatch_ns()
-        batch, self._batch = self._batch, None  # it holds on to its sequences
-        record = self._record(batch, ended, ended_at, now_ns)
+        batch, decision = self._batch, self._decision
+        self._batch, self._decision = None, SchedulingDecision()  # they refer to their sequences
+        record = self._record(batch, decision, ended, ended_at, now_ns)
         if not self._put(record) or batch is None:
             self._steady = None  # after a hole, or a step of nobody, the share is told in full
 
     def _record(
-        self, batch: Batch | None, ended: list[tuple[int, str]], ended_at: float | None, now_ns: int
+        self,
+        batch: Batch | None,
+        decision: SchedulingDecision,
+        ended: list[tuple[int, str]],
+        ended_at: float | None,
+        now_ns: int,
     ) -> StepRecord:
         self._num_steps += 1
         drew_ns = self._drew_ns or self._scheduled_ns
@@ -184,24 +191,24 @@ class StepRecorder(Recorder):
             self._share,
             self._token_ids,
             self._is_late,
-            _numbers(batch.joined) if batch.joined else (),
+            _numbers(decision.joined) if decision.joined else (),
             self._blocks,
-            _numbers(batch.preempted) if batch.preempted else (),
+            _numbers(decision.preempted) if decision.preempted else (),
             ended,
-            batch.num_waiting,
-            batch.hold_up,
-            batch.num_free_blocks,
+            decision.num_waiting,
+            decision.wait_reason,
+            decision.num_free_blocks,
             times_us,
             self._failures,
         )
 
 
-def _share(batch: Batch) -> Share:
+def _share(batch: Batch) -> ScheduledTokens:
     scheduled = batch.scheduled
     is_plain = batch.num_scheduled_tokens == len(scheduled)
     counts = None if is_plain else [len(item.token_ids) for item in scheduled]
     silent = [index for index, item in enumerate(scheduled) if not item.samples]
-    return Share(_numbers(batch.sequences), [item.start for item in scheduled], counts, silent)
+    return ScheduledTokens(_numbers(batch.sequences), [item.start for item in scheduled], counts, silent)
 
 
 def _numbers(sequences: Iterable[Sequence]) -> list[int]:

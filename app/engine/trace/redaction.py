@@ -20,8 +20,8 @@ from app.engine.trace.entries import (
     Arrival,
     Content,
     Entry,
-    HiddenArrival,
-    Share,
+    RedactedArrival,
+    ScheduledTokens,
     StepRecord,
     request_fields,
 )
@@ -53,7 +53,7 @@ class Redactor:
                 return self._step(entry)
         return (entry,)
 
-    def _arrival(self, arrival: Arrival) -> HiddenArrival:
+    def _arrival(self, arrival: Arrival) -> RedactedArrival:
         request = arrival.request
         tokens = array("q", (*request.prompt_token_ids, *request.generated_token_ids))
         hashes = self._hashes(tokens)
@@ -63,7 +63,7 @@ class Redactor:
         fields |= {"num_prompt_tokens": len(request.prompt_token_ids), "block_hashes": hashes} | self._names(request)
         if request.generated_token_ids:
             fields["num_generated_tokens"] = len(request.generated_token_ids)
-        return HiddenArrival(arrival.number, arrival.at, fields)
+        return RedactedArrival(arrival.number, arrival.at, fields)
 
     def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         """Without what the output should say, or should not; that there was such a wish stays."""
@@ -85,7 +85,7 @@ class Redactor:
                 self._tokens[number].append(token_id)
         return (record._replace(token_ids=()), *self._content(number for number, _ in record.ended))
 
-    def _share_of(self, record: StepRecord) -> Share:
+    def _share_of(self, record: StepRecord) -> ScheduledTokens:
         return self._share.one_token_on() if record.share is None else record.share
 
     def _content(self, numbers: Iterable[int]) -> list[Content]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from app.engine.trace.entries import Entry, Header, Lost, to_line
+from app.engine.trace.entries import DroppedEntries, Entry, Header, to_line
 from app.engine.trace.redaction import Redactor
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class StepLog:
             self._drop()
             return False
         if self._num_untold:
-            self._pending.append(Lost(self._num_untold))
+            self._pending.append(DroppedEntries(self._num_untold))
             self._num_untold = 0
         self._pending.append(entry)
         if not self._wake.is_set():

@@ -1,16 +1,15 @@
 """Tool calls in what a model writes: the common formats, read while the text comes. Knows nothing of tokens."""
 
 from app.text.tool_calls.format import FORMATS, LIST, ToolFormat
-from app.text.tool_calls.named_function import NamedFunction
-from app.text.tool_calls.parser import CallParser, CallPiece, Parsed, ToolParser
+from app.text.tool_calls.parser import ArgumentsParser, CallParser, CallPiece, Parsed, ToolParser
 from app.text.tool_calls.template import format_of
 
 __all__ = [
     "FORMATS",
     "LIST",
+    "ArgumentsParser",
     "CallParser",
     "CallPiece",
-    "NamedFunction",
     "Parsed",
     "ToolFormat",
     "ToolParser",

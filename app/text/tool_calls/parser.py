@@ -7,7 +7,13 @@ from typing import NamedTuple, Protocol
 
 from app.text.pattern import Pattern
 from app.text.tool_calls.format import ToolFormat
-from app.text.tool_calls.readers import BLANKS, NameFirstReader, ObjectReader, PlainReader, Reader, Reading
+from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, PlainReader, Reading
+
+# Characters of white space that are held back until it is clear whether a call follows.
+_MAX_HELD_BLANKS = 1024
+# Characters of a call that are held back until its name and the beginning of its arguments are read; a longer one is
+# text. Arguments that come before the name, or are written as a string, are among them.
+_MAX_UNCERTAIN = 256 * 1024
 
 
 class CallPiece(NamedTuple):
@@ -43,11 +49,31 @@ class CallParser(Protocol):
         """What was held back: nothing more will come."""
 
 
+class ArgumentsParser:
+    """For a text that is nothing but the arguments of one function, because a grammar made it so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.has_calls = False
+        self.is_done = False
+
+    def push(self, text: str) -> Parsed:
+        if not text:
+            return Parsed("", ())
+        name = None if self.has_calls else self._name
+        self.has_calls = True
+        return Parsed("", (CallPiece(0, name, text),))
+
+    def flush(self) -> Parsed:
+        return Parsed("", ())
+
+
 class ToolParser:
     """Takes calls out of a text, in one format.
 
-    Whatever turns out to be no call comes out as the text that it is, its markers too. White space around calls and
-    what separates them belongs to the format and does not come out. Nothing is ever raised.
+    What turns out to be no call comes out as the text that it is, with its markers. White space around calls and what
+    separates them belongs to the format and does not come out, up to a length. Nothing is ever raised. Time is linear
+    in the length of the text, and what is held back is bounded.
     """
 
     def __init__(
@@ -64,9 +90,9 @@ class ToolParser:
         self._is_strict = is_strict
         self._begin = Pattern(form.begin) if form.begin else None
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
-        self._held = ""  # text that may yet belong to a call: white space, the beginning of a marker
-        self._raw = ""  # a call so far, while it may turn out to be none
-        self._reader: Reader = ObjectReader()
+        self._blanks: list[str] = []  # white space held back; behind it what `_begin` has matched of the marker
+        self._raw: list[str] = []  # a call so far, while it may turn out to be none
+        self._reader: CallReader = ObjectReader()
         self._num_closed = 0  # how much of the closing marker was read
         self._num_begun = 0  # calls whose name is known
         self._has_text = False
@@ -91,11 +117,11 @@ class ToolParser:
 
     def flush(self) -> Parsed:
         if self._advance == self._in_text:
-            self._say(self._held)
+            self._say_held()
         elif self._advance == self._after_call:
             self._say(self._form.end[: self._num_closed])
         elif self._advance == self._in_lead or (self._advance == self._in_call and self._reader.name is None):
-            self._say(self._raw)
+            self._say("".join(self._raw))
         return self._taken()
 
     def _taken(self) -> Parsed:
@@ -109,33 +135,51 @@ class ToolParser:
         self._has_text = self._has_text or bool(text.strip())
 
     def _in_text(self, character: str) -> None:
-        assert self._begin is not None, "without a marker there is no text before calls"
-        self._held += character
-        if self._form.may_begin_bare and not self._has_text and self._held.lstrip(self._blanks) == "{":
-            self._begin_call(character, self._unmarked_reader(), before=self._held[:-1])
-        elif self._begin.advance(character):
-            said = self._held[: -len(self._form.begin)].rstrip()
-            self._say(said)
-            self._raw, self._held = self._held[len(said) :], ""
-            self._begin.num_matched = 0
+        begin = self._begin
+        assert begin is not None, "without a marker there is no text before calls"
+        if character == "{" and self._may_begin_unmarked():
+            self._begin_call(character, self._unmarked_reader(), before=self._blanks)
+            return
+        num_before = begin.num_matched
+        if begin.advance(character):
+            self._raw, self._blanks = [*self._blanks, begin.text], []
+            begin.num_matched = 0
             self._advance = self._in_lead
-        else:
-            certain = self._held[: len(self._held) - self._begin.num_matched].rstrip()
-            self._say(certain)
-            self._held = self._held[len(certain) :]
+        elif begin.num_matched <= num_before:  # what was held of the marker is text, or its beginning is
+            self._say_certain(begin.text[:num_before] + character, num_held=begin.num_matched)
 
-    @property
-    def _blanks(self) -> str | None:
-        """What may stand before a call that nothing marks; None is all white space."""
-        return BLANKS if self._is_strict else None
+    def _may_begin_unmarked(self) -> bool:
+        assert self._begin is not None
+        if not self._form.may_begin_bare or self._has_text or self._begin.num_matched:
+            return False
+        return not self._is_strict or all(blank in BLANKS for blank in self._blanks)
 
-    def _unmarked_reader(self) -> Reader:
+    def _say_certain(self, text: str, *, num_held: int) -> None:
+        """Say what is held and this behind it, but for white space at the end and the marker's first `num_held`."""
+        said = text[: len(text) - num_held]
+        if not said.isspace():
+            kept = said.rstrip()
+            self._say("".join(self._blanks) + kept)
+            self._blanks = []
+            said = said[len(kept) :]
+        self._blanks.extend(said)
+        if len(self._blanks) >= _MAX_HELD_BLANKS:
+            self._say("".join(self._blanks))
+            self._blanks = []
+
+    def _say_held(self) -> None:
+        matched = "" if self._begin is None else self._begin.text[: self._begin.num_matched]
+        self._say("".join(self._blanks) + matched)
+
+    def _unmarked_reader(self) -> CallReader:
         return NameFirstReader(self._names) if self._is_strict else ObjectReader(self._names)
 
     def _in_lead(self, character: str) -> None:
         """Between the marker and the first call."""
-        if character.isspace() or character in self._form.lead:
-            self._raw += character
+        if len(self._raw) >= 2 * _MAX_HELD_BLANKS:  # with those before the marker
+            self._give_up(character)
+        elif character.isspace() or character in self._form.lead:
+            self._raw.append(character)
         elif character == "{":
             self._begin_call(
                 character, ObjectReader() if self._form.begin else self._unmarked_reader(), before=self._raw
@@ -145,8 +189,8 @@ class ToolParser:
         else:
             self._give_up(character)
 
-    def _begin_call(self, character: str, reader: Reader, *, before: str) -> None:
-        self._raw, self._held = before, ""
+    def _begin_call(self, character: str, reader: CallReader, *, before: list[str]) -> None:
+        self._raw, self._blanks = before, []
         if self._begin is not None:
             self._begin.num_matched = 0
         self._reader = reader
@@ -156,11 +200,11 @@ class ToolParser:
     def _in_call(self, character: str) -> None:
         was_certain = self._reader.name is not None
         reading = self._reader.advance(character)
-        if reading is Reading.NO_CALL:
+        if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= _MAX_UNCERTAIN):
             self._give_up(character)
             return
         if not was_certain:
-            self._raw += character
+            self._raw.append(character)
             if self._reader.name is not None:
                 self._calls.append(CallPiece(self._num_begun, self._reader.name, ""))
                 self._num_begun += 1
@@ -171,7 +215,7 @@ class ToolParser:
 
     def _end_call(self) -> None:
         self._take_arguments()
-        self._raw = ""
+        self._raw = []
         self._advance = self._after_call
         self._is_done = self._only_first
 
@@ -190,14 +234,14 @@ class ToolParser:
         elif character.isspace() or character in form.separators:
             pass
         elif character == "{" and form.may_follow_bare:
-            self._begin_call(character, self._unmarked_reader() if form.may_begin_bare else ObjectReader(), before="")
+            self._begin_call(character, self._unmarked_reader() if form.may_begin_bare else ObjectReader(), before=[])
         else:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
         """What was read is no call. This character may begin one."""
-        self._say(self._raw)
-        self._raw = ""
+        self._say("".join(self._raw))
+        self._raw = []
         self._back_to_text(character)
 
     def _back_to_text(self, characters: str) -> None:

@@ -1,4 +1,9 @@
-"""One call, read character by character: as a JSON object, or as a plain name with JSON behind it."""
+"""One call, read character by character: as a JSON object, or as a plain name with JSON behind it.
+
+A JSON parser is no help here: a client gets the arguments as the model wrote them, while they come, and models write
+what a parser refuses (line breaks in strings, lone surrogates). So a value is only delimited; only names and arguments
+that are written as strings are decoded. Each character costs the same, however long the call is.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,9 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Protocol
 
-from app.text.tool_calls.json_end import JsonEnd, Place
-
 BLANKS = " \t\r\n"  # the white space of JSON
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class Reading(Enum):
@@ -22,13 +26,13 @@ class Reading(Enum):
     NO_CALL = auto()  # it shows that what was read is no call
 
 
-class Reader(Protocol):
-    """Reads one call. What it has made sure of stands in `name`, and the arguments are taken piece by piece."""
+class CallReader(Protocol):
+    """Reads one call. `name` is set once it is certain; the arguments are taken piece by piece."""
 
     name: str | None  # None until it is certain that this is a call
 
     def advance(self, character: str) -> Reading:
-        """Take the next character. Not to be asked any more once the answer is not MORE."""
+        """Take the next character. Not to be called again after an answer other than MORE."""
 
     def take_arguments(self) -> str:
         """The arguments that are new since the last time."""
@@ -37,19 +41,20 @@ class Reader(Protocol):
 class ObjectReader:
     """`{"name": "f", "arguments": {…}}`; `parameters` is another word for arguments, other members are passed over.
 
-    Arguments that are an object stream as they come, once the name is known. Those written as a string are what the
-    string says. What is broken behind the name and the beginning of the arguments does not undo the call: its
-    arguments are what there is.
+    Arguments that are an object stream as they come, once the name is known. Arguments that are written as a string are
+    decoded. What is broken behind the name and the beginning of the arguments does not undo the call: the arguments
+    are then what was read of them.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names`: where nothing but its looks tells a call from other JSON, a call has arguments and one of these."""
+        """`names`: where only its form tells a call from other JSON, a call has arguments and one of these names."""
         self.name: str | None = None
         self._names = names
         self._written_name: str | None = None
-        self._arguments: str | None = None  # read, not yet taken
+        self._arguments: list[str] | None = None  # read, not yet taken
         self._advance: Callable[[str], Reading] = self._open
-        self._key = self._value = ""
+        self._key = ""
+        self._value: list[str] = []
         self._end = JsonEnd()
         self._streams = False  # the value that is being read goes to the arguments as it comes
 
@@ -57,7 +62,9 @@ class ObjectReader:
         return self._advance(character)
 
     def take_arguments(self) -> str:
-        arguments, self._arguments = self._arguments or "", "" if self._arguments is not None else None
+        if not self._arguments:
+            return ""
+        arguments, self._arguments = "".join(self._arguments), []
         return arguments
 
     def _open(self, character: str) -> Reading:
@@ -76,9 +83,9 @@ class ObjectReader:
         return Reading.MORE
 
     def _in_key(self, character: str) -> Reading:
-        self._value += character
-        if self._end.advance(character) is Place.LAST:
-            self._key = _string(self._value) or ""
+        self._value.append(character)
+        if self._end.advance(character) is JsonPlace.LAST:
+            self._key = _string("".join(self._value)) or ""
             self._advance = self._before_colon
         return Reading.MORE
 
@@ -97,41 +104,41 @@ class ObjectReader:
         is_first = self._key in _ARGUMENT_KEYS and self._arguments is None
         if is_first and character in "{[" and self._is_offered():
             self._streams = True
-            self._arguments = ""
+            self._arguments = []
             self.name = self._written_name
         self._begin_value(self._in_value, character)
         return Reading.MORE
 
     def _begin_value(self, state: Callable[[str], Reading], character: str) -> None:
-        self._advance, self._value, self._end = state, "", JsonEnd()
+        self._advance, self._value, self._end = state, [], JsonEnd()
         state(character)
 
     def _in_value(self, character: str) -> Reading:
         place = self._end.advance(character)
-        if place is not Place.BEYOND:
+        if place is not JsonPlace.BEYOND:
             self._keep(character)
-        if place is Place.INSIDE:
+        if place is JsonPlace.INSIDE:
             return Reading.MORE
         if not self._finish_value():
             return Reading.NO_CALL
         self._advance = self._after_value
-        return Reading.MORE if place is Place.LAST else self._after_value(character)
+        return Reading.MORE if place is JsonPlace.LAST else self._after_value(character)
 
     def _keep(self, character: str) -> None:
-        if self._streams:
-            self._arguments = (self._arguments or "") + character
-        else:
-            self._value += character
+        if not self._streams:
+            self._value.append(character)
+        elif self._arguments is not None:
+            self._arguments.append(character)
 
     def _finish_value(self) -> bool:
         """Book the value that has ended; false when that makes the whole no call."""
         if self._streams:
             self._streams = False
         elif self._key == "name" and self._written_name is None:
-            self._written_name = _string(self._value)
+            self._written_name = _string("".join(self._value))
             return self._is_offered()
         elif self._key in _ARGUMENT_KEYS and self._arguments is None:
-            self._arguments = _as_arguments(self._value)
+            self._arguments = [_as_arguments("".join(self._value))]
         return True
 
     def _after_value(self, character: str) -> Reading:
@@ -146,12 +153,12 @@ class ObjectReader:
         if not self._is_offered() or (self._names is not None and self._arguments is None):
             return Reading.NO_CALL
         if self.name is None:
-            self._arguments = self._arguments or "{}"
+            self._arguments = self._arguments or ["{}"]
             self.name = self._written_name
         return Reading.DONE
 
     def _broken(self) -> Reading:
-        """It goes on as no JSON does. With a name and arguments it is a call all the same, which ended before this."""
+        """It goes on as no JSON does. With a name and arguments it is still a call, which ended before this."""
         is_call = self._arguments is not None and self._close() is Reading.DONE
         return Reading.BEYOND if is_call else Reading.NO_CALL
 
@@ -164,24 +171,19 @@ class NameFirstReader(ObjectReader):
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
-        self._spelled = {f'{{"name":"{name}"': 0 for name in names}  # how much of each was read
+        self._beginnings = [f'{{"name":"{name}"' for name in names]
+        self._written = ""  # without the blanks outside quotes
         self._is_spelled = False
 
     def advance(self, character: str) -> Reading:
-        if not self._is_spelled:
-            reached = {text: _one_further(text, at, character) for text, at in self._spelled.items()}
-            self._spelled = {text: at for text, at in reached.items() if at is not None}
-            if not self._spelled:
+        is_quoted = self._written.count('"') % 2 == 1
+        if not self._is_spelled and (is_quoted or character not in BLANKS):
+            self._written += character
+            self._beginnings = [each for each in self._beginnings if each.startswith(self._written)]
+            if not self._beginnings:
                 return Reading.NO_CALL
-            self._is_spelled = any(at == len(text) for text, at in self._spelled.items())
+            self._is_spelled = self._written in self._beginnings
         return super().advance(character)
-
-
-def _one_further(text: str, at: int, character: str) -> int | None:
-    """How much of a text was read behind a character; there may be blanks where it is not in quotes."""
-    if character == text[at]:
-        return at + 1
-    return at if character in BLANKS and text.count('"', 0, at) % 2 == 0 else None
 
 
 class PlainReader:
@@ -189,9 +191,9 @@ class PlainReader:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self._written_name = ""
-        self._tag: str | None = None  # what was read of `[ARGS]` or `[CALL_ID]…`
-        self._arguments = ""
+        self._written_name: list[str] = []
+        self._tag: list[str] = []  # what was read of `[ARGS]` or `[CALL_ID]…`
+        self._arguments: list[str] = []
         self._end = JsonEnd()
 
     @staticmethod
@@ -204,46 +206,101 @@ class PlainReader:
             return self._in_arguments(character)
         if character == "{":
             return self._begin_arguments(character)
-        if self._tag is not None:
+        if self._tag:
             return self._in_tag(character)
         if character == "[":
-            self._tag = character
+            self._tag.append(character)
         elif self.begins_with(character):
-            self._written_name += character
+            self._written_name.append(character)
         else:
             return Reading.NO_CALL
         return Reading.MORE
 
     def take_arguments(self) -> str:
-        arguments, self._arguments = self._arguments, ""
+        arguments, self._arguments = "".join(self._arguments), []
         return arguments
 
     def _in_tag(self, character: str) -> Reading:
-        self._tag = (self._tag or "") + character
-        is_known = any(tag.startswith(self._tag) or self._tag.startswith(tag) for tag in ("[ARGS]", "[CALL_ID]"))
+        self._tag.append(character)
+        if len(self._tag) > len(_CALL_ID):
+            return Reading.MORE  # an identifier
+        begun = "".join(self._tag)
+        is_known = any(tag.startswith(begun) or begun.startswith(tag) for tag in (_ARGS, _CALL_ID))
         return Reading.MORE if is_known else Reading.NO_CALL
 
     def _begin_arguments(self, character: str) -> Reading:
-        if self._tag is not None and not self._tag.rstrip().endswith("[ARGS]"):
+        if self._tag and not "".join(self._tag).rstrip().endswith(_ARGS):
             return Reading.NO_CALL
-        self.name = self._written_name
+        self.name = "".join(self._written_name)
         return self._in_arguments(character)
 
     def _in_arguments(self, character: str) -> Reading:
         place = self._end.advance(character)
-        if place is Place.BEYOND:
+        if place is JsonPlace.BEYOND:
             return Reading.BEYOND
-        self._arguments += character
-        return Reading.DONE if place is Place.LAST else Reading.MORE
+        self._arguments.append(character)
+        return Reading.DONE if place is JsonPlace.LAST else Reading.MORE
+
+
+class JsonPlace(Enum):
+    """Where a character stands, seen from a JSON value."""
+
+    INSIDE = auto()
+    LAST = auto()  # it is the value's last
+    BEYOND = auto()  # the value has ended before it
+
+
+class JsonEnd:
+    """Finds the end of one value by its brackets and quotes; it does not check that what is between them is JSON.
+
+    Outside strings a `<` is no JSON: it begins the marker that ends a call whose brackets were not closed.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._has_begun = False
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def advance(self, character: str) -> JsonPlace:
+        """Take the next character of the value; the first is its first."""
+        if self._is_in_string:
+            return self._in_string(character)
+        if character == "<" or (self._depth == 0 and (character in ",]}" or (self._has_begun and character.isspace()))):
+            return JsonPlace.BEYOND
+        self._has_begun = True
+        if character == '"':
+            self._is_in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            return JsonPlace.INSIDE if self._depth else JsonPlace.LAST
+        return JsonPlace.INSIDE
+
+    def _in_string(self, character: str) -> JsonPlace:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._is_in_string = False
+            return JsonPlace.INSIDE if self._depth else JsonPlace.LAST
+        return JsonPlace.INSIDE
 
 
 def _string(written: str) -> str | None:
-    """What a JSON string says; None for anything else."""
+    """What a JSON string says; None for anything else.
+
+    `\\ud800` alone is no character: it becomes U+FFFD here, because text with it could not be encoded for any client.
+    """
+    if not written.startswith('"'):
+        return None
     try:
-        value = json.loads(written, strict=False)
+        value: str = json.loads(written, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _as_arguments(written: str) -> str:

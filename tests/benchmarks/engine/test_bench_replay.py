@@ -17,8 +17,7 @@ from hypothesis.stateful import rule
 from app.assembly import build_matchers, build_sync_engine
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import LaunchingRunner, ModelRunner
-from app.engine.facts import ModelFacts
-from app.engine.request import Grammar, GrammarKind
+from app.engine.request import Grammar, GrammarKind, ModelFacts
 from app.engine.trace.entries import Entry, Header, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
@@ -28,7 +27,7 @@ from benchmarks.engine.replay import Found, main, reenact
 from benchmarks.engine.stand_ins import StandIns
 from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
-from tests.engine.test_matchers import LateMatchedRunner
+from tests.engine.test_matcher import LateMatchedRunner
 from tests.engine.test_overlapped_engine import LateRunner, OverlappedMachine
 from tests.fakes import (
     EOS,
@@ -158,7 +157,7 @@ SETTINGS: dict[str, Any] = {
 def recorded_run(
     strategy: Any = "continuous", policy: Any = "fcfs", *, is_ahead: bool = False
 ) -> tuple[Header, Recorded]:
-    """64 requests in four waves on a pool that is too small, some aborted, retuned in the middle."""
+    """64 requests in four waves on a pool that is too small, some aborted, reconfigured in the middle."""
     clock, recorded, draw = FakeClock(), Recorded(), random.Random(3)
     runner = LateRunner(clock) if is_ahead else TimedRunner(clock)
     engine = build_fake_engine(
@@ -277,9 +276,9 @@ def another_end(entry: dict[str, Any]) -> bool:
 
 
 def another_reason(entry: dict[str, Any]) -> bool:
-    if entry.get("hold_up") != "slots":
+    if entry.get("wait_reason") != "slots":
         return False
-    entry["hold_up"] = "blocks"
+    entry["wait_reason"] = "blocks"
     return True
 
 
@@ -478,7 +477,7 @@ def test_a_cut_last_line_is_left_out(
     [
         (None, "cannot be read"),
         ("", "this is no step log"),
-        ('{"step_log":99}\n', "the log has format 99; this version reads format 1"),
+        ('{"step_log":99}\n', "the log has format 99; this version reads format 2"),
         ("header\nnonsense\n", ":2: this is no entry of a step log"),
         ('header\n{"step":1,"nonsense":2}\n', ":2: this is no entry of a step log"),
     ],

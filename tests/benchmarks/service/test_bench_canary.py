@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.api import ServedModel, build_app
+from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
 from app.config import ApiConfig, EngineConfig
 from app.engine.async_engine import AsyncEngine
@@ -60,7 +60,7 @@ def service(engine: AsyncEngine, tokenizer: Tokenizer, generate: Generate, *, sh
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
     keys = [{"name": f"{run}-{number}", "sha256": each} for number, each in enumerate(hashes)]
     config = ApiConfig.model_validate({"keys": keys, "share_prefixes": share_prefixes})
-    with serving(build_app([model], config, is_ready)) as url:
+    with serving(build_app(RequestHandler([model], config), is_ready)) as url:
         yield url
 
 

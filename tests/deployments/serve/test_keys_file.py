@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.api.auth.keys import OpenDoor
+from app.api.auth.keys import NoAuthentication
 from app.config import ApiConfig
 from app.errors import InvalidSetup, Unauthenticated
 from deployments.serve.keys_file import Keys
@@ -28,7 +28,7 @@ def write(path: Path, entries: Any) -> Path:
 
 def is_known(keys: Keys, key: str) -> bool:
     try:
-        keys.doorkeeper.account_of([(b"authorization", f"Bearer {key}".encode())])
+        keys.authenticator.account_of([(b"authorization", f"Bearer {key}".encode())])
     except Unauthenticated:
         return False
     return True
@@ -104,7 +104,7 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
 
 
 def test_without_keys_everybody_may_come_in() -> None:
-    assert isinstance(Keys(ApiConfig()).doorkeeper, OpenDoor)
+    assert isinstance(Keys(ApiConfig()).authenticator, NoAuthentication)
 
 
 @pytest.fixture

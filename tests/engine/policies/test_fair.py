@@ -130,16 +130,16 @@ def test_a_new_tenant_waits_for_nobodys_backlog() -> None:
 
 
 def test_who_has_gone_is_forgotten_in_the_end() -> None:
-    from app.engine.policies import fair
+    from app.engine import policies
 
     engine = build_fake_engine(policy="fair")
-    before, fair.MAX_IDLE_TENANTS = fair.MAX_IDLE_TENANTS, 50
+    before, policies.MAX_IDLE_TENANTS = policies.MAX_IDLE_TENANTS, 50
     try:
         for number in range(300):
             run_to_end(engine, make_request(tenant=f"tenant-{number}", max_tokens=1))
     finally:
-        fair.MAX_IDLE_TENANTS = before
+        policies.MAX_IDLE_TENANTS = before
     policy = engine._scheduler._policy._inner  # type: ignore[attr-defined]
-    assert isinstance(policy, fair.FairShare)
+    assert isinstance(policy, policies.FairShare)
     assert len(policy._counters) <= 52
     assert len(policy._order._heap) <= 52

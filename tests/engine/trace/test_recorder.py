@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from app.config import SchedulerConfig
-from app.engine.batch import HoldUp
+from app.engine.batch import WaitReason
 from app.engine.engine import StepError
 from app.engine.trace.entries import (
     Abort,
     Arrival,
     CacheCleared,
     Entry,
-    Failed,
-    Failure,
-    Retuned,
-    Share,
+    FailureKind,
+    Reconfigured,
+    ScheduledTokens,
+    StepFailure,
     StepRecord,
     parse,
     to_line,
@@ -56,9 +56,9 @@ def test_a_step_tells_who_ran_joined_and_ended_and_when() -> None:
     step, second = kept.steps[:2]
     assert step.number == 1
     assert (step.began_at, step.ended_at) == (100.0, 100.01)
-    assert step.share == Share([0, 1], [0, 0], [5, 2], [])
+    assert step.share == ScheduledTokens([0, 1], [0, 0], [5, 2], [])
     assert (step.joined, step.blocks) == ([0, 1], [[0, 1], [2]])
-    assert (step.num_waiting, step.hold_up, step.num_free_blocks) == (1, HoldUp.SLOTS, 5)
+    assert (step.num_waiting, step.wait_reason, step.num_free_blocks) == (1, WaitReason.SLOTS, 5)
     assert step.token_ids == [expected_tokens((5, 6, 7, 8, 9), 1)[0], expected_tokens((3, 4), 1)[0]]
     assert second.share is None, "the same sequences, a token later, need not be told again"
     assert second.ended == [(0, "length")]
@@ -66,21 +66,23 @@ def test_a_step_tells_who_ran_joined_and_ended_and_when() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "prompts", "hold_up"),
+    ("settings", "prompts", "wait_reason"),
     [
-        ({"max_running": 1}, [4, 4], HoldUp.SLOTS),
-        ({"num_blocks": 3}, [8, 8], HoldUp.BLOCKS),
-        ({"max_step_tokens": 8}, [8, 8], HoldUp.BUDGET),
-        ({"strategy": {"name": "static", "batch_size": 2, "max_wait_ms": 1000}}, [8], HoldUp.STRATEGY),
+        ({"max_running": 1}, [4, 4], WaitReason.SLOTS),
+        ({"num_blocks": 3}, [8, 8], WaitReason.BLOCKS),
+        ({"max_step_tokens": 8}, [8, 8], WaitReason.BUDGET),
+        ({"strategy": {"name": "static", "batch_size": 2, "max_wait_ms": 1000}}, [8], WaitReason.STRATEGY),
         ({}, [8], None),
     ],
 )
-def test_why_the_first_one_waits_is_told(settings: dict[str, Any], prompts: list[int], hold_up: HoldUp | None) -> None:
+def test_a_step_records_why_the_first_sequence_waits(
+    settings: dict[str, Any], prompts: list[int], wait_reason: WaitReason | None
+) -> None:
     kept = Kept(**settings)
     for length in prompts:
         kept.engine.add(make_request((5,) * length))
     kept.engine.step()
-    assert kept.steps[0].hold_up == hold_up
+    assert kept.steps[0].wait_reason == wait_reason
 
 
 def test_what_comes_from_outside_is_told_in_its_place() -> None:
@@ -94,7 +96,7 @@ def test_what_comes_from_outside_is_told_in_its_place() -> None:
     kept.engine.clear_prefix_cache()
     arrival, _, *others = kept.entries
     assert arrival == Arrival(0, 99.5, request)
-    assert others == [Abort(0), Retuned(SchedulerConfig(max_running=3)), CacheCleared()]
+    assert others == [Abort(0), Reconfigured(SchedulerConfig(max_running=3)), CacheCleared()]
 
 
 def test_whoever_is_preempted_is_told_and_then_tells_where_it_goes_on() -> None:
@@ -104,7 +106,7 @@ def test_whoever_is_preempted_is_told_and_then_tells_where_it_goes_on() -> None:
     run_to_end(kept.engine)
     (at,) = (index for index, step in enumerate(kept.steps) if step.preempted)
     assert kept.steps[at].preempted == [1]
-    assert kept.steps[at].hold_up is HoldUp.BLOCKS
+    assert kept.steps[at].wait_reason is WaitReason.BLOCKS
     assert [step.joined for step in kept.steps if step.joined] == [[0, 1], [1]]
 
 
@@ -117,12 +119,12 @@ def test_failures_are_told_with_those_who_ended_by_them() -> None:
     assert isinstance(runner, FailingOnDemand)
     runner.poison = requests[2].request_id
     kept.engine.step()
-    assert kept.steps[0].failures == [Failure(Failed.REQUESTS, [2])]
+    assert kept.steps[0].failures == [StepFailure(FailureKind.REQUESTS, [2])]
     assert kept.steps[0].ended == [(2, "error:StepFailed")]
     runner.is_broken = True
     with pytest.raises(StepError):
         kept.engine.step()
-    assert kept.steps[1].failures == [Failure(Failed.DEVICE, [0, 1, 3])]
+    assert kept.steps[1].failures == [StepFailure(FailureKind.DEVICE, [0, 1, 3])]
     assert (kept.steps[1].ended_at, [number for number, _ in kept.steps[1].ended]) == (None, [0, 1, 3])
 
 
@@ -144,7 +146,7 @@ def test_after_a_dropped_entry_the_share_is_told_in_full() -> None:
     kept.engine.step()
     kept.accepts = True
     kept.engine.step()
-    assert kept.steps[-1].share == Share([0], [6], None, [])
+    assert kept.steps[-1].share == ScheduledTokens([0], [6], None, [])
     kept.engine.step()
     assert kept.steps[-1].share is None
 

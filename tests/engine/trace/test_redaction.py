@@ -7,8 +7,8 @@ from app.engine.trace.entries import (
     Arrival,
     Content,
     Entry,
-    HiddenArrival,
-    Share,
+    RedactedArrival,
+    ScheduledTokens,
     StepRecord,
     parse,
     sampling_of,
@@ -26,21 +26,21 @@ def redacted(*entries: Entry) -> list[Entry]:
 
 
 def hashes_of(entry: Entry) -> list[str]:
-    assert isinstance(entry, HiddenArrival)
+    assert isinstance(entry, RedactedArrival)
     return list(entry.request["block_hashes"])
 
 
 def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
     request = make_request(PROMPT, request_id="r", cache_salt="secret", tenant="alice", max_tokens=3)
-    hidden = redacted(Arrival(0, 1.0, request), StepRecord(1, share=Share([0], [0], [6]), token_ids=[47]))
+    hidden = redacted(Arrival(0, 1.0, request), StepRecord(1, share=ScheduledTokens([0], [0], [6]), token_ids=[47]))
     arrival, step = hidden
-    assert isinstance(arrival, HiddenArrival)
+    assert isinstance(arrival, RedactedArrival)
     told = {"request_id", "sampling", "num_prompt_tokens", "block_hashes", "cache_salt", "tenant"}
     assert arrival.request.keys() == told
     assert arrival.request["num_prompt_tokens"] == 6
     assert len(arrival.request["block_hashes"]) == 3
     assert not {"secret", "alice"} & {arrival.request["cache_salt"], arrival.request["tenant"]}
-    assert step == StepRecord(1, share=Share([0], [0], [6]))
+    assert step == StepRecord(1, share=ScheduledTokens([0], [0], [6]))
 
 
 def test_what_an_output_should_say_is_not_told_but_that_it_should() -> None:
@@ -50,7 +50,7 @@ def test_what_an_output_should_say_is_not_told_but_that_it_should() -> None:
     line = to_line(arrival)
     assert "secret" not in line
     again = parse(line)
-    assert isinstance(again, HiddenArrival)
+    assert isinstance(again, RedactedArrival)
     sampling = sampling_of(again.request["sampling"])
     assert sampling.looks_back
     assert sampling.grammar is not None
@@ -72,7 +72,7 @@ def test_what_was_generated_is_told_in_blocks_when_a_request_ends() -> None:
     """It equals the blocks of a prompt that goes on with it, as the prefix cache sees them."""
     answered = Arrival(0, 1.0, make_request(PROMPT[:3]))
     steps = [
-        StepRecord(1, share=Share([0], [0], [3]), token_ids=[44]),
+        StepRecord(1, share=ScheduledTokens([0], [0], [3]), token_ids=[44]),
         StepRecord(2, token_ids=[45]),
         StepRecord(3, token_ids=[46], ended=[(0, "length")]),
     ]
@@ -84,8 +84,8 @@ def test_late_tokens_belong_to_the_step_before() -> None:
     answered = Arrival(0, 1.0, make_request(PROMPT[:3]))
     other = Arrival(1, 1.0, make_request((7, 8)))
     steps = [
-        StepRecord(1, share=Share([0], [0], [3])),
-        StepRecord(2, share=Share([1], [0], [2]), token_ids=[44], is_late=True, ended=[(0, "length")]),
+        StepRecord(1, share=ScheduledTokens([0], [0], [3])),
+        StepRecord(2, share=ScheduledTokens([1], [0], [2]), token_ids=[44], is_late=True, ended=[(0, "length")]),
     ]
     *_, content, follow_up = redacted(answered, other, *steps, Arrival(2, 2.0, make_request(PROMPT[:4])))
     assert content == Content(0, hashes_of(follow_up)[1:])

@@ -12,8 +12,8 @@ import pytest
 
 from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
-from app.engine.facts import ModelFacts
-from app.engine.trace.entries import Abort, Header, Lost, parse
+from app.engine.request import ModelFacts
+from app.engine.trace.entries import Abort, DroppedEntries, Header, parse
 from app.engine.trace.log_files import LogFiles
 from app.engine.trace.step_log import StepLog
 from app.errors import InvalidSetup
@@ -126,9 +126,9 @@ def test_a_slow_disk_loses_entries_which_are_counted_and_nobody_waits(caplog: py
     reader.join()
     entries = [parse(line) for line in lines[1:]]
     assert [entry.number for entry in entries if isinstance(entry, Abort)] == [*taken, number]
-    holes = [entry.num_entries for entry in entries if isinstance(entry, Lost)]
+    holes = [entry.num_entries for entry in entries if isinstance(entry, DroppedEntries)]
     assert sum(holes) == num_lost == number - len(taken)
-    assert entries[-2:] == [Lost(holes[-1]), Abort(number)]
+    assert entries[-2:] == [DroppedEntries(holes[-1]), Abort(number)]
 
 
 class FillingDisk(LogFiles):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -172,3 +173,64 @@ def test_no_text_breaks_a_parser_and_no_cut_changes_what_it_says(
     assert parsed(form, cut(written, places), only_first=only_first) == whole
     if not whole[1]:
         assert whole[0] == written, "where there is no call, every character is text"
+
+
+@pytest.mark.parametrize("escaped", ["\\ud800", "\\udc00\\ud800", "f\\udfff"])
+def test_a_lone_surrogate_is_replaced_in_names_and_arguments_and_the_rest_is_kept(escaped: str) -> None:
+    written = f'<tool_call>{{"name": "{escaped}", "arguments": "{{\\"a\\": \\"{escaped}é\\"}}"}}</tool_call>'
+    written = written.replace('\\"a', '\\"\\ud83d\\ude00a')
+    _, [(name, arguments)] = parsed(FORMATS["hermes"], [written])
+    assert "\ufffd" in name
+    assert arguments.startswith('{"\U0001f600a": "')
+    assert "\ufffd" in arguments
+    assert "é" in arguments
+    (name + arguments).encode()
+
+
+def cpu_s(form: ToolFormat, begin: str, piece: str, num_pieces: int, names: Iterable[str], is_strict: bool) -> float:
+    began = time.thread_time()
+    parser = ToolParser(form, [*names], is_strict=is_strict)
+    parser.push(begin)
+    for _ in range(num_pieces):
+        parser.push(piece)
+    parser.flush()
+    return time.thread_time() - began
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "piece"),
+    [
+        ("hermes", "", " " * 64),
+        ("hermes", "", (" " * 31 + "<") * 2),
+        ("hermes", "<tool_call>", " " * 64),
+        ("hermes", '<tool_call>{"name": "f", "id": "', "a" * 64),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "', "a" * 64),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "a" * 64),
+        ("hermes", '<tool_call>{"arguments": [', "[1], " * 13),
+        ("mistral", "[TOOL_CALLS]", "f" * 64),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]", "1" * 64),
+        ("llama3", "{", " " * 64),
+        ("llama3", "", '{"name": "f", "parameters": {}};' + " " * 32),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
+def test_time_is_linear_in_the_length_of_the_text(form: str, begin: str, piece: str, is_strict: bool) -> None:
+    names = [f"function_{number}" for number in range(64)] + ["f"]
+    few, many = (
+        min(cpu_s(FORMATS[form], begin, piece, num_pieces, names, is_strict) for _ in range(3))
+        for num_pieces in (250, 2000)
+    )
+    assert many < 8 * 3 * few, f"{few:.3f} s for 250 pieces, {many:.3f} s for 2,000"
+
+
+@pytest.mark.parametrize("text", [" " * 100_000, "<tool_call>" + " " * 100_000, '<tool_call>{"a": "' + "b" * 1_000_000])
+def test_what_is_held_back_is_bounded(text: str) -> None:
+    parser = ToolParser(FORMATS["hermes"], NAMES)
+    said = "".join(parser.push(text[begin : begin + 1000]).text for begin in range(0, len(text), 1000))
+    assert len(said) > len(text) * 0.7
+    assert said + parser.flush().text == text
+
+
+def test_a_deep_name_is_no_call() -> None:
+    deep = '<tool_call>{"name": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert parsed(FORMATS["hermes"], [deep]) == (deep, [])

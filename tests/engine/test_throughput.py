@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.pace import HORIZON_S, Pace, RetryTimes
+from app.engine.throughput import HORIZON_S, RetryTimes, Throughput
 
 
 def test_averages_are_those_of_the_steps() -> None:
-    pace = Pace()
+    pace = Throughput()
     assert (pace.step_s, pace.tokens_per_s, pace.ended_per_s) == (0, 0, 0)
     for _ in range(10):
         pace.note_step(0.1, num_tokens=32, num_ended=0)
@@ -19,7 +19,7 @@ def test_averages_are_those_of_the_steps() -> None:
 
 
 def test_old_steps_fade() -> None:
-    pace = Pace()
+    pace = Throughput()
     pace.note_step(60.0, num_tokens=1, num_ended=0)  # compiled something
     for _ in range(int(5 * HORIZON_S / 0.01)):
         pace.note_step(0.01, num_tokens=1, num_ended=0)
@@ -38,8 +38,8 @@ def test_without_a_pace_it_is_a_second() -> None:
     assert RetryTimes().next_after(5.0, ended_per_s=0.0) == 1.0
 
 
-def pace_of(*steps: tuple[int, float]) -> Pace:
-    pace = Pace()
+def pace_of(*steps: tuple[int, float]) -> Throughput:
+    pace = Throughput()
     for _ in range(20):
         for num_tokens, seconds in steps:
             pace.note_step(seconds, num_tokens=num_tokens, num_ended=0)
@@ -58,7 +58,7 @@ def test_speed_at_a_size_does_not_depend_on_how_full_the_steps_were() -> None:
 
 
 def test_speed_at_a_size_is_positive_whatever_was_measured() -> None:
-    assert Pace().tokens_per_s_at(32) == 0
+    assert Throughput().tokens_per_s_at(32) == 0
     assert pace_of((8, 0.1)).tokens_per_s_at(32) == pytest.approx(80)  # one size: each token costs the same
     assert pace_of((1, 0.3), (100, 0.1)).tokens_per_s_at(32) == pytest.approx(32 / 0.2, rel=0.05)  # falling: flat
     assert pace_of((10, 0.01), (100, 1.0)).tokens_per_s_at(1) > 0

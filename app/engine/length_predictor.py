@@ -10,6 +10,9 @@ from app.engine.request import Request
 WINDOW = 64  # outputs remembered of each kind
 MIN_OUTPUTS = 4  # with fewer, a kind says nothing
 MAX_KINDS = 4_096
+# A prediction is the median: half of the refusals by a higher quantile would be of requests that would have met their
+# deadlines.
+EXPECTED_QUANTILE = 0.5
 _NEWEST_SHARE = 0.02  # of the error's moving average
 
 # A tenant (None: all of them) and the class of the prompt's length.
@@ -27,7 +30,7 @@ class LengthPredictor:
         self._windows: OrderedDict[_Kind, _Window] = OrderedDict()  # the longest unused first
         self.mean_error_tokens = 0.0  # of predicted output lengths, without sign; a moving average
 
-    def predict(self, request: Request, *, quantile: float) -> int | None:
+    def predict(self, request: Request, *, quantile: float = EXPECTED_QUANTILE) -> int | None:
         """Expected output tokens, at least 1 and at most `max_tokens`; None while nothing is known of such requests."""
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.lengths import MAX_KINDS, WINDOW, LengthPredictor
+from app.engine.length_predictor import MAX_KINDS, WINDOW, LengthPredictor
 from tests.fakes import make_request
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from app.engine.policies.policy import SchedulingPolicy
+from app.engine.policies import SchedulingPolicy
 from app.engine.sequence import Sequence, SequenceStatus
 
 
-class WaitingRoom:
+class WaitingQueue:
     """Every waiting sequence, counted. What it costs to come, to go and to look does not grow with their number."""
 
     def __init__(self, policy: SchedulingPolicy, bucket_of: Callable[[Sequence], int]) -> None:

@@ -1,4 +1,4 @@
-"""Books what steps drew: computed tokens, full blocks, new tokens, ends."""
+"""Applies the results of steps to their sequences: computed tokens, full blocks, new tokens, ends."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import count
 from msgspec import structs
 
 from app.engine.batch import Batch, StepResult
-from app.engine.blocks import BlockPool
+from app.engine.block_pool import BlockPool
 from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
 
-class Results:
-    """Turns drawn tokens into deltas. Who gets the last token is handed to `end`, with how many it has."""
+class ResultProcessor:
+    """Turns drawn tokens into deltas. Calls `end` with a sequence that has its last token, and the number it has."""
 
     def __init__(self, pool: BlockPool, end: Callable[[Sequence, int], None]) -> None:
         self._pool = pool
         self._end = end
 
-    def book(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """A batch was computed, with this result."""
+    def process(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """Apply the result of a computed batch; returns one delta for each request that has news."""
         block_size, finished = self._pool.block_size, SequenceStatus.FINISHED
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         drawn, logprobs = iter(result.token_ids), result.logprobs
@@ -30,7 +30,7 @@ class Results:
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             token_id = next(drawn) if item.samples else None
             if sequence.status is finished:
-                continue  # aborted, expired or found guilty while the step ran
+                continue  # aborted, expired or failed while the step ran
             sequence.num_computed_tokens = end = item.end
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
                 self._publish_full_blocks(sequence, end)
@@ -44,7 +44,7 @@ class Results:
         return _with_scores(deltas, scores) if scores else deltas
 
     def advance(self, batch: Batch) -> None:
-        """Count a batch as computed before its tokens are known: -1 - n stands for the token of `batch.sampled[n]`."""
+        """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
         unknown = count(-1, -1)
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             sequence.num_computed_tokens = item.end
@@ -52,15 +52,15 @@ class Results:
                 sequence.generated_token_ids.append(next(unknown))
 
     def retreat(self, batch: Batch) -> None:
-        """Take back that a batch has advanced."""
+        """Undo `advance`."""
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if item.samples:
                 sequence.generated_token_ids.pop()
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
 
-    def book_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """As `book`, of a batch that has advanced: the tokens take the place of those that stand for them."""
+    def process_advanced(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
+        """As `process`, of a batch that has advanced: the drawn tokens replace their placeholders."""
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         drawn, logprobs = iter(result.token_ids), result.logprobs
         deltas: list[TokenDelta] = []
@@ -95,7 +95,7 @@ class Results:
         return self._drawn(sequence, token_id, len(generated), likely)
 
     def _drawn(self, sequence: Sequence, token_id: int, num_generated: int, likely: TokenLogprobs | None) -> TokenDelta:
-        """What the caller hears of a new token; ends the sequence if it was the last."""
+        """The delta of a new token; ends the sequence if it was the last."""
         request = sequence.request
         logprobs = () if likely is None else (likely,)
         if sequence.matcher is not None:

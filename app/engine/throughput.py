@@ -7,7 +7,7 @@ from math import exp
 HORIZON_S = 10.0  # seconds of computing after which a step counts for a third of a new one
 
 
-class Pace:
+class Throughput:
     """Steps, tokens and ended requests for each second of computing; idle time does not count."""
 
     def __init__(self) -> None:

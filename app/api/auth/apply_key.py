@@ -1,12 +1,12 @@
-"""A call in the name of its caller: whose share it uses, whose cached prefixes, how long its outputs may be."""
+"""What an API key changes about a call: its tenant, the salt of its cached prefixes, how long its outputs may be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from app.api.auth.limits import Account, Visit
-from app.api.endpoints.completions import Call, ServedModel, model_named
+from app.api.auth.limits import Account, Reservation
+from app.api.call import Call, ServedModel, model_named
 from app.api.schemas.requests import QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
@@ -22,13 +22,13 @@ def model_for(account: Account, name: str | None, models: Mapping[str, ServedMod
     return model_named(name, {each: model for each, model in models.items() if account.may_use(model.name)})
 
 
-def in_the_name_of(visit: Visit, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
-    """The call as the caller's key allows it, with what it may need reserved on the caller's account.
+def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
+    """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
-    A key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
+    The key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
     salt. Raises InvalidRequest for outputs that are too long for the key, and LimitReached.
     """
-    account = visit.account
+    account = reservation.account
     max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
     if account.name:
         call = replace(
@@ -37,11 +37,11 @@ def in_the_name_of(visit: Visit, call: Call, body: QueuedRequest, *, share_prefi
         )
     if max_tokens is not None:
         call = replace(call, requests=tuple(_shortened(each, max_tokens) for each in call.requests))
-    visit.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
+    reservation.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
     return call
 
 
-def most_tokens(account: Account, call: Call, body: QueuedRequest) -> int | None:
+def max_output_tokens(account: Account, call: Call, body: QueuedRequest) -> int | None:
     """How long an output of the call may become where the key bounds it; None where it does not.
 
     Raises InvalidRequest for outputs that are too long for the key.

@@ -1,14 +1,14 @@
-"""A step in the making: what is left of its budget, and each sequence's share of it."""
+"""Builds the batch of one step under its token budget, one sequence after the other."""
 
 from __future__ import annotations
 
-from app.engine.batch import Batch, HoldUp, ScheduledSequence, TokenHistory
+from app.engine.batch import Batch, ScheduledSequence, TokenHistory
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence
 
 
-class Step:
-    """Sequences are added in order of precedence, and charged to the budget."""
+class BatchBuilder:
+    """Takes sequences in order of precedence and charges them to the budget."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class Step:
         self.has_preempted = False
         self.scheduled: list[ScheduledSequence] = []
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
-        self.joined: list[Sequence] = []
 
     def has_room_for_prefill(self, sequence: Sequence) -> bool:
         """Whether the step may take any of a prompt."""
@@ -84,20 +83,13 @@ class Step:
         self._num_prefill_tokens_left -= num_tokens
         self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
-    def batch(
-        self, *, now: float, preempted: list[Sequence], hold_up: HoldUp | None, num_waiting: int, num_free_blocks: int
-    ) -> Batch:
-        """What the model runner is given."""
+    def build(self, *, began_at: float) -> Batch:
+        """The batch for the model runner."""
         return Batch(
             tuple(self.scheduled),
             tuple(self.sequences),
-            began_at=now,
+            began_at=began_at,
             num_scheduled_tokens=self._budget - self.num_tokens_left,
-            joined=tuple(self.joined),
-            preempted=tuple(preempted),
-            hold_up=hold_up,
-            num_waiting=num_waiting,
-            num_free_blocks=num_free_blocks,
             has_logprobs=self._has_logprobs,
             has_pooling=self._has_pooling,
         )
@@ -166,7 +158,7 @@ def _pooling(sequence: Sequence, end: int) -> Pooling | None:
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:
-    """The share of a sequence that is decoding and draws simply; what `Step._share` gives, only sooner."""
+    """The share of a sequence that is decoding and draws simply; what `BatchBuilder._share` gives, only sooner."""
     request = sequence.request
     return ScheduledSequence(  # by position: names take twice as long
         request.request_id,

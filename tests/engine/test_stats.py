@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.measurements import EngineMeasurements
 from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.stats import EngineMeasurements
 from tests.engine.test_overlapped_engine import LateRunner
 from tests.fakes import FakeClock, TimedRunner, build_fake_engine, make_request, run_to_end
 

@@ -1,4 +1,4 @@
-from app.engine.blocks import Block, BlockPool
+from app.engine.block_pool import Block, BlockPool
 
 
 def pool(num_blocks: int = 4, **settings: bool) -> BlockPool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.policies.fcfs import FirstComeFirstServed
+from app.engine.policies import FirstComeFirstServed
 from app.engine.sequence import Sequence, SequenceStatus
-from app.engine.waiting import WaitingRoom
+from app.engine.waiting_queue import WaitingQueue
 from tests.fakes import make_request
 
 
-def room_of(num_sequences: int) -> tuple[WaitingRoom, list[Sequence]]:
-    room = WaitingRoom(FirstComeFirstServed(), bucket_of=lambda sequence: sequence.num_prompt_tokens % 2)
+def room_of(num_sequences: int) -> tuple[WaitingQueue, list[Sequence]]:
+    room = WaitingQueue(FirstComeFirstServed(), bucket_of=lambda sequence: sequence.num_prompt_tokens % 2)
     sequences = [
         Sequence(request=make_request((5,) * (n + 1)), arrival=n, arrived_at=float(n), rank=(n,))
         for n in range(num_sequences)
@@ -21,7 +21,7 @@ def room_of(num_sequences: int) -> tuple[WaitingRoom, list[Sequence]]:
     return room, sequences
 
 
-def finish(room: WaitingRoom, sequence: Sequence) -> None:
+def finish(room: WaitingQueue, sequence: Sequence) -> None:
     sequence.status = SequenceStatus.FINISHED
     room.note_finished(sequence)
 

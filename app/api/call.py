@@ -1,0 +1,114 @@
+"""A served model as the API sees it, and a call on it: checked and tokenized, nothing started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.api.output.token_details import TokenWishes
+from app.api.output.tool_calls import ToolUse
+from app.engine.request import Generate, ModelFacts, Pooling, Request
+from app.errors import InvalidRequest, NotFound
+from app.text import Tokenizer
+from app.text.tool_calls import ToolFormat
+
+MAX_CHARACTERS_ON_THE_LOOP = 2000  # a longer text is encoded in a thread, so that the loop keeps serving streams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as the API sees it: its name, its tokenizer, its sizes, and the callable that generates."""
+
+    name: str
+    tokenizer: Tokenizer
+    facts: ModelFacts
+    generate: Generate
+    created: int  # seconds since 1970
+    aliases: tuple[str, ...] = ()  # other names that clients may send
+    tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
+    pooling: Pooling | None = None  # what its embeddings are; None: it gives none
+    group_header: str = "x-carousel-group"
+    session_header: str | None = None
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """What /v1/models says of it, under its name or an alias."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "carousel",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.facts.max_model_len,
+            "permission": [],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt.
+
+    The `num_choices` likeliest of them are the answer.
+    """
+
+    call_id: str
+    created: int  # seconds since 1970
+    model: ServedModel
+    requests: tuple[Request, ...]
+    num_samples: int
+    num_choices: int
+    prompt_texts: tuple[str, ...]  # one for each prompt that is to be echoed; none otherwise
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    include_stop: bool
+    wishes: TokenWishes
+    include_usage: bool
+    continuous_usage: bool
+    tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
+    max_at_once: int | None = None  # so many of the requests run at the same time; None: all
+
+    def prompt_text(self, index: int) -> str:
+        """What one of the requests echoes; "" where nothing is."""
+        return self.prompt_texts[index // self.num_samples] if self.prompt_texts else ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, however many samples it gets."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_samples])
+
+
+def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
+    """Each model under its name and under each of its aliases."""
+    return {name: model for model in models for name in (model.name, *model.aliases)}
+
+
+def model_named(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
+    """The one of `models`, by any name, that has this name; without a name the only one. Raises InvalidRequest."""
+    if name is not None and name in models:
+        return models[name]
+    own_names = {model.name: model for model in models.values()}
+    if name is None and len(own_names) == 1:
+        return next(iter(own_names.values()))
+    served = ", ".join(own_names)
+    if name is None:
+        raise InvalidRequest(f"model is required: this server has {served}", param="model")
+    raise NotFound(f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found")
+
+
+async def off_the_loop(work: Callable[[], T], num_characters: int) -> T:
+    """The result of work on so many characters; a thread does it where it would keep the event loop busy for long."""
+    return work() if num_characters <= MAX_CHARACTERS_ON_THE_LOOP else await asyncio.to_thread(work)
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raise InvalidRequest for an id that the model does not have."""
+    vocab_size = model.facts.vocab_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"{param} has the token id {str(wrong)[:40]}; this model's ids are 0 to {vocab_size - 1:,}", param=param
+        )

@@ -1,0 +1,192 @@
+"""What chats and completions share: a typed request and its token ids become a `Call`, everything checked.
+
+Every mistake in a request is found here, before it uses anything that other requests need. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+
+from app.api.call import Call, ServedModel, check_token_ids
+from app.api.output.structured_output import grammar_of
+from app.api.output.token_details import TokenWishes
+from app.api.output.tool_calls import ToolUse
+from app.api.schemas.requests import GenerationRequest
+from app.config import ApiConfig
+from app.engine.request import Request, SamplingParams
+from app.errors import ContextTooLong, InvalidRequest
+from app.text import Tokenizer
+
+SEED_MASK = 2**63 - 1
+
+
+def check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig) -> None:
+    """What needs only the body, the limits and the size of the vocabulary."""
+    if body.n > limits.max_choices:
+        raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")
+    if body.num_samples > limits.max_choices:
+        raise InvalidRequest(
+            f"best_of is {body.num_samples:,}; this server accepts at most {limits.max_choices:,}", param="best_of"
+        )
+    for param, num_top in (body.asked_logprobs, ("prompt_logprobs", body.prompt_logprobs)):
+        if num_top is not None and num_top > limits.max_logprobs:
+            raise InvalidRequest(
+                f"{param} is {num_top:,}; this server accepts at most {limits.max_logprobs:,}", param=param
+            )
+    if len(body.stop) > limits.max_stop_strings:
+        raise InvalidRequest(
+            f"stop has {len(body.stop):,} strings; this server accepts at most {limits.max_stop_strings:,}",
+            param="stop",
+        )
+    longest = max(map(len, body.stop), default=0)
+    if longest > limits.max_stop_length:
+        raise InvalidRequest(
+            f"stop has a string of {longest:,} characters; this server accepts at most {limits.max_stop_length:,}",
+            param="stop",
+        )
+    check_token_ids(body.stop_token_ids, model, "stop_token_ids")
+    check_token_ids(tuple(body.logit_bias), model, "logit_bias")
+    check_token_ids(body.allowed_token_ids, model, "allowed_token_ids")
+
+
+def call_of(
+    prefix: str,
+    body: GenerationRequest,
+    model: ServedModel,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    default_max_tokens: int | None,
+    tools: ToolUse | None = None,
+) -> Call:
+    call_id = f"{prefix}-{uuid.uuid4().hex}"
+    wishes = _wishes(body)
+    sampling = _sampling(body, wishes, model.tokenizer)
+    if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
+        sampling = replace(sampling, grammar=tools.grammar)
+    requests: list[Request] = []
+    for prompt in prompts:
+        prompt = _truncated(prompt, body, model.facts.max_model_len)
+        max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
+        seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
+        for sample in range(body.num_samples):
+            request = Request(
+                request_id=f"{call_id}-{len(requests)}",
+                prompt_token_ids=prompt,
+                sampling=replace(
+                    sampling,
+                    max_tokens=max_tokens,
+                    seed=_sample_seed(seed, sample),
+                    prompt_logprobs=wishes.scored_logprobs(is_first=sample == 0),
+                ),
+                cache_salt=body.cache_salt,
+                priority=body.priority,
+                tenant=body.user,
+                deadline_s=body.deadline_s,
+                is_background=body.service_tier == "flex",
+            )
+            requests.append(request)
+    return Call(
+        call_id=call_id,
+        created=int(time.time()),
+        model=model,
+        requests=tuple(requests),
+        num_samples=body.num_samples,
+        num_choices=body.n,
+        prompt_texts=(),
+        stop=tuple(body.stop),
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop=body.include_stop_str_in_output,
+        wishes=wishes,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        tools=tools,
+    )
+
+
+def _wishes(body: GenerationRequest) -> TokenWishes:
+    return TokenWishes(
+        logprobs=body.asked_logprobs[1],
+        names_are_ids=body.return_tokens_as_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=body.return_token_ids,
+        echo=body.asks_for_echo,
+        choose_best=body.num_samples > body.n,
+    )
+
+
+def _truncated(prompt: tuple[int, ...], body: GenerationRequest, max_model_len: int) -> tuple[int, ...]:
+    """The prompt's end, where so much of it is wanted."""
+    num_kept = body.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
+    return prompt if num_kept is None else prompt[-num_kept:]
+
+
+def _max_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None) -> int:
+    """The output length of one request: what was asked, else the default, else the rest of the context."""
+    param = body.prompt_param
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"{param} is empty: it has no tokens; give at least one", param=param)
+    room = max_model_len - num_prompt_tokens
+    asked = body.asked_tokens
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
+            f"{max_model_len:,} together; shorten the prompt or lower {body.length_param}",
+            param=param if room < 1 else body.length_param,
+        )
+    if room < 1 and asked != 0:
+        raise ContextTooLong(
+            f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} with at least one "
+            f"of output; shorten the prompt",
+            param=param,
+        )
+    max_tokens = min(room, default or room) if asked is None else asked
+    if body.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; it cannot be more",
+            param="min_tokens",
+        )
+    return max_tokens
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """Sample 0 has the seed itself, so that n=1 and the first of n=4 say the same; the others have their own."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & SEED_MASK
+
+
+def _sampling(body: GenerationRequest, wishes: TokenWishes, tokenizer: Tokenizer) -> SamplingParams:
+    """All but what each request has of its own: `max_tokens`, `seed` and `prompt_logprobs`."""
+    return SamplingParams(
+        max_tokens=1,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=max(0, body.top_k),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        grammar=grammar_of(body),
+        allowed_token_ids=tuple(body.allowed_token_ids),
+        bad_words=_bad_words(body.bad_words, tokenizer),
+        logprobs=wishes.drawn_logprobs,
+    )
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's token ids, at the beginning of a text and behind a space."""
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

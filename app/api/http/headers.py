@@ -1,0 +1,64 @@
+"""The request headers that have a meaning here beside those of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from app.api.call import Call
+from app.api.schemas.parameters import STRICT_HEADER
+from app.engine.request import MAX_SESSION_LENGTH
+from app.errors import InvalidRequest
+
+DEADLINE_HEADER = "x-carousel-deadline-s"
+EXPLAIN_HEADER = "x-carousel-explain"
+
+
+def with_group_and_session(call: Call, headers: Mapping[str, str]) -> Call:
+    """The call with the group and the session that its headers name, by the header names of its model.
+
+    Raises InvalidRequest for a session that is too long. Whether the group exists is checked where groups are known.
+    """
+    model = call.model
+    group = headers.get(model.group_header, "")
+    session = "" if model.session_header is None else headers.get(model.session_header, "")
+    if len(session) > MAX_SESSION_LENGTH:
+        raise InvalidRequest(
+            f"the header {model.session_header} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are "
+            f"accepted",
+            param=model.session_header,
+        )
+    if not group and not session:
+        return call
+    return replace(call, requests=tuple(replace(each, group=group, session=session) for each in call.requests))
+
+
+def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """The body with the deadline of the header, for clients that cannot change bodies.
+
+    A deadline in the body goes before that of the header.
+    """
+    header = headers.get(DEADLINE_HEADER)
+    if header is None or body.get("deadline_s") is not None:
+        return body
+    try:
+        return body | {"deadline_s": float(header)}
+    except ValueError:
+        raise InvalidRequest(
+            f"the header {DEADLINE_HEADER} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
+        ) from None
+
+
+def wants_explanation(headers: Mapping[str, str]) -> bool:
+    """Whether the response should say why the request went to its replica."""
+    return _is_true(headers.get(EXPLAIN_HEADER, ""))
+
+
+def is_strict(headers: Mapping[str, str]) -> bool:
+    """Whether a body with unknown fields should be refused."""
+    return _is_true(headers.get(STRICT_HEADER, ""))
+
+
+def _is_true(value: str) -> bool:
+    return value.strip().lower() in ("1", "true", "yes")

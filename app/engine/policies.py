@@ -1,0 +1,409 @@
+"""Scheduling policies: which waiting sequence runs next, and which running one is preempted first.
+
+To add one: its settings in `app/config.py`, a class here, a line in `make_policy`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from itertools import count
+from typing import Protocol
+
+from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
+from app.engine.batch import Batch
+from app.engine.lazy_heap import LazyHeap
+from app.engine.sequence import Sequence
+
+MAX_IDLE_TENANTS = 10_000
+# One second of waiting outweighs so many tokens of work. The rate only orders requests within `max_overtaking_s`, the
+# limit of starvation that an operator sets.
+AGEING_TOKENS_PER_S = 1000.0
+# The deadline by which a request without one is ordered among the others.
+DEFAULT_DEADLINE_S = 60.0
+# A generated token takes a place in a step of its own, prompt tokens are computed many at a time; Sheng et al. charge
+# the same.
+PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
+
+Rank = tuple[float, ...]
+
+
+def make_policy(config: PolicyConfig) -> SchedulingPolicy:
+    """A new policy, without the memory of an earlier one; background requests come last under each."""
+    return BackgroundLast(_make_foreground_policy(config))
+
+
+def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
+    match config:
+        case FcfsConfig():
+            return FirstComeFirstServed()
+        case SjfConfig():
+            return ShortestJobFirst(config)
+        case PriorityConfig():
+            return PriorityFirst(config)
+        case FairConfig():
+            return FairShare()
+        case DeadlineConfig():
+            return EarliestDeadlineFirst()
+
+
+# ---------------------------------------------------------------------- the interface
+
+
+class PolicyQueue(Protocol):
+    """Waiting sequences in a policy's order."""
+
+    def push(self, sequence: Sequence) -> None: ...
+
+    def peek(self) -> Sequence:
+        """The next to join. The queue must not be empty."""
+        ...
+
+    def pop(self) -> Sequence:
+        """Take out the next to join. The queue must not be empty."""
+        ...
+
+    def note_finished(self, sequence: Sequence) -> None:
+        """Account for a sequence inside that has just become finished."""
+        ...
+
+
+class SchedulingPolicy(ABC):
+    """An order over sequences, with the events that it needs to keep it.
+
+    Most orders are a rank that does not change while a sequence waits. Where waiting improves the place, the rank
+    contains the time of arrival: two sequences then compare at any time as their ages would. So nothing is sorted
+    again, and the cost of a step does not grow with the number of waiting sequences.
+    """
+
+    preempts = False  # whether a waiting sequence may take the place of a running one
+
+    @abstractmethod
+    def rank(self, sequence: Sequence) -> Rank:
+        """The sequence's place, lowest first. Called when it arrives and again when it joins.
+
+        The running sequence of the highest rank is preempted first.
+        """
+
+    def new_queue(self) -> PolicyQueue:
+        """An empty queue in this order."""
+        return RankQueue()
+
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether `waiting` may take the place of `running`, which then waits behind it."""
+        return False
+
+    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
+        """When a sequence that has not started is refused for its deadline; None when it has none.
+
+        `service_s` is the time from its start to its end. In seconds of the engine's clock.
+        """
+        return sequence.deadline_at
+
+    def joined(self, sequence: Sequence) -> None:
+        """A sequence has started to run, for the first time or after a preemption."""
+
+    def computed(self, batch: Batch) -> None:
+        """A step has been computed, and its results are processed."""
+
+
+class RankQueue:
+    """Sequences by their rank: a heap."""
+
+    def __init__(self) -> None:
+        self._heap: LazyHeap[Rank] = LazyHeap()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, sequence: Sequence) -> None:
+        self._heap.push(sequence.rank, sequence)
+
+    def peek(self) -> Sequence:
+        return self._heap.peek()
+
+    def pop(self) -> Sequence:
+        return self._heap.pop()
+
+    def note_finished(self, sequence: Sequence) -> None:
+        self._heap.note_finished()
+
+
+# ---------------------------------------------------------------------- orders by rank
+
+
+class FirstComeFirstServed(SchedulingPolicy):
+    """By arrival. A preempted sequence keeps its place, so no sequence starves."""
+
+    def rank(self, sequence: Sequence) -> Rank:
+        return (sequence.arrival,)
+
+
+class ShortestJobFirst(SchedulingPolicy):
+    """The least estimated work (prompt and predicted output tokens) first, with ageing.
+
+    The rank is the arrival plus a handicap in seconds that grows with the work. A sequence can only be overtaken by
+    one that arrives within its own handicap, and no handicap exceeds `max_overtaking_s`: that limits starvation,
+    whatever arrives.
+    """
+
+    def __init__(self, config: SjfConfig) -> None:
+        self._config = config
+
+    def rank(self, sequence: Sequence) -> Rank:
+        handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
+        return (sequence.arrived_at + min(handicap_s, self._config.max_overtaking_s), sequence.arrival)
+
+
+class PriorityFirst(SchedulingPolicy):
+    """The lowest priority number first, then arrival, with ageing.
+
+    One class outweighs `ageing_s` seconds of waiting. A request is only overtaken by one that is `n` classes better
+    and arrives at most `n * ageing_s` seconds later: that limits starvation.
+    """
+
+    def __init__(self, config: PriorityConfig) -> None:
+        self._config = config
+        self.preempts = config.preemption
+
+    def rank(self, sequence: Sequence) -> Rank:
+        handicap_s = sequence.request.priority * self._config.ageing_s
+        return (sequence.arrived_at + handicap_s, sequence.request.priority, sequence.arrival)
+
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        # Both: a better class, and a better rank as well. With the better class alone the other would return at once.
+        return waiting.request.priority < running.request.priority and waiting.rank < running.rank
+
+
+class EarliestDeadlineFirst(SchedulingPolicy):
+    """The earliest deadline first (Liu and Layland, 1973), among those that can still be met.
+
+    Without refusals, this order is the worst of all under overload: it serves the requests that are about to be late.
+    So a request that can no longer be finished in time is refused, and a deadline that has passed raises no urgency.
+    A request without a deadline is ordered as if it had `DEFAULT_DEADLINE_S`, so that it does not starve; it is never
+    refused.
+    """
+
+    def rank(self, sequence: Sequence) -> Rank:
+        at = sequence.deadline_at
+        return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
+
+    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
+        return None if sequence.deadline_at is None else sequence.deadline_at - service_s
+
+
+# ---------------------------------------------------------------------- fair shares
+
+
+class FairShare(SchedulingPolicy):
+    """The tenant that has been served the fewest tokens first: the virtual token counter of Sheng et al. (2024).
+
+    Each tenant has a counter, charged for every prompt token that is computed and every token that is generated. A
+    tenant with no waiting request is idle. When it returns, its counter is lifted to the smallest of the tenants that
+    wait (or waited last), so that idling earns no credit. Within one tenant the first request to arrive goes first.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[str, float] = {}  # by tenant; the longest idle first
+        self._num_waiting: dict[str, int] = {}  # by tenant, without those at 0
+        self._order = _TenantHeap(self._counters)
+        self._last_served = 0.0  # the counter of the tenant that was served last
+
+    def rank(self, sequence: Sequence) -> Rank:
+        # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
+        return (self.counter(sequence.request.tenant), sequence.arrival)
+
+    def counter(self, tenant: str) -> float:
+        """What the tenant has been charged, in weighted tokens."""
+        return self._counters.get(tenant, 0.0)
+
+    def new_queue(self) -> PolicyQueue:
+        return _FairQueue(self)
+
+    def joined(self, sequence: Sequence) -> None:
+        if sequence.request.is_background:
+            return  # it runs on unused capacity, so its tenant is not charged
+        tenant = sequence.request.tenant
+        self._last_served = max(self._last_served, self.counter(tenant))
+        if sequence.num_preemptions == 0:  # a tenant is not charged for what a preemption makes us compute again
+            self._charge(tenant, sequence.num_uncomputed_tokens * PROMPT_WEIGHT)
+
+    def computed(self, batch: Batch) -> None:
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if item.samples and not sequence.request.is_background:
+                self._charge(sequence.request.tenant, GENERATED_WEIGHT)
+
+    def entered(self, tenant: str) -> None:
+        """One more request of this tenant waits."""
+        num_waiting = self._num_waiting.get(tenant, 0)
+        if num_waiting == 0:
+            lowest = self._order.first(self._num_waiting)
+            lifted = self._last_served if lowest is None else self.counter(lowest)
+            self._counters[tenant] = max(self._counters.pop(tenant, 0.0), lifted)
+            self._order.add(tenant)
+        self._num_waiting[tenant] = num_waiting + 1
+        if len(self._counters) > MAX_IDLE_TENANTS + len(self._num_waiting):
+            self._forget_longest_idle()
+
+    def left(self, tenant: str) -> None:
+        """One request less of this tenant waits."""
+        self._num_waiting[tenant] -= 1
+        if self._num_waiting[tenant] == 0:
+            del self._num_waiting[tenant]
+
+    def new_order(self) -> _TenantHeap:
+        """An order by counters, for the tenants of one queue."""
+        return _TenantHeap(self._counters)
+
+    def _charge(self, tenant: str, tokens: float) -> None:
+        if tenant in self._counters:
+            self._counters[tenant] += tokens
+
+    def _forget_longest_idle(self) -> None:
+        idle = next(tenant for tenant in self._counters if tenant not in self._num_waiting)
+        del self._counters[idle]
+
+
+class _FairQueue:
+    """One queue for each tenant, by arrival; the next is the first of the tenant with the smallest counter."""
+
+    def __init__(self, policy: FairShare) -> None:
+        self._policy = policy
+        self._queues: dict[str, RankQueue] = {}  # by tenant, without empty ones
+        self._order = policy.new_order()
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        self._policy.entered(tenant)
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = RankQueue()
+            self._order.add(tenant)
+        sequence.rank = (sequence.arrival,)
+        queue.push(sequence)
+
+    def peek(self) -> Sequence:
+        return self._queues[self._next_tenant()].peek()
+
+    def pop(self) -> Sequence:
+        tenant = self._next_tenant()
+        sequence = self._queues[tenant].pop()
+        self._leave(tenant)
+        return sequence
+
+    def note_finished(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        self._queues[tenant].note_finished(sequence)
+        self._leave(tenant)
+
+    def _next_tenant(self) -> str:
+        tenant = self._order.first(self._queues)
+        assert tenant is not None, "the queue is not empty"
+        return tenant
+
+    def _leave(self, tenant: str) -> None:
+        self._policy.left(tenant)
+        if not len(self._queues[tenant]):
+            del self._queues[tenant]
+
+
+class _TenantHeap:
+    """Tenants by counter. An outdated counter is corrected at the top: counters only grow, so none hides a smaller."""
+
+    def __init__(self, counters: dict[str, float]) -> None:
+        self._counters = counters
+        self._heap: list[tuple[float, int, str]] = []
+        self._inside: set[str] = set()
+        self._turns = count()  # of equal counters, the one that was looked at longest ago goes first
+
+    def add(self, tenant: str) -> None:
+        """Put a tenant into the order; it is there once, however often it is added."""
+        if tenant not in self._inside:
+            self._inside.add(tenant)
+            heapq.heappush(self._heap, (self._counters.get(tenant, 0.0), next(self._turns), tenant))
+
+    def first(self, among: Collection[str]) -> str | None:
+        """The tenant with the smallest counter; one that is not `among` these leaves when it reaches the top."""
+        while self._heap:
+            counter, _, tenant = self._heap[0]
+            if tenant not in among:
+                heapq.heappop(self._heap)
+                self._inside.remove(tenant)
+            elif counter != self._counters[tenant]:
+                heapq.heapreplace(self._heap, (self._counters[tenant], next(self._turns), tenant))
+            else:
+                return tenant
+        return None
+
+
+# ---------------------------------------------------------------------- background requests
+
+
+class BackgroundLast(SchedulingPolicy):
+    """The order of another policy, with background requests behind all others, by arrival.
+
+    They join when no other request waits, and are preempted first: for memory, and for any other request that waits
+    for a slot. What they had computed stays in the prefix cache as long as there is room.
+    """
+
+    def __init__(self, inner: SchedulingPolicy) -> None:
+        self._inner = inner
+        self.preempts = inner.preempts
+
+    def rank(self, sequence: Sequence) -> Rank:
+        if sequence.request.is_background:
+            return (1.0, sequence.arrival)
+        return (0.0, *self._inner.rank(sequence))
+
+    def new_queue(self) -> PolicyQueue:
+        return _ForegroundFirst(self, self._inner.new_queue())
+
+    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+        if waiting.request.is_background:
+            return False
+        return running.request.is_background or (self._inner.preempts and self._inner.may_preempt(waiting, running))
+
+    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
+        return self._inner.give_up_at(sequence, service_s)
+
+    def joined(self, sequence: Sequence) -> None:
+        self._inner.joined(sequence)
+
+    def computed(self, batch: Batch) -> None:
+        self._inner.computed(batch)
+
+
+class _ForegroundFirst:
+    """Foreground sequences in their policy's order; background ones behind them."""
+
+    def __init__(self, policy: BackgroundLast, foreground: PolicyQueue) -> None:
+        self._policy = policy
+        self._foreground = foreground
+        self._background = RankQueue()
+        self._num_foreground = 0
+
+    def push(self, sequence: Sequence) -> None:
+        if sequence.request.is_background:
+            self._background.push(sequence)
+            return
+        self._num_foreground += 1
+        self._foreground.push(sequence)
+        # A queue may set a rank of its own; running sequences are compared by this one.
+        sequence.rank = self._policy.rank(sequence)
+
+    def peek(self) -> Sequence:
+        return self._foreground.peek() if self._num_foreground else self._background.peek()
+
+    def pop(self) -> Sequence:
+        if not self._num_foreground:
+            return self._background.pop()
+        self._num_foreground -= 1
+        return self._foreground.pop()
+
+    def note_finished(self, sequence: Sequence) -> None:
+        if sequence.request.is_background:
+            self._background.note_finished(sequence)
+            return
+        self._num_foreground -= 1
+        self._foreground.note_finished(sequence)

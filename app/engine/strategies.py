@@ -1,0 +1,361 @@
+"""Batching strategies: in which steps waiting sequences may join the running ones, and how many.
+
+To add one: its settings in `app/config.py`, a class here, a line in `make_strategy`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import abc
+from dataclasses import dataclass
+
+from app.config import (
+    AdaptiveConfig,
+    BucketedConfig,
+    ContinuousConfig,
+    DynamicConfig,
+    HybridConfig,
+    StaticConfig,
+    StrategyConfig,
+)
+from app.engine.sequence import Sequence
+from app.engine.waiting_queue import Bucket, WaitingQueue
+
+# Of `selective`: a sequence below SHORT_TOKENS is short; a chunk of a prompt above LONG_TOKENS is long. A chat turn is
+# short, a document is long; anything between them disturbs neither much.
+SHORT_TOKENS, LONG_TOKENS = 64, 1024
+
+# Of bucketed batching, in prompt tokens: each class holds prompts of up to twice the length of the one before, so that
+# a batch takes at most twice as long as its shortest prompt needs.
+BUCKET_BOUNDARIES = (64, 128, 256, 512, 1024, 2048)
+
+
+def make_strategy(config: StrategyConfig) -> BatchingStrategy:
+    """A new strategy, without the memory of an earlier one."""
+    match config:
+        case StaticConfig():
+            return Static(config)
+        case DynamicConfig():
+            return Dynamic(config)
+        case BucketedConfig():
+            return Bucketed(config)
+        case AdaptiveConfig():
+            return Adaptive(config)
+        case HybridConfig():
+            return Hybrid(config)
+        case ContinuousConfig():
+            return Continuous(config)
+
+
+# ---------------------------------------------------------------------- the interface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerView:
+    """The scheduler's state before a step, as a strategy sees it. A strategy changes and keeps nothing of it."""
+
+    now: float  # seconds of the engine's clock
+    max_running: int
+    max_step_tokens: int
+    running: abc.Sequence[Sequence]
+    waiting: WaitingQueue
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.max_running - len(self.running)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """How many waiting sequences may join a step, and how the step's token budget is divided."""
+
+    num_admissible: int  # waiting sequences that may join, if budget and memory suffice
+    bucket: int = 0  # where they come from
+    max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
+    includes: abc.Callable[[Sequence], bool] | None = None  # which running sequences take part; None: all
+
+    def taking_part(self, running: list[Sequence], *, is_ahead: bool) -> list[Sequence]:
+        """The running sequences of this step, as a new list.
+
+        With `is_ahead` a sequence that gets its last token in the step before is left out.
+        """
+        taking_part = running if self.includes is None else filter(self.includes, running)
+        if is_ahead:
+            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            return [s for s in taking_part if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
+        return list(taking_part)
+
+
+CLOSED = StepPlan(num_admissible=0)
+
+
+class BatchingStrategy(ABC):
+    """Decides before every step how many waiting sequences may join. One thread; the time comes with the view."""
+
+    joins_any_step = False  # waiting sequences may join while others run, so that one may replace another
+    batch_size = 0  # the size of batch that the strategy aims at now; 0 where it forms no batches
+
+    @abstractmethod
+    def plan(self, view: SchedulerView) -> StepPlan:
+        """What the next step may do. Called once before each step."""
+
+    @abstractmethod
+    def opens_at(self, view: SchedulerView) -> float | None:
+        """While nothing runs: when `plan` will admit a sequence if no other arrives; None if none waits.
+
+        A time that is not after `view.now` means the next step.
+        """
+
+    def bucket_of(self, sequence: Sequence) -> int:
+        """The bucket in which a sequence waits. Always the same for the same sequence."""
+        return 0
+
+    def admits(self, sequence: Sequence) -> bool:
+        """Whether the next sequence in order may join; False ends admission for this step."""
+        return True
+
+    def joined(self, sequence: Sequence) -> None:
+        """A sequence has joined, for the first time or after a preemption."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """A running sequence waits again."""
+
+    def emptied(self, now: float) -> None:
+        """A step has ended and no sequence runs any more. `now` is in seconds of the engine's clock."""
+
+
+# ---------------------------------------------------------------------- iteration-level batching
+
+
+class Continuous(BatchingStrategy):
+    """Sequences join at every step, as slots, blocks and the token budget allow: Orca (Yu et al., 2022)."""
+
+    joins_any_step = True
+
+    def __init__(self, config: ContinuousConfig | HybridConfig) -> None:
+        self._selective = Selective() if config.selective else None
+
+    def plan(self, view: SchedulerView) -> StepPlan:
+        return StepPlan(
+            num_admissible=max(0, min(view.num_free_slots, len(view.waiting))),
+            max_prefill_tokens=self._max_prefill_tokens(view),
+            includes=None if self._selective is None else self._selective.begin_step(view),
+        )
+
+    def opens_at(self, view: SchedulerView) -> float | None:
+        return view.now if len(view.waiting) else None
+
+    def admits(self, sequence: Sequence) -> bool:
+        return self._selective is None or self._selective.admits(sequence)
+
+    def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
+        return None
+
+
+class Hybrid(Continuous):
+    """Continuous, with a limit on the prefill tokens of a step while any sequence decodes.
+
+    The limit keeps the time between tokens flat under long prompts, as Sarathi-Serve (Agrawal et al., 2024) does with
+    its token budget. Steps in which no sequence decodes keep their full size.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        self._prefill_share = config.prefill_share
+
+    def _max_prefill_tokens(self, view: SchedulerView) -> int | None:
+        if not any(sequence.is_decoding for sequence in view.running):
+            return None
+        return max(1, int(self._prefill_share * view.max_step_tokens))
+
+
+class Selective:
+    """An option of the two above: short sequences and chunks of long prompts are computed in different steps.
+
+    Where both are present, they take turns: one step for the short ones, one for the long prompts. Any other sequence
+    takes part in every step, so no sequence waits for more than one step.
+    """
+
+    def __init__(self) -> None:
+        self._is_turn_of_long = False
+        self._has_short = False  # in the step that is being built
+        self._has_long = False
+
+    def begin_step(self, view: SchedulerView) -> abc.Callable[[Sequence], bool] | None:
+        """Which running sequences take part in the next step; None for all of them."""
+        running, waiting = view.running, view.waiting
+        self._has_short = any(map(self._is_short, running))
+        self._has_long = any(map(self._is_long, running))
+        candidates = [*running, waiting.peek()] if len(waiting) and view.num_free_slots > 0 else running
+        if not (any(map(self._is_short, candidates)) and any(map(self._is_long, candidates))):
+            return None
+        self._is_turn_of_long = not self._is_turn_of_long
+        if self._is_turn_of_long:
+            self._has_short = False
+            return lambda sequence: not self._is_short(sequence)
+        self._has_long = False
+        return lambda sequence: not self._is_long(sequence)
+
+    def admits(self, sequence: Sequence) -> bool:
+        """Whether a sequence may join the step; if so, the step has one of its kind."""
+        is_short, is_long = self._is_short(sequence), self._is_long(sequence)
+        if (is_short and self._has_long) or (is_long and self._has_short):
+            return False
+        self._has_short |= is_short
+        self._has_long |= is_long
+        return True
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        return sequence.num_tokens < SHORT_TOKENS
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.num_prompt_tokens > LONG_TOKENS and not sequence.is_decoding
+
+
+# ---------------------------------------------------------------------- request-level batching
+
+
+@dataclass(slots=True)
+class _OpenBatch:
+    """The running batch. A sequence that belongs to it may join in a later step, and again after a preemption."""
+
+    bucket: int
+    began_at: float
+    num_seats: int  # not taken
+    num_tokens_left: int | None  # of prompts; None: no limit
+    is_empty: bool = True
+
+
+class WholeBatches(BatchingStrategy):
+    """Once a batch has formed, no other sequence joins until all of the batch have ended.
+
+    A batch starts when it is full or when its oldest sequence has waited `max_wait_s`, so the last partial batch always
+    starts, by the timer of the sequence that waits. A batch for which the token budget or memory of one step does not
+    suffice fills its seats in the next steps. A preempted sequence gets its seat back.
+    """
+
+    def __init__(self, *, batch_size: int, max_wait_s: float, max_batch_tokens: int | None = None) -> None:
+        self.batch_size = batch_size
+        self._max_wait_s = max_wait_s
+        self._max_batch_tokens = max_batch_tokens
+        self._batch: _OpenBatch | None = None
+
+    def plan(self, view: SchedulerView) -> StepPlan:
+        if not view.running:
+            self._batch = self._next_batch(view)
+        batch = self._batch
+        if batch is None:
+            return CLOSED
+        num_waiting = view.waiting.bucket(batch.bucket).num_waiting
+        num_admissible = max(0, min(batch.num_seats, num_waiting, view.num_free_slots))
+        return StepPlan(num_admissible=num_admissible, bucket=batch.bucket)
+
+    def opens_at(self, view: SchedulerView) -> float | None:
+        due = [self._due_at(bucket, view) for bucket in view.waiting.buckets]
+        return min(due, default=None)
+
+    def admits(self, sequence: Sequence) -> bool:
+        """Whether the batch has tokens left for it; a prompt above the limit runs alone."""
+        batch = self._batch
+        assert batch is not None, "only an open batch admits"
+        left = batch.num_tokens_left
+        if left is None or batch.is_empty or sequence.num_prompt_tokens <= left:
+            return True
+        batch.num_seats = 0  # full, so that no later sequence overtakes this one
+        return False
+
+    def joined(self, sequence: Sequence) -> None:
+        self._take_seats(1, sequence)
+
+    def preempted(self, sequence: Sequence) -> None:
+        self._take_seats(-1, sequence)
+
+    def emptied(self, now: float) -> None:
+        if self._batch is not None:
+            self._batch_ended(now - self._batch.began_at)
+        self._batch = None
+
+    def _next_batch(self, view: SchedulerView) -> _OpenBatch | None:
+        """A new batch, from the bucket that has been due for longest."""
+        due = [(self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets]
+        if not due or min(due)[0] > view.now:
+            return None
+        _, number = min(due)
+        # Seats only for the sequences that wait now: a partial batch is not filled up by later arrivals.
+        num_seats = min(self.batch_size, view.waiting.bucket(number).num_waiting)
+        return _OpenBatch(number, view.now, num_seats, self._max_batch_tokens)
+
+    def _due_at(self, bucket: Bucket, view: SchedulerView) -> float:
+        """When a bucket's next batch starts if no other sequence arrives."""
+        is_full = bucket.num_waiting >= min(self.batch_size, view.max_running)
+        has_tokens = self._max_batch_tokens is not None and bucket.num_tokens >= self._max_batch_tokens
+        timer_ends = bucket.oldest_at + self._max_wait_s
+        return min(view.now, timer_ends) if is_full or has_tokens else timer_ends
+
+    def _batch_ended(self, latency_s: float) -> None:
+        """All sequences of a batch have ended, this long after it began."""
+
+    def _take_seats(self, number: int, sequence: Sequence) -> None:
+        batch = self._batch
+        if batch is None:
+            return  # the sequence has been running since before this strategy was chosen
+        batch.is_empty = False
+        batch.num_seats -= number
+        if batch.num_tokens_left is not None:
+            batch.num_tokens_left -= number * sequence.num_prompt_tokens
+
+
+class Static(WholeBatches):
+    """A batch starts when no sequence runs and `batch_size` wait, or the oldest has waited `max_wait_ms`."""
+
+    def __init__(self, config: StaticConfig) -> None:
+        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
+
+
+class Dynamic(WholeBatches):
+    """As static, or when the waiting prompts have `max_batch_tokens`, which also limits a batch."""
+
+    def __init__(self, config: DynamicConfig) -> None:
+        super().__init__(
+            batch_size=config.batch_size,
+            max_wait_s=config.max_wait_ms / 1e3,
+            max_batch_tokens=config.max_batch_tokens,
+        )
+
+
+class Bucketed(WholeBatches):
+    """As static, but only prompts of one length class share a batch; each class has its own timer.
+
+    Bucket `n` holds the prompts of at most `BUCKET_BOUNDARIES[n]` tokens, the last one all longer prompts.
+    """
+
+    def __init__(self, config: BucketedConfig) -> None:
+        super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
+
+    def bucket_of(self, sequence: Sequence) -> int:
+        return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
+
+
+class Adaptive(WholeBatches):
+    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow.
+
+    It begins with batches of one sequence, and `batch_size` is the largest.
+    """
+
+    _NEWEST_SHARE = 0.25  # of the moving average: about the last eight batches count
+    _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # times the target
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        super().__init__(batch_size=1, max_wait_s=config.max_wait_ms / 1e3)
+        self._largest = config.batch_size
+        self._target_s = config.target_latency_ms / 1e3
+        self._average_s: float | None = None
+
+    def _batch_ended(self, latency_s: float) -> None:
+        before = latency_s if self._average_s is None else self._average_s
+        self._average_s = before + self._NEWEST_SHARE * (latency_s - before)
+        if self._average_s < self._TOO_FAST * self._target_s:
+            self.batch_size = min(self.batch_size + 1, self._largest)
+        elif self._average_s > self._TOO_SLOW * self._target_s:
+            self.batch_size = max(self.batch_size - 1, 1)

@@ -1,1 +1,0 @@
-"""Batching strategies: when waiting sequences may join the running ones, and how many."""
