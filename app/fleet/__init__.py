@@ -1,4 +1,4 @@
-"""The ingress's and the replica's ends of what runs between them: frames, requests in flight, failover. No Ray, no HTTP."""
+"""Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
 from app.fleet.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaTransport
 from app.fleet.frame_client import FrameReader, LivenessTimeouts, connect

@@ -36,8 +36,10 @@ class FrameMetrics(Protocol):
         """A frame has come, with news of so many requests."""
 
 
-async def connect(address: Address, ingress_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-    """Have the frames of the replica at `address` come to `reader`, at least every `heartbeat_s`.
+async def connect(
+    address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
+) -> asyncio.Transport:
+    """Have the frames of the replica at `address` come to `reader` as bytes, at least every `heartbeat_s`.
 
     Raises OSError or TimeoutError when the replica cannot be reached.
     """

@@ -123,7 +123,8 @@ class Outbox:
 
     def _send_frame(self, stream: FrameStream) -> None:
         deltas, self._deltas = self._deltas, {}
-        frame = Frame(self._next_number, self._report(), tuple([merge_deltas(of_request) for of_request in deltas.values()]))
+        merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
+        frame = Frame(self._next_number, self._report(), merged)
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
         stream.send(frame)

@@ -20,7 +20,7 @@ class PrefixIndex:
         """`max_tokens`: what the KV memory of one replica holds."""
         self._block_size = block_size
         self._max_blocks = max_tokens // block_size
-        # A prefix is touched after those that continue it. So every prefix in here has all its own prefixes in here too.
+        # A prefix is touched after those that continue it. So a prefix in here has all its own prefixes in here too.
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
