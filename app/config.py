@@ -511,12 +511,6 @@ class IngressConfig(Settings):
     num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
 
 
-class MetricsConfig(Settings):
-    """What /metrics tells."""
-
-    vllm_names: bool = Field(True, description="also under the names that vLLM's dashboards and gateways look for")
-
-
 class WebhooksConfig(Settings):
     """Who is told when a batch has ended, and where messages may go at all."""
 
@@ -618,7 +612,6 @@ class ApplicationConfig(Settings):
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
-    metrics: MetricsConfig = MetricsConfig()
     cascades: tuple[CascadeConfig, ...] = Field((), max_length=64, description="small models before large ones")
     batches: BatchesConfig | None = Field(
         None, description="files, batches and /v1/batch; `{}` takes the defaults below"

@@ -6,7 +6,6 @@ spread a random model repeats its last token for ever; use `--init-range 0.1` wh
 
 from __future__ import annotations
 
-import argparse
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import command_parser, tell
 
 CONTEXT_LENGTH = 8192
 END, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -55,7 +54,7 @@ SHAPES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.make_model", description=__doc__)
+    parser = command_parser("make_model", __doc__)
     parser.add_argument("--shape", required=True, choices=tuple(SHAPES))
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)

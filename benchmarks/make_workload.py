@@ -10,7 +10,6 @@ With --requests there are more or fewer of the same; with --tenants the first se
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -18,9 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.errors import BenchmarkError, refused
-from benchmarks.harness.options import positive
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, refused, tell
 
 SEED = 1234
 VOCAB_SIZE = 49152
@@ -97,11 +94,7 @@ def _between(low: int, value: float, high: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.make_workload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("make_workload", __doc__)
     parser.add_argument("name", choices=tuple(WORKLOADS))
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")

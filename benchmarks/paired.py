@@ -20,11 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.options import positive
-from benchmarks.harness.output import report
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
 from benchmarks.harness.table import cell, table
 from benchmarks.harness.turns import PROJECT, last_object, median_of_ratios, numbers_of, run_module, turns
 
@@ -33,7 +29,7 @@ HERE, BASE = "here", "base"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    return report(lambda: measure(given), given.json)
+    return report(lambda: measure(given), given)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -51,11 +47,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     print(in_words(compared))
     return {
         "figures": compared,
-        "module": given.module,
-        "arguments": given.arguments,
-        "rounds": given.rounds,
         "commits": {name: rounds[-1].get("commit") for name, rounds in found.items()},
-        "cpu": machine.cpu_name(),
     }
 
 
@@ -89,14 +81,12 @@ def in_words(compared: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paired", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("paired", __doc__)
     parser.add_argument("--base", required=True, metavar="DIR", help="the other checkout")
     parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name there, where it has another")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--figures", default="", metavar="REGEX", help="only figures whose names match")
-    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
+    add_json_option(parser)
     parser.add_argument("module", metavar="MODULE", help="for example engine.throughput")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the benchmark")
     return parser

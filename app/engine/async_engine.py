@@ -30,7 +30,7 @@ _MAX_FAILED_IN_A_ROW = 8
 
 
 class DeltaReceiver(Protocol):
-    """Takes the deltas of one request or of many, all in one event loop and in the order of the tokens."""
+    """Receives the deltas of one request or of several, in order. Called in the event loop of `submit`."""
 
     def put_all(self, deltas: Sequence[TokenDelta]) -> None:
         """One step's deltas, one for each request; a request's last has a finish reason, and with ERROR the error."""
@@ -50,8 +50,8 @@ class AsyncEngine:
     ) -> None:
         """Start the engine's thread.
 
-        More than `max_requests` at once are refused, and so is what would have more than `max_waiting_tokens` prompt
-        tokens wait, unless nobody waits. Background requests beyond that are no obstacle as long as they make way;
+        More than `max_requests` at once are refused. So is a request with which more than `max_waiting_tokens` prompt
+        tokens would wait, unless no other waits. Background requests do not count as long as they can be preempted;
         there are never more of them than one step can have. Without `matchers` no request may have a grammar.
         """
         self._engine = engine
@@ -61,9 +61,11 @@ class AsyncEngine:
         self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
         self._num_entering_tokens = 0  # of their prompts
         self._retry_times = RetryTimes()  # guarded by _wake
-        self._calls: set[Future[None]] = set()  # commands whose callers wait for them; guarded by _wake
-        self._readers: dict[str, _Place] = {}  # by request id; entered by callers, left by whoever ends the request
-        self._foreground: set[str] = set()  # of them, those that somebody waits for
+        self._calls: set[Future[None]] = set()  # commands with a caller that waits for the end; guarded by _wake
+        self._receivers: dict[
+            str, _Subscription
+        ] = {}  # by request id; added by callers, removed by any thread when the request ends
+        self._foreground: set[str] = set()  # the ids of those that are foreground requests
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
         self._wake = threading.Condition()
@@ -79,13 +81,15 @@ class AsyncEngine:
 
     @property
     def max_requests(self) -> int:
-        """Running and waiting, without background that makes way; more are refused. `reconfigure` may change it."""
+        """Limit of running and waiting requests, without background that can be preempted; more are refused."""
         return self._max_requests
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """Stream a request's deltas, one for each step. Closing the iterator aborts the request.
+        """Stream a request's deltas, one for each step.
 
-        Raises: what `matcher_of` and `submit` raise before the first delta, and what the last delta may say.
+        Closing the iterator aborts the request and frees its blocks at the next step.
+
+        Raises: before the first delta the errors of `matcher_of` and `submit`, later the error of the last delta.
         """
         stream = _Stream()
         queued: Queued | None = self.submit(request, stream, await self.matcher_of(request))
@@ -99,15 +103,15 @@ class AsyncEngine:
                 yield structs.replace(delta, queued=queued)
                 queued = None
         finally:
-            if not has_ended:  # else the id may be another request's by now
+            if not has_ended:  # otherwise another request may have this id by now
                 self.abort(request.request_id)
 
     async def matcher_of(self, request: Request) -> Matcher | None:
-        """What `submit` needs for a request with a grammar; nobody else waits while it is made.
+        """The matcher that `submit` needs for a request with a grammar; no other request waits while it is made.
 
         Raises:
             InvalidRequest: the grammar cannot be used.
-            Overloaded: too many grammars wait to be looked at.
+            Overloaded: too many grammars wait to be compiled.
         """
         if request.sampling.grammar is None:
             return None
@@ -116,39 +120,39 @@ class AsyncEngine:
             raise InvalidRequest("this engine writes no structured output", param=request.sampling.grammar.param)
         return await asyncio.wrap_future(self._matchers.matcher_of(request))
 
-    def submit(self, request: Request, reader: DeltaReceiver, matcher: Matcher | None = None) -> Queued:
-        """Queue a request; `reader` hears of it in the event loop that runs now, until its end or until `abort`.
+    def submit(self, request: Request, receiver: DeltaReceiver, matcher: Matcher | None = None) -> Queued:
+        """Queue a request; `receiver` gets its deltas in the event loop that runs now, until its end or `abort`.
 
-        A request with a grammar comes with what `matcher_of` gives for it.
+        A request with a grammar comes with the result of `matcher_of`.
 
-        A request that ends otherwise than by stop or length ends with an error delta: DeadlineMissed, StepFailed (this
-        request made the model fail, or the device failed on its whole batch), EngineStopped (shut down or dead).
+        A request that does not end by stop or length ends with an error delta: DeadlineMissed, StepFailed (this request
+        made the model fail), DeviceFault (the device failed on its whole batch), EngineStopped (shut down or dead).
 
         Raises:
             InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
-            Overloaded: the queue is full; it says when to come back. Nothing was queued.
+            Overloaded: the queue is full; it says when to try again. Nothing was queued.
             EngineStopped: the engine has shut down or died.
         """
         self.check_health()
         self._engine.check(request)
         assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
-        if request.request_id in self._readers:
+        if request.request_id in self._receivers:
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         num_tokens, arrived_at = len(request.prompt_token_ids), self._engine.now()
-        place = _Place(asyncio.get_running_loop(), reader)
+        subscription = _Subscription(asyncio.get_running_loop(), receiver)
         with self._wake:
             self._check_room(request, arrived_at)
             queued = Queued(self._stats.num_waiting + self._num_entering, self._stats.estimated_wait_s)
             self._command(lambda: self._enter(request, arrived_at, matcher))
             self._num_entering += 1
             self._num_entering_tokens += num_tokens
-            self._readers[request.request_id] = place
+            self._receivers[request.request_id] = subscription
             if not request.is_background:
                 self._foreground.add(request.request_id)
         return queued
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its blocks at the next step; its reader hears no more. Nothing if it has ended."""
+        """End a request and free its blocks at the next step; its receiver gets no more deltas."""
         if self._leave(request_id) is None:
             return
         try:
@@ -157,10 +161,10 @@ class AsyncEngine:
             logger.debug("request %s aborted after the engine stopped", request_id)
 
     async def reconfigure(self, config: SchedulerConfig) -> None:
-        """Schedule by other settings; returns once they hold, between two steps. No request is lost.
+        """Use other settings; returns when they are in force, between two steps. No request is lost.
 
         Raises:
-            InvalidSetup: this engine cannot be changed so while it runs; nothing has changed.
+            InvalidSetup: this engine cannot use them without a restart; nothing has changed.
             EngineStopped: the engine has shut down or died.
         """
         await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
@@ -168,12 +172,12 @@ class AsyncEngine:
         logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
-        """The snapshot the engine's thread took after its last step."""
+        """The snapshot of the engine's thread after its last step."""
         return self._stats
 
     @property
     def step_age_s(self) -> float:
-        """For how long the step that runs now has been running; 0 between two steps."""
+        """Seconds since the current step began; 0 between two steps."""
         began_at = self._step_began_at
         return 0.0 if began_at is None else self._engine.now() - began_at
 
@@ -197,20 +201,20 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ the callers' side
 
-    def _leave(self, request_id: str) -> _Place | None:
-        """A request has no reader any more; None if it had none. Any thread."""
-        self._foreground.discard(request_id)  # first: once it has no reader, its id may be another request's
-        return self._readers.pop(request_id, None)
+    def _leave(self, request_id: str) -> _Subscription | None:
+        """Remove and return a request's subscription; None if it has none. Any thread."""
+        self._foreground.discard(request_id)  # first: once the subscription is removed, another request may have the id
+        return self._receivers.pop(request_id, None)
 
     def _check_room(self, request: Request, now: float) -> None:
         """Raise Overloaded when there is no room.
 
-        Background requests do not queue: they come when there is a slot. Nobody else is refused for them, unless they
-        run and make no way.
+        Background requests are accepted only when there is a slot. No other request is refused because of them, unless
+        they run and cannot be preempted.
         """
         stats, num_tokens = self._stats, len(request.prompt_token_ids)
         if request.is_background:
-            num_requests, max_requests = len(self._readers), min(stats.max_running, self._max_requests)
+            num_requests, max_requests = len(self._receivers), min(stats.max_running, self._max_requests)
             num_waiting_tokens = stats.num_waiting_tokens
         else:
             num_requests, max_requests = len(self._foreground) + stats.num_staying_background, self._max_requests
@@ -228,7 +232,7 @@ class AsyncEngine:
         )
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread do something between two steps."""
+        """Queue a command for the engine's thread, which runs it between two steps."""
         with self._wake:
             if self._is_stopping:
                 raise EngineStopped("the engine is shutting down")
@@ -236,7 +240,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def _call(self, action: Callable[[], None]) -> Future[None]:
-        """Have the engine's thread do something whose end, or error, the caller waits for."""
+        """Queue an action for the engine's thread; the future has its end or its error."""
         future: Future[None] = Future()
 
         def command() -> None:
@@ -259,7 +263,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._run_commands():
                 if self._engine.idle_s == 0.0:
                     self._step_began_at = self._engine.now()
                     self._step()
@@ -273,11 +277,11 @@ class AsyncEngine:
             for call in calls:
                 if call.set_running_or_notify_cancel():
                     call.set_exception(EngineStopped("the engine stopped before it could be changed"))
-            self._fail(list(self._readers), EngineStopped("the engine stopped before the request was done"))
+            self._fail(list(self._receivers), EngineStopped("the engine stopped before the request was done"))
             self._engine.close()
 
-    def _obey(self) -> bool:
-        """Carry out what callers asked for, waiting for it, or for its time, while nothing is due; False to stop."""
+    def _run_commands(self) -> bool:
+        """Run the queued commands; waits for them, or for the next step's time, while no step is due. False to stop."""
         with self._wake:
             while not (self._commands or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._wake.wait(idle_s)
@@ -288,7 +292,7 @@ class AsyncEngine:
         if commands:
             for command in commands:
                 command()
-            with self._wake:  # callers who come now see those tokens where they are: among the waiting ones
+            with self._wake:  # from now on `stats` counts these tokens as waiting
                 self._stats = self._engine.stats()
                 self._num_entering -= num_entering
                 self._num_entering_tokens -= num_entering_tokens
@@ -296,7 +300,7 @@ class AsyncEngine:
 
     def _reconfigure(self, config: SchedulerConfig) -> None:
         self._engine.reconfigure(config)
-        self._stats = self._engine.stats()  # before anybody hears that it holds
+        self._stats = self._engine.stats()  # before the caller of `reconfigure` continues
 
     def _enter(self, request: Request, arrived_at: float, matcher: Matcher | None) -> None:
         self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher)
@@ -310,9 +314,9 @@ class AsyncEngine:
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
-                raise  # such a device does not recover; be unhealthy and be replaced
+                raise  # such a device does not recover: the engine stops, and its replica is replaced
             return
-        if self._stats.total_steps > num_steps:  # not one that only told who is late
+        if self._stats.total_steps > num_steps:  # not a call that only ended overdue requests
             self._num_failed_in_a_row = 0
         self._deliver(deltas)
 
@@ -320,23 +324,23 @@ class AsyncEngine:
         try:
             return self._engine.step()
         finally:
-            self._stats = self._engine.stats()  # before anybody hears what has come of it
+            self._stats = self._engine.stats()  # before any receiver gets a delta of this step
 
     def _abort(self, request_id: str) -> None:
         if self._engine.abort(request_id) is not None:
             logger.info("request %s aborted", request_id)
 
     def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Hand a step's deltas to their receivers: one call for each receiver, not one for each request."""
+        """Pass a step's deltas to their receivers: one call for each receiver, not one for each request."""
         batches: dict[DeltaReceiver, tuple[asyncio.AbstractEventLoop, list[TokenDelta]]] = {}
         for delta in deltas:
             ended = delta.finish_reason is not None
-            place = self._leave(delta.request_id) if ended else self._readers.get(delta.request_id)
-            if place is None:
+            subscription = self._leave(delta.request_id) if ended else self._receivers.get(delta.request_id)
+            if subscription is None:
                 continue
-            batch = batches.get(place.reader)
+            batch = batches.get(subscription.receiver)
             if batch is None:
-                batch = batches[place.reader] = place.loop, []
+                batch = batches[subscription.receiver] = subscription.loop, []
             batch[1].append(delta)
         for receiver, (loop, batch_of_receiver) in batches.items():
             try:
@@ -349,15 +353,15 @@ class AsyncEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a request's deltas go."""
+class _Subscription:
+    """The receiver of a request's deltas, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
-    reader: DeltaReceiver
+    receiver: DeltaReceiver
 
 
 class _Stream:
-    """The deltas of one request that are not read yet."""
+    """The deltas of one request that are not read yet. Used only in its event loop."""
 
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()

@@ -25,12 +25,12 @@ class TokenHistory:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, … are computed.
+    """What a step computes of one sequence: `token_ids` at positions `start`, `start + 1`, …
 
     When `samples` is true, they reach the end of the sequence and the step draws the token after them. A negative token
-    id -1 - n is the token that the step before draws for `sampled[n]`; only runners that launch steps see any.
-    Read-only, like all of a batch; not declared frozen because a thousand are made in every step, and a frozen
-    dataclass takes seven times as long to make.
+    id -1 - n is the token that the step before draws for `sampled[n]`; only runners that launch steps get any.
+    Read-only, like all of a batch. Not declared frozen: a thousand are made in every step, and a frozen dataclass takes
+    seven times as long to make.
     """
 
     request_id: Final[str]
@@ -43,16 +43,16 @@ class ScheduledSequence:
     history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
     matcher: Final[Matcher | None] = None  # says which tokens may be drawn; None: all
     looks_back: Final[bool] = False  # the draw depends on the tokens drawn before, see `SamplingParams`
-    # Prompt tokens whose log-probabilities are wanted, one after the other, and the position of the first. Each is
-    # predicted by the token before it, which is computed in this step.
+    # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
+    # each, which predicts it, is computed in this step.
     targets: Final[tuple[int, ...]] = ()
     first_target: Final[int] = 0
-    # The hidden states of this share are wanted: the last one's, or the sum of all.
+    # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Final[Pooling | None] = None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of the token that it draws, or of prompt tokens."""
+        """Whether log-probabilities are wanted, of the drawn token or of prompt tokens."""
         return bool(self.targets) or (self.samples and self.sampling.logprobs is not None)
 
     @property
@@ -61,7 +61,7 @@ class ScheduledSequence:
         return self.start + len(self.token_ids)
 
     def allowed(self) -> bytes:
-        """The tokens that its matcher lets it draw, as bits (see `Matcher.allowed`), without those that are banned."""
+        """The tokens that its matcher allows, as bits (see `Matcher.allowed`), without the banned ones."""
         assert self.matcher is not None, "without a matcher all tokens may be drawn"
         if not self.banned_token_ids:
             return self.matcher.allowed()
@@ -95,7 +95,7 @@ class Batch:
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
-    num_scheduled_tokens: int = 0  # `num_tokens`, counted while it was made: adding up a thousand takes its time
+    num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder: adding up a thousand takes time
     has_logprobs: bool = False  # any sequence wants log-probabilities, of the tokens that are drawn or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
 
@@ -110,21 +110,21 @@ class Batch:
 
     @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """Those for which a token is drawn: one token id of the step's result for each, in this order."""
+        """The items for which a token is drawn: the step's result has one token id for each, in this order."""
         return tuple([item for item in self.scheduled if item.samples])
 
     @cached_property
     def matchers(self) -> tuple[Matcher, ...]:
-        """Of those for which a token is drawn."""
+        """The matchers of the items for which a token is drawn."""
         return tuple([item.matcher for item in self.scheduled if item.matcher is not None])
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether a token of this step was drawn by looking at the tokens before it, so that the next one will be."""
+        """Whether a drawn token of this step depends on the tokens drawn before; that of the next step will, too."""
         return any(item.looks_back for item in self.sampled)
 
     def part(self, which: slice) -> Batch:
-        """Some of its sequences, to be computed by themselves."""
+        """A batch of some of its sequences."""
         scheduled = self.scheduled[which]
         return Batch(
             scheduled,

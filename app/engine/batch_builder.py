@@ -39,7 +39,7 @@ class BatchBuilder:
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
 
     def has_room_for_prefill(self, sequence: Sequence) -> bool:
-        """Whether the step may take any of a prompt."""
+        """Whether the step may take any token of a prompt."""
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
     @property
@@ -47,7 +47,7 @@ class BatchBuilder:
         return self._num_scored_tokens_left > 0
 
     def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
-        """How many tokens of a prompt the step takes, when so many of the budget are for others."""
+        """How many tokens of a prompt the step takes, with `num_reserved` of the budget kept for others."""
         num_tokens = min(
             sequence.num_uncomputed_tokens,
             self._chunk_tokens,
@@ -57,7 +57,7 @@ class BatchBuilder:
         return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
 
     def _num_scorable(self, sequence: Sequence) -> int:
-        """How far the step may compute it: up to the prompt token that it may not score any more."""
+        """How many tokens the step may compute: up to the prompt token that it may no longer score."""
         start = sequence.num_computed_tokens
         end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
         return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
@@ -68,16 +68,16 @@ class BatchBuilder:
         return self._num_prefill_tokens_left
 
     def add_decoding(self, sequence: Sequence) -> None:
-        """The last token of a sequence; its block is there."""
-        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._share(sequence, 1))
+        """Add the last token of a sequence; its block is allocated."""
+        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._scheduled_sequence(sequence, 1))
         if sequence.wants_logprobs:
             self._has_logprobs = True
         self.sequences.append(sequence)
         self.num_tokens_left -= 1
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
-        """The next tokens of a prompt; their blocks are there."""
-        self.scheduled.append(self._share(sequence, num_tokens))
+        """Add the next tokens of a prompt; their blocks are allocated."""
+        self.scheduled.append(self._scheduled_sequence(sequence, num_tokens))
         self.sequences.append(sequence)
         self.num_tokens_left -= num_tokens
         self._num_prefill_tokens_left -= num_tokens
@@ -94,7 +94,7 @@ class BatchBuilder:
             has_pooling=self._has_pooling,
         )
 
-    def _share(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         sampling = sequence.request.sampling
         samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
@@ -104,7 +104,7 @@ class BatchBuilder:
             history = TokenHistory(
                 prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.generated_token_ids)
             )
-        share = ScheduledSequence(
+        scheduled = ScheduledSequence(
             sequence.request.request_id,
             sequence.token_ids(start, start + num_tokens),
             start,
@@ -119,14 +119,14 @@ class BatchBuilder:
             matcher=sequence.matcher if samples else None,
             looks_back=samples and sequence.looks_back,
         )
-        if share.wants_logprobs:
+        if scheduled.wants_logprobs:
             self._has_logprobs = True
-        if share.pooling is not None:
+        if scheduled.pooling is not None:
             self._has_pooling = True
-        return share
+        return scheduled
 
     def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
-        """What a share that ends at position `end` scores: the first one's position, and the prompt tokens."""
+        """The prompt tokens that are scored when the step computes up to `end`, after the position of the first."""
         first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
         targets = sequence.request.prompt_token_ids[first : end + 1]
         self._num_scored_tokens_left -= len(targets)
@@ -137,7 +137,7 @@ class BatchBuilder:
         banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
         if sequence.num_generated_tokens < sampling.min_tokens:
             return (*banned, *self._eos_token_ids, *sampling.stop_token_ids)
-        if sampling.ignore_eos and sampling.grammar is not None:  # it may have to end; else these end nothing
+        if sampling.ignore_eos and sampling.grammar is not None:  # only a grammar that is complete may draw them
             return (*banned, *self._eos_token_ids)
         return banned
 
@@ -152,13 +152,13 @@ def _ends_with(generated: list[int], token_ids: tuple[int, ...]) -> bool:
 
 
 def _pooling(sequence: Sequence, end: int) -> Pooling | None:
-    """What a share that ends at position `end` gives to the embedding of its sequence."""
+    """Which hidden states the embedding needs of a step that computes up to `end`."""
     pooling = sequence.request.pooling
     return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
 
 
 def _decoding(sequence: Sequence) -> ScheduledSequence:
-    """The share of a sequence that is decoding and draws simply; what `BatchBuilder._share` gives, only sooner."""
+    """Of a sequence that is decoding and `draws_simply`; equals `BatchBuilder._scheduled_sequence`, but is faster."""
     request = sequence.request
     return ScheduledSequence(  # by position: names take twice as long
         request.request_id,

@@ -1,4 +1,4 @@
-"""KV memory as numbers: blocks of token slots, who owns them, and which hold a prefix that others may share.
+"""KV memory as numbers: blocks of token slots, their owners, and which hold a prefix that others may share.
 
 No tensors here. Paging follows PagedAttention (Kwon et al., 2023); sharing equal prefixes block by block follows
 vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so no hash collision can ever

@@ -1,9 +1,8 @@
-"""The engine: schedule, run, update. Everything else in this room serves these three lines."""
+"""The engine: schedule, run, update. All other modules here serve these three lines of `Engine.step`."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -12,21 +11,13 @@ from app.config import SchedulerConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts
 from app.engine.matcher import Matcher, TokenSet
-from app.engine.request import (
-    MAX_DEADLINE_S,
-    MAX_GRAMMAR_CHARACTERS,
-    MAX_PRIORITY,
-    MAX_TENANT_LENGTH,
-    Grammar,
-    ModelFacts,
-    Request,
-    TokenDelta,
-)
+from app.engine.request import ModelFacts, Request, TokenDelta
+from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.errors import ContextTooLong, InvalidRequest, InvalidSetup, Quarantined, StepFailed
+from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +26,7 @@ class ModelRunner(Protocol):
     """Turns a batch into tokens: the border between deciding and computing."""
 
     def run(self, batch: Batch) -> StepResult:
-        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities for those who ask."""
+        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested."""
         ...
 
 
@@ -49,11 +40,11 @@ class PendingStep(Protocol):
 
 @runtime_checkable
 class LaunchingRunner(ModelRunner, Protocol):
-    """A model runner whose device computes while the host goes on. Steps run in the order they were launched in."""
+    """A model runner with a device that computes while the host goes on. Steps run in the order of their launch."""
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start computing the batch. A negative token id -1 - n in it is what the step launched before draws as its
-        n-th token."""
+        """Start computing the batch. A negative token id -1 - n in it is the placeholder of the n-th token that the
+        step launched before draws."""
         ...
 
 
@@ -70,9 +61,9 @@ class Engine:
         largest_step: SchedulerConfig | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `largest_step` is what memory was sized for, where a step takes any.
+        """`clock` gives monotonic seconds. `largest_step` has the limits that memory was sized for, if steps need any.
 
-        `recorder` is told everything that comes from outside, and everything that is decided.
+        `recorder` gets every event from outside and every decision.
         """
         self.facts = facts
         self._scheduler = scheduler
@@ -84,57 +75,30 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether some request has not ended; a step may still have to wait for its time, see `idle_s`."""
+        """Whether any request has not ended. A step may still have to wait for a timer, see `idle_s`."""
         return self._scheduler.has_work
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until the next step has something to do if nobody arrives; 0: now; None: never."""
+        """Seconds until the next step has something to do if no request arrives; 0: now; None: never."""
         now = self._clock()
         due_at = self._scheduler.due_at(now)
         return None if due_at is None else max(0.0, due_at - now)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the engine could never serve the request. Changes nothing; any thread may call."""
-        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        if num_prompt == 0:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if max_tokens < 0:
-            raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 0", param="max_tokens")
-        if 0 < max_tokens <= len(request.generated_token_ids):
-            raise InvalidRequest(
-                f"{len(request.generated_token_ids):,} tokens are generated and max_tokens is {max_tokens:,}; "
-                f"nothing is left to generate",
-                param="max_tokens",
-            )
-        if num_prompt + max_tokens > self.facts.max_model_len:
-            raise ContextTooLong(
-                f"prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
-                f"this model accepts {self.facts.max_model_len:,} together",
-                param="max_tokens",
-            )
-        self._check_logprobs(request)
-        self._check_pooling(request)
-        _check_place(request)
-        if request.sampling.grammar is not None:
-            _check_grammar(request.sampling.grammar, request, self.facts)
+        check_request(request, self.facts)
         if self._quarantine.holds(request):
             raise Quarantined(
                 "this prompt with these sampling parameters has made the model fail before; it is not tried again",
                 param="prompt",
                 code="quarantined",
             )
-        for name, token_ids in self._token_ids(request):
-            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.facts.vocab_size):
-                wrong = next(token for token in token_ids if not 0 <= token < self.facts.vocab_size)
-                raise InvalidRequest(
-                    f"{name} has token id {wrong}; this model's ids are 0 to {self.facts.vocab_size - 1:,}", param=name
-                )
 
     def add(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
         """Queue a request that arrived now, or earlier at `arrived_at` by the engine's clock.
 
-        A request with a grammar comes with its matcher, behind the tokens that it has generated.
+        A request with a grammar comes with its matcher, advanced past the tokens that it has generated.
 
         Raises:
             InvalidRequest: it can never be served, or a request of this id is being served.
@@ -144,7 +108,7 @@ class Engine:
         self.add_checked(request, arrived_at=arrived_at, matcher=matcher)
 
     def add_checked(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
-        """As `add`, of a request that `check` has passed, perhaps in another thread: long prompts are not walked twice.
+        """As `add`, for a request that has passed `check`, perhaps in another thread: it is not checked again.
 
         Raises:
             InvalidRequest: a request of this id is being served.
@@ -175,17 +139,17 @@ class Engine:
         (a delta with `error`), the others go on with the tokens that they would have had.
 
         Raises:
-            StepError: every part fails, so it is the device. The requests of that batch have ended, and it names them.
+            StepError: every part fails, so the device is at fault. The batch's requests have ended; it names them.
         """
-        self._recorder.began()
+        self._recorder.step_began()
         batch = self._scheduler.schedule(self._clock())
         self._recorder.scheduled(batch, self._scheduler.take_decision())
         result = self._run(batch) if batch else StepResult([])
-        self._end_the_unmatched(batch)
-        self._recorder.drew(batch, result.token_ids)
+        self._fail_unmatched(batch)
+        self._recorder.sampled(batch, result.token_ids)
         ended_at = self._clock()
         deltas = self._scheduler.update(batch, result, now=ended_at)
-        self._recorder.told(deltas, at=ended_at)
+        self._recorder.step_ended(deltas, at=ended_at)
         return deltas
 
     def _run(self, batch: Batch) -> StepResult:
@@ -198,7 +162,7 @@ class Engine:
         try:
             found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
-            if len(batch.scheduled) == 1:  # alone it may also be the request; if it comes again, it will be
+            if len(batch.scheduled) == 1:  # a single request may be at fault, too: if it fails again, it is refused
                 self._quarantine.note_failure(batch.sequences[0].request)
             self._recorder.failed(FailureKind.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
@@ -211,8 +175,8 @@ class Engine:
             self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
         return found.result(batch)
 
-    def _end_the_unmatched(self, batch: Batch) -> None:
-        """End those whose matcher could not say which tokens may be drawn in this step."""
+    def _fail_unmatched(self, batch: Batch) -> None:
+        """End the requests for which the matcher could not say which tokens may be drawn in this step."""
         if not batch.needs_history:
             return
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
@@ -226,7 +190,7 @@ class Engine:
             self._scheduler.fail_one(sequence, error)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Schedule by other settings from the next step on. No request is lost.
+        """Use other settings from the next step on. No request is lost.
 
         Raises:
             InvalidSetup: memory was sized for smaller steps; nothing has changed.
@@ -242,88 +206,24 @@ class Engine:
         self._recorder.reconfigured(config)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every shared prefix: prompts that come later are computed from their start."""
+        """Forget every shared prefix: later prompts are computed from their start."""
         self._scheduler.clear_prefix_cache()
         self._recorder.cache_cleared()
 
     def close(self) -> None:
-        """Let the recorder finish what it has; nothing may be asked of the engine afterwards."""
+        """Let the recorder write what it has. The engine must not be used afterwards."""
         self._recorder.close()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
     def measurements(self) -> EngineMeasurements:
-        """What has been measured since the start. Any thread may ask."""
+        """All measurements since the start. Any thread may call."""
         return self._scheduler.measurements()
-
-    def _check_logprobs(self, request: Request) -> None:
-        sampling, vocab_size = request.sampling, self.facts.vocab_size
-        for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-            if num_top is not None and not 0 <= num_top <= vocab_size:
-                raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {vocab_size:,}", param=name)
-
-    def _check_pooling(self, request: Request) -> None:
-        if request.pooling is None:
-            return
-        if self.facts.embedding_size is None:
-            raise InvalidRequest("this model gives no embeddings; ask another", param="model")
-        if request.sampling.max_tokens:
-            raise InvalidRequest(
-                f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
-                param="max_tokens",
-            )
-
-    @staticmethod
-    def _token_ids(request: Request) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        sampling = request.sampling
-        return (
-            ("prompt", request.prompt_token_ids),
-            ("generated_token_ids", request.generated_token_ids),
-            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("allowed_token_ids", sampling.allowed_token_ids),
-            ("bad_words", tuple(token for word in sampling.bad_words for token in word)),
-        )
-
-
-def _check_place(request: Request) -> None:
-    """What a request may say about its place in the queue."""
-    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise InvalidRequest(
-            f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
-        )
-    if len(request.tenant) > MAX_TENANT_LENGTH:
-        raise InvalidRequest(
-            f"tenant has {len(request.tenant):,} characters; at most {MAX_TENANT_LENGTH} are accepted", param="tenant"
-        )
-    deadline_s = request.deadline_s
-    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S):
-        raise InvalidRequest(
-            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds", param="deadline_s"
-        )
-
-
-def _check_grammar(grammar: Grammar, request: Request, facts: ModelFacts) -> None:
-    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequest(
-            f"{grammar.param} has {len(grammar.text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted",
-            param=grammar.param,
-        )
-    if request.sampling.allowed_token_ids:
-        raise InvalidRequest(
-            f"allowed_token_ids and {grammar.param} both say which tokens may be drawn; send one of them",
-            param="allowed_token_ids",
-        )
-    if not facts.eos_token_ids:
-        raise InvalidRequest(
-            f"this model has no end token, so nothing could end an output in a given form; leave {grammar.param} out",
-            param=grammar.param,
-        )
 
 
 class StepError(Exception):
-    """The device fails on every request of a step; they have ended. Stays inside: callers hear `DeviceFault`."""
+    """The device fails on every request of a step; they have ended. Internal: callers get `DeviceFault`."""
 
     def __init__(self, request_ids: list[str]) -> None:
         super().__init__(f"a step failed with {len(request_ids)} requests in it")

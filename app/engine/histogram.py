@@ -1,4 +1,4 @@
-"""How values are spread: a histogram that costs little to fill, and a frozen one to be added up and sent."""
+"""A histogram that costs little to fill, and a frozen snapshot of it that can be added up and sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# From a millisecond to an hour: one ladder for every time, so that any two histograms can be compared.
+# From a millisecond to an hour: the same bounds for all times, so that any two histograms can be compared.
 SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0,
@@ -19,7 +19,7 @@ Bounds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a histogram held at one moment. `counts` has one entry for each bound and one for what lies above all."""
+    """A snapshot of a histogram. `counts` has one entry for each bound and one for values above the last."""
 
     bounds: Bounds  # rising; a value belongs to the first bound that it does not exceed
     counts: tuple[int, ...]
@@ -30,19 +30,19 @@ class Distribution:
         return sum(self.counts)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Both together. They must have the same bounds."""
+        """The sum of both. They must have the same bounds."""
         assert self.bounds == other.bounds, f"bounds differ: {self.bounds} and {other.bounds}"
         counts = tuple(mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
         return Distribution(self.bounds, counts, self.total + other.total)
 
     @classmethod
     def empty(cls, bounds: Bounds) -> Distribution:
-        """Of nothing: what sums begin with."""
+        """Without any value: the start of a sum."""
         return cls(bounds, (0,) * (len(bounds) + 1), 0.0)
 
 
 def sum_distributions(distributions: Iterable[Distribution], bounds: Bounds) -> Distribution:
-    """All of them as one; `bounds` are theirs, for when there is none."""
+    """The sum of distributions that all have these bounds."""
     return sum(distributions, start=Distribution.empty(bounds))
 
 
@@ -57,10 +57,10 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def snapshot(self) -> Distribution:
-        """What it holds now."""
+        """The distribution of the values so far."""
         return Distribution(self._bounds, tuple(self._counts), self._total)

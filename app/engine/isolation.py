@@ -1,4 +1,4 @@
-"""Finding the requests that make a step fail, by running its halves. No state changes when a run fails."""
+"""Finds the requests that make a step fail, by running its halves; refuses them when they come again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# So many single requests that fail, and not one run that succeeds: then it is the device and not the requests.
+# After so many single requests that fail, and not one run that succeeds, the device is at fault.
 MAX_LONE_FAILURES = 4
 
 MAX_FAILURES = 2  # of one prompt with its sampling parameters, before it is refused
@@ -25,12 +25,12 @@ Run = Callable[[Batch], StepResult]
 
 
 class DeviceFailed(Exception):
-    """Every part of a batch fails, so none of its requests is to blame."""
+    """Every part of a batch fails, so none of its requests is at fault."""
 
 
 @dataclass(slots=True)
 class IsolationResult:
-    """What a failed batch gave when it was run in parts."""
+    """The results of a failed batch that was run in parts."""
 
     token_ids: dict[str, int] = field(default_factory=dict)  # by request id, as the next three
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class IsolationResult:
     has_succeeded: bool = False  # at least one part was computed
 
     def add(self, part: Batch, result: StepResult) -> None:
-        """A part of the batch could be computed."""
+        """Add the result of a part that could be computed."""
         self.has_succeeded = True
         for item, token_id in zip(part.sampled, result.token_ids, strict=True):
             self.token_ids[item.request_id] = token_id
@@ -49,16 +49,16 @@ class IsolationResult:
         self.pooled |= result.pooled
 
     def result(self, batch: Batch) -> StepResult:
-        """As of the whole batch. A token is asked of every sampled one; nobody sees that of a request at fault."""
+        """The result of the whole batch. A request at fault gets token 0; it ends with an error."""
         token_ids = [self.token_ids.get(item.request_id, 0) for item in batch.sampled]
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
 def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
-    """Compute a batch that failed with `error` in halves, and theirs, until only the requests at fault still fail.
+    """Compute a batch that failed with `error` in halves, recursively, until only the requests at fault still fail.
 
-    A part that has been computed twice has written the same KV to the same slots, and what is drawn depends on
-    nothing but the request, so the others' tokens are those that the whole step would have given.
+    A part that is computed twice writes the same KV to the same slots, and a drawn token depends on nothing but its
+    request, so the others' tokens are those that the whole step would have given.
 
     Raises:
         DeviceFailed: no part can be computed.
@@ -90,14 +90,14 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
 class Quarantine:
     """Counts failures by what is computed (prompt and sampling parameters), in bounded memory.
 
-    Written by the engine's thread; any thread may ask.
+    Written by the engine's thread; any thread may read.
     """
 
     def __init__(self) -> None:
-        self._num_failures: OrderedDict[bytes, int] = OrderedDict()  # by digest; the longest ago first
+        self._num_failures: OrderedDict[bytes, int] = OrderedDict()  # by digest; the oldest first
 
     def note_failure(self, request: Request) -> None:
-        """A step failed because of this request, as far as can be told."""
+        """A step failed, most probably because of this request."""
         digest = _digest(request)
         self._num_failures[digest] = self._num_failures.pop(digest, 0) + 1
         if len(self._num_failures) > MAX_REMEMBERED:
@@ -109,7 +109,7 @@ class Quarantine:
 
 
 def _digest(request: Request) -> bytes:
-    # Without the seed: a caller who gives none gets a new one with every try.
+    # Without the seed: a request without one gets a new seed at every try.
     sampling = astuple(replace(request.sampling, seed=0))
     text = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
     text.update(repr((sampling, request.cache_salt)).encode())

@@ -1,4 +1,4 @@
-"""A heap of sequences that forgets the finished ones in its own time."""
+"""A heap of sequences that removes finished ones later."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ KeyT = TypeVar("KeyT")
 class LazyHeap(Generic[KeyT]):
     """Sequences by key, lowest first; equal keys by arrival.
 
-    A sequence that finishes inside is only counted; it goes when it comes to the top, or with all others of its kind
-    once they are half of the heap. So nothing done here costs more than the logarithm of the length, on average.
+    A sequence that finishes inside is only counted. It is removed when it reaches the top, or together with all other
+    finished ones once they are half of the heap. So every operation costs O(log n) on average.
     """
 
     def __init__(self) -> None:

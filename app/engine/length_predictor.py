@@ -1,4 +1,4 @@
-"""How long outputs will be, learnt from those that have ended. It only has to tell short from long."""
+"""Predicts output lengths from those of ended requests. It only has to tell short from long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from app.engine.request import Request
 
 WINDOW = 64  # outputs remembered of each kind
-MIN_OUTPUTS = 4  # with fewer, a kind says nothing
+MIN_OUTPUTS = 4  # with fewer, there is no prediction for a kind
 MAX_KINDS = 4_096
 # A prediction is the median: half of the refusals by a higher quantile would be of requests that would have met their
 # deadlines.
@@ -22,8 +22,8 @@ _Kind = tuple[str | None, int]
 class LengthPredictor:
     """A running quantile of output lengths for each tenant and class of prompt lengths, in bounded memory.
 
-    Prompts are of one class when their lengths have the same power of two below them. A tenant of whom too little is
-    known is taken for an average one.
+    Prompts are of one class when their lengths have the same power of two below them. A tenant with too few ended
+    requests gets the prediction for all tenants.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LengthPredictor:
         self.mean_error_tokens = 0.0  # of predicted output lengths, without sign; a moving average
 
     def predict(self, request: Request, *, quantile: float = EXPECTED_QUANTILE) -> int | None:
-        """Expected output tokens, at least 1 and at most `max_tokens`; None while nothing is known of such requests."""
+        """Expected output tokens, at least 1 and at most `max_tokens`; None while too few such requests have ended."""
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):
             return sampling.max_tokens  # nothing else ends it
@@ -42,7 +42,7 @@ class LengthPredictor:
         return None
 
     def learn(self, request: Request, *, num_generated: int, num_predicted: int) -> None:
-        """A request has ended by itself, at this length."""
+        """A request has ended by stop or length, with so many tokens."""
         self.mean_error_tokens += _NEWEST_SHARE * (abs(num_predicted - num_generated) - self.mean_error_tokens)
         for kind in _kinds(request):
             window = self._windows.get(kind)
@@ -56,7 +56,7 @@ class LengthPredictor:
 
 
 class _Window:
-    """The last outputs of one kind, in the order in which they came and in order of length."""
+    """The last outputs of one kind, by age and by length."""
 
     def __init__(self) -> None:
         self._by_age: deque[int] = deque()

@@ -10,41 +10,41 @@ from app.engine.request import Request
 
 
 class Matcher(Protocol):
-    """One request's place in what its output must look like."""
+    """The state of one request's grammar: which tokens may follow the generated ones."""
 
     @property
     def failure(self) -> str | None:
-        """Why it can no longer tell, in words for the caller; the request ends by it. None: it can."""
+        """Why it can no longer tell which tokens may follow, for the client; the request ends. None: it can."""
         ...
 
     def allowed(self) -> bytes:
-        """The tokens that may be drawn: token t is bit t % 8 of byte t // 8. At least one, whatever happens.
+        """The tokens that may be drawn: token t is bit t % 8 of byte t // 8. Always at least one.
 
-        Changes nothing: asked twice, it says the same.
+        Changes nothing: a second call returns the same.
         """
         ...
 
     def prepare(self) -> None:
-        """Find out what `allowed` will say, so that it has only to be read. In any thread, but in one at a time."""
+        """Compute what `allowed` will return. In any thread, but in one at a time."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Go on behind a drawn token. Takes no time: what follows from it is found out when it is asked for."""
+        """Advance by a drawn token. Takes no time: what may follow is computed by `prepare` or `allowed`."""
         ...
 
 
 class Matchers(Protocol):
-    """Where matchers come from."""
+    """Makes matchers."""
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
-        """A matcher for the request's grammar behind its generated tokens; None where it has no grammar.
+        """A matcher for the request's grammar, advanced past its generated tokens; None without a grammar.
 
         The future raises InvalidRequest when its grammar cannot be used, Overloaded when too many others wait.
         """
         ...
 
     def close(self) -> None:
-        """Stop; nothing may be asked afterwards."""
+        """Stop; must not be used afterwards."""
         ...
 
 
@@ -60,14 +60,14 @@ class TokenSet:
         return self._allowed
 
     def prepare(self) -> None:
-        """Nothing is left to find out."""
+        """Nothing to compute."""
 
     def advance(self, token_id: int) -> None:
-        """Nothing changes."""
+        """The set stays the same."""
 
 
 def allowed_after_bans(matcher: Matcher, banned_token_ids: Iterable[int]) -> bytes:
-    """What a matcher allows without the banned tokens. Where that would leave nothing, the ban does not hold."""
+    """The tokens that a matcher allows, without banned ones. If none would be left, the ban does not apply."""
     allowed = matcher.allowed()
     left = without_tokens(allowed, banned_token_ids)
     return left if any_token(left) else allowed

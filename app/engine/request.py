@@ -33,15 +33,15 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-text or stop token
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the caller went away
+    ABORT = "abort"  # the client has disconnected
     ERROR = "error"  # refused, expired or failed; the delta says why
 
 
 class GrammarKind(StrEnum):
-    """How the text of a grammar is to be read."""
+    """The language of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
-    REGEX = "regex"  # of the whole output; Rust's syntax, which has neither references back nor looking around
+    REGEX = "regex"  # of the whole output; Rust's syntax, without back-references and look-around
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # context-free: Lark as llguidance writes it, or llama.cpp's GBNF
     TAGS = "tags"  # free text with marked pieces that keep to a form: JSON, described in `app/grammar/tags.py`
@@ -54,16 +54,16 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like, as its caller said it; at most MAX_GRAMMAR_CHARACTERS characters."""
+    """The form of an output, as the client gave it; at most MAX_GRAMMAR_CHARACTERS characters."""
 
     kind: GrammarKind
     text: str
-    is_lenient: bool = False  # keywords of a schema that cannot be kept are passed over, not refused
-    param: str = "structured_outputs"  # the field that it came in, for messages
+    is_lenient: bool = False  # unsupported keywords of a schema are ignored, not refused
+    param: str = "structured_outputs"  # the request's field, for error messages
 
 
 class Pooling(StrEnum):
-    """Which vector stands for a whole text."""
+    """Which vector is the embedding of a text."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all tokens'
@@ -93,8 +93,8 @@ class SamplingParams:
     grammar: Grammar | None = None
     allowed_token_ids: tuple[int, ...] = ()  # only these may be drawn; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow one another in the output
-    # The log-probabilities of generated tokens, and of the prompt's, are wanted with so many of the likeliest tokens
-    # at each place; None: none are wanted.
+    # With the log-probability of each generated token, and of each prompt token, those of so many of the likeliest
+    # tokens; None: no log-probabilities.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -108,49 +108,49 @@ class SamplingParams:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a token is drawn by looking at those generated before it, beside what the model makes of them."""
+        """Whether a draw depends on the generated tokens directly, not only through the model."""
         return self.has_penalties or self.grammar is not None or bool(self.bad_words)
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether an end-of-text token ends the output. Nothing else can end a grammar that is complete."""
+        """Whether an end-of-text token ends the output. A complete grammar has no other end."""
         return not self.ignore_eos or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller wants. `cache_salt` separates callers who must not share KV prefixes.
+    """One request. `cache_salt` separates clients that must not share KV prefixes.
 
-    A request that has been generating elsewhere brings what it has got: the engine goes on after those tokens as if it
-    had drawn them itself (positions, penalties, `min_tokens`, `max_tokens`), and its deltas hold only new ones.
+    A request that was generated in part by another replica brings those tokens: the engine continues as if it had drawn
+    them itself (positions, penalties, `min_tokens`, `max_tokens`), and its deltas hold only new tokens.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
-    pooling: Pooling | None = None  # its embedding is wanted, which ends it: max_tokens is 0
-    num_scored_tokens: int = 0  # prompt tokens, after the first, whose log-probabilities its caller has already
+    pooling: Pooling | None = None  # set for an embedding; max_tokens is 0
+    num_scored_tokens: int = 0  # prompt tokens, after the first, that the client has log-probabilities of
     cache_salt: str = ""
     priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
-    tenant: str = ""  # whose share of a fair engine it uses; at most MAX_TENANT_LENGTH characters
-    deadline_s: float | None = None  # its last token is wanted within so many seconds of its arrival, or none at all
-    group: str = ""  # of replicas that its caller asks for
-    is_background: bool = False  # it takes only what nobody else wants, and is preempted first
-    session: str = ""  # requests of one session like to meet the same replica
+    tenant: str = ""  # the tenant that is charged for it; at most MAX_TENANT_LENGTH characters
+    deadline_s: float | None = None  # it must end within so many seconds of its arrival
+    group: str = ""  # of replicas that the client asks for
+    is_background: bool = False  # it uses only unused capacity, and is preempted first
+    session: str = ""  # requests of one session go to the same replica where possible
 
 
 class Queued(NamedTuple):
-    """What a request found when it arrived."""
+    """The queue that a request met when it arrived."""
 
-    position: int  # requests that waited before it; under a policy that reorders, some of them may come after it
+    position: int  # waiting requests before it; a policy may put it before some of them
     estimated_wait_s: float
     replica_id: str = ""  # where it waits
-    why_there: str = ""  # one line, with the numbers of all candidates
+    why_there: str = ""  # one line, with the load of all candidates
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely the model found the token at one place, and which tokens it found likeliest there.
+    """The log-probability of the token at one position, and the likeliest tokens there.
 
     Natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before temperature,
     penalties, biases, bans and filters. A token that is the likeliest has exactly the value of `top_logprobs[0]`.
@@ -175,8 +175,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
-    error: CarouselError | None = None  # with ERROR; whoever streams deltas raises it
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    error: CarouselError | None = None  # with ERROR; the stream raises it
     queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
@@ -184,7 +184,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Deltas of one request that follow one another, as one."""
+    """Consecutive deltas of one request, as one delta."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
@@ -202,6 +202,6 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     )
 
 
-# The seam between the API and whoever generates: a fleet in production, one engine on a laptop, a list in tests.
+# The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.
 # Closing the iterator aborts the request. Raises a CarouselError before the first delta when not accepted.
 Generate = Callable[[Request], AsyncIterator[TokenDelta]]

@@ -119,7 +119,7 @@ class ResultProcessor:
         )
 
     def _computed(self, sequence: Sequence) -> TokenDelta:
-        """The end of a sequence that generates nothing: its prompt is computed."""
+        """The last delta of a sequence that generates nothing: its prompt is computed."""
         embedding = _embedding(sequence)
         self._end(sequence, 0)
         return TokenDelta(
@@ -132,7 +132,7 @@ class ResultProcessor:
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:
-    """Add what the step gave to the embedding of a sequence."""
+    """Add the hidden states of a step to those of a sequence."""
     new = result.pooled.get(sequence.request.request_id)
     if new is not None:
         before = sequence.pooled
@@ -140,7 +140,7 @@ def _pool(sequence: Sequence, result: StepResult) -> None:
 
 
 def _embedding(sequence: Sequence) -> bytes | None:
-    """Of a sequence that is wholly computed; None where a replay has no hidden states."""
+    """The embedding of a computed sequence; None in a replay, which has no hidden states."""
     if sequence.pooled is None:
         return None
     divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
@@ -151,7 +151,7 @@ Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
 
 
 def _newly_scored(batch: Batch, result: StepResult) -> Scores:
-    """What the step says of prompt tokens that nothing was known of; counts them as scored."""
+    """The log-probabilities of prompt tokens that were not scored before; counts them as scored."""
     scores: Scores = {}
     if not batch.has_targets:
         return scores
@@ -168,9 +168,9 @@ def _newly_scored(batch: Batch, result: StepResult) -> Scores:
 
 
 def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
-    """The deltas with what is known of their prompts; one more for each whose prompt is not computed to its end."""
-    told = [
+    """The deltas with the scores of their prompts; one more delta for each prompt that is not yet computed."""
+    scored_deltas = [
         structs.replace(delta, prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
         for delta in deltas
     ]
-    return told + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]
+    return scored_deltas + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]

@@ -38,15 +38,15 @@ class RunningSequences:
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
         """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
         cached = self._pool.match(sequence.token_ids(0, sequence.num_tokens), salt=sequence.request.cache_salt)
-        if sequence.request.pooling == Pooling.MEAN:  # what is not computed has no hidden states to add
+        if sequence.request.pooling == Pooling.MEAN:  # a block that is not computed adds no hidden states
             cached = []
-        if sequence.is_scoring:  # what is not computed predicts nothing: only what is known already may be skipped
+        if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
         return cached, num_blocks + self._pool.num_free_among(cached)
 
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
-        """Let a sequence begin behind the cached blocks of its prefix."""
+        """Start a sequence after the cached blocks of its prefix."""
         sequence.status = SequenceStatus.RUNNING
         self._pool.share(cached)
         sequence.extend_blocks(cached)
@@ -59,17 +59,17 @@ class RunningSequences:
         self.num_background += sequence.request.is_background
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, and its blocks back; all it had computed is forgotten."""
+        """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
         # They are sorted: a search by rank, where list.remove would compare half of them.
         index = bisect_left(self.by_rank, sequence.rank, key=_rank)
-        while self.by_rank[index] is not sequence:  # others may have the same rank
+        while self.by_rank[index] is not sequence:  # others may have an equal rank
             index += 1
         del self.by_rank[index]
         self.num_background -= sequence.request.is_background
         self._pool.free(sequence.take_blocks())
 
     def reorder(self, rank: Callable[[Sequence], Rank]) -> None:
-        """Put all of them into another order."""
+        """Sort all of them by another rank."""
         for sequence in self.by_rank:
             sequence.rank = rank(sequence)
         self.by_rank.sort(key=_rank)

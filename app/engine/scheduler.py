@@ -127,7 +127,7 @@ class Scheduler:
         return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
     def fail(self, batch: Batch) -> list[str]:
-        """End every request of a batch whose step raised; returns their ids."""
+        """End every request of a batch after its step raised; returns their ids."""
         failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
         for sequence in failed:
             self._totals.failed += 1
@@ -135,7 +135,7 @@ class Scheduler:
         return [sequence.request.request_id for sequence in failed]
 
     def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
-        """End one request of a batch whose other requests go on; the next `update` returns its last delta."""
+        """End one request of a batch while the others go on; the next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
             self._finish_with(sequence, error)
@@ -307,7 +307,7 @@ class Scheduler:
         return True
 
     def _to_preempt_for_waiting(self) -> list[Sequence]:
-        """The running sequences whose places waiting ones take, as the policy and background requests demand."""
+        """The running sequences to preempt for waiting ones: by the policy, and background for foreground requests."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
         # The last in rank is a background request if any is: under every policy others may take its place.
@@ -395,7 +395,7 @@ class Scheduler:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Use other settings from the next step on; no request is lost.
 
-        A strategy or policy whose own settings are the same keeps what it has learnt. Running sequences go on; when
+        A strategy or policy with unchanged settings keeps what it has learnt. Running sequences go on; when
         fewer may run now, the last in order are preempted.
         """
         is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy

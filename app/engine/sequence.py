@@ -20,8 +20,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """The scheduler's mutable record of one request.
 
-    There is no prefill state and no decode state, only two counters: a step brings `num_computed_tokens` (tokens whose
-    KV is in the cache) closer to `num_tokens` (prompt and generated so far).
+    There is no prefill state and no decode state, only two counters: a step brings `num_computed_tokens` (tokens with
+    KV in the cache) closer to `num_tokens` (prompt and generated so far).
 
         prompt ................ generated .....
         |-- computed --|-- uncomputed --------|   num_tokens
@@ -33,15 +33,15 @@ class Sequence:
     arrival: int  # order of arrival, unique
     arrived_at: float = 0.0  # seconds of the engine's clock
     end_token_ids: frozenset[int] = frozenset()  # generation ends at any of these
-    num_predicted_tokens: int = 0  # how long its output was expected to be when it arrived
+    num_predicted_tokens: int = 0  # of its output, as predicted when it arrived
     rank: tuple[float, ...] = ()  # its place in the scheduling policy's order, lowest first
-    matcher: Matcher | None = None  # where not every token may be drawn; it has seen all that are booked
+    matcher: Matcher | None = None  # where not every token may be drawn; advanced past all processed tokens
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     looks_back: bool = field(init=False)  # see `SamplingParams`
-    draws_simply: bool = field(init=False)  # neither penalties nor bans at any step: by its logits and its matcher
+    draws_simply: bool = field(init=False)  # without penalties and bans at any step: only logits and matcher matter
     wants_logprobs: bool = field(init=False)  # of what it draws
-    num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, whose log-probabilities are known
+    num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, with known log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
@@ -49,7 +49,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
-    pooled: list[float] | None = None  # hidden states of what is computed, as far as its embedding is made of them
+    pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -69,12 +69,12 @@ class Sequence:
 
     @property
     def estimated_work(self) -> int:
-        """Tokens that are computed for it from its arrival to its end, as far as can be known when it arrives."""
+        """Tokens to compute from its arrival to its end, as predicted when it arrives."""
         return self.num_prompt_tokens + self.num_predicted_tokens
 
     @property
     def remaining_work(self) -> int:
-        """Tokens still to compute: of its prompt, and of its output as far as that was predicted."""
+        """Tokens still to compute: of its prompt, and of its predicted output."""
         num_prompt_tokens = max(0, self.num_prompt_tokens - self.num_computed_tokens)
         return num_prompt_tokens + max(0, self.num_predicted_tokens - len(self.generated_token_ids))
 
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """Whether a step has ever computed something for it, or is about to."""
+        """Whether any step has computed tokens of it, or the next will."""
         return self.status is not SequenceStatus.WAITING or self.num_preemptions > 0
 
     @property
@@ -122,7 +122,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """The known tokens at positions start to end, prompt and generated ones in a row."""
+        """The known tokens at positions start to end, of prompt and output together."""
         num_prompt = self.num_prompt_tokens
         if end <= num_prompt:
             return self.request.prompt_token_ids[start:end]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.engine.histogram import SECONDS, TOKENS, Distribution, Histogram
 from app.engine.sequence import Sequence
 
-# Engines are compared by how fast steps of this size are: their usual ones say as much of how full they were.
+# Engines are compared by their speed in steps of this size: the speed of usual steps depends on how full they were.
 SPEED_STEP_TOKENS = 64
 
 
@@ -22,17 +22,17 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_waiting_tokens: int  # of their prompts
-    num_waiting_foreground_tokens: int  # of these, of prompts that are no background work
-    num_background: int  # of all that run or wait
-    num_staying_background: int  # of these, in a whole batch, so that they make way for nobody
+    num_waiting_foreground_tokens: int  # of these, of foreground requests
+    num_background: int  # background requests, running and waiting
+    num_staying_background: int  # of these, in a whole batch, which is not preempted for others
     estimated_wait_s: float  # of a request that arrived now
-    ended_per_s: float  # requests that ended in a second of computing, of late: how fast the queue drains
-    mean_length_error_tokens: float  # by how much output lengths are predicted wrong, of late
+    ended_per_s: float  # requests that ended in a second of computing, recently: how fast the queue drains
+    mean_length_error_tokens: float  # mean error of predicted output lengths, recently
     num_free_blocks: int  # blocks that could be allocated now, cached ones without an owner included
     num_blocks: int
     block_size: int  # tokens
     max_running: int  # requests computed in one step, at most
-    speed: float  # tokens a second in steps of `SPEED_STEP_TOKENS`, of late; 0 while not known
+    speed: float  # tokens a second in steps of `SPEED_STEP_TOKENS`, recently; 0 while not known
     total_steps: int
     total_prompt_tokens: int  # prompt tokens of admitted requests, cached ones included
     total_cached_tokens: int  # of these, found in the prefix cache
@@ -61,7 +61,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasurements:
-    """Distributions since the engine started; the rest is of this moment."""
+    """Distributions since the engine started; the other fields are of this moment."""
 
     max_running: int  # requests that one step can have
     block_size: int  # token slots in one block
@@ -75,24 +75,24 @@ class EngineMeasurements:
 
 
 class MeasurementCollector:
-    """Fills the distributions as the scheduler goes along. Costs what a bisection does, per step and per request."""
+    """Fills the distributions. Costs a bisection for each step and each request."""
 
     def __init__(self) -> None:
         self._queue_s = Histogram(SECONDS)
         self._prefill_s = Histogram(SECONDS)
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
-        self._prefilling: list[tuple[Sequence, int, float]] = []  # that many tokens since they joined, and when
+        self._prefilling: list[tuple[Sequence, int, float]] = []  # with tokens and time when they joined
 
     def joined(self, sequences: Several[Sequence], now: float) -> None:
-        """These take part in a step from `now` on, some of them perhaps again."""
+        """These sequences joined a step at `now`, some of them perhaps again after a preemption."""
         for sequence in sequences:
             if sequence.num_preemptions == 0:
                 self._queue_s.observe(now - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, now))
 
     def stepped(self, now: float, *, step_s: float, num_tokens: int) -> None:
-        """A step has ended, and its tokens are booked."""
+        """A step has ended, and its results are processed."""
         self._step_s.observe(step_s)
         self._step_tokens.observe(num_tokens)
         if self._prefilling:
@@ -102,14 +102,14 @@ class MeasurementCollector:
         still = []
         for sequence, num_tokens, joined_at in self._prefilling:
             new = sequence.generated_token_ids[num_tokens : num_tokens + 1]
-            if new and new[0] >= 0:  # else a step that still runs draws it
+            if new and new[0] >= 0:  # a placeholder is negative: a step that still runs draws the token
                 self._prefill_s.observe(now - joined_at)
             elif not sequence.is_finished:
                 still.append((sequence, num_tokens, joined_at))
         self._prefilling = still
 
     def snapshot(self, *, max_running: int, block_size: int, num_outstanding_tokens: int) -> EngineMeasurements:
-        """The distributions now, together with what the scheduler knows."""
+        """The distributions now, with the scheduler's numbers."""
         return EngineMeasurements(
             max_running=max_running,
             block_size=block_size,

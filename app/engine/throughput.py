@@ -1,4 +1,4 @@
-"""How fast an engine has been of late, and what follows for those who wait or were sent away. No clock here."""
+"""How fast an engine has been recently, and when a refused client should come back. No clock here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Throughput:
     """Steps, tokens and ended requests for each second of computing; idle time does not count."""
 
     def __init__(self) -> None:
-        # Sums in which old steps fade; their ratios are the averages.
+        # Sums in which the weight of old steps decays; their ratios are the averages.
         self._seconds = 0.0
         self._num_steps = 0.0
         self._num_tokens = 0.0
@@ -20,7 +20,7 @@ class Throughput:
         self._tokens_by_seconds = 0.0
 
     def note_step(self, seconds: float, *, num_tokens: int, num_ended: int) -> None:
-        """A step took so long, computed so many tokens and was the last of so many requests."""
+        """A step took `seconds`, computed `num_tokens` and ended `num_ended` requests."""
         fading = exp(-max(seconds, 0.0) / HORIZON_S)
         self._seconds = self._seconds * fading + seconds
         self._num_steps = self._num_steps * fading + 1
@@ -31,7 +31,7 @@ class Throughput:
 
     @property
     def step_s(self) -> float:
-        """Seconds a step takes; 0 while nothing is known."""
+        """Seconds of a step; 0 before the first."""
         return self._seconds / self._num_steps if self._num_steps else 0.0
 
     @property
@@ -39,17 +39,17 @@ class Throughput:
         return self._num_tokens / self._seconds if self._seconds > 0 else 0.0
 
     def tokens_per_s_at(self, num_tokens: int) -> float:
-        """Tokens a second in steps of this many tokens; 0 while nothing is known.
+        """Tokens a second in steps of this many tokens; 0 before the first step.
 
-        By this, engines can be compared: `tokens_per_s` says as much of how full the batches were. The time of a step
-        is taken as a part of its own and one for each token, by least squares; neither is below 0.
+        This number compares engines; `tokens_per_s` depends on how full their batches were as well. The time of a step
+        is modelled as a constant and a time for each token, by least squares; neither is below 0.
         """
         if self._num_tokens <= 0 or self._seconds <= 0:
             return 0.0
         mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
         variance = self._squared_tokens / self._num_steps - mean_tokens**2
         covariance = self._tokens_by_seconds / self._num_steps - mean_tokens * mean_s
-        # Steps of one size say nothing about others: each token is taken to cost the same.
+        # Steps of one size alone give no slope: then each token is assumed to cost the same.
         token_s = covariance / variance if variance > 0.01 * mean_tokens**2 else mean_s / mean_tokens
         token_s = min(max(token_s, 0.0), mean_s / mean_tokens)
         return num_tokens / (mean_s + token_s * (num_tokens - mean_tokens))
@@ -61,16 +61,16 @@ class Throughput:
 
 
 class RetryTimes:
-    """When to come back, for callers who are sent away: one after the other, as fast as places become free.
+    """Times at which refused clients should come back: one after the other, as fast as requests end.
 
-    If all of them were told the time of the next free place, all but one would be sent away again.
+    If all of them got the time of the next free place, all but one would be refused again.
     """
 
     def __init__(self) -> None:
         self._last_at = 0.0
 
     def next_after(self, now: float, *, ended_per_s: float) -> float:
-        """Seconds until a place should be free for this caller; 1 while the pace is not known."""
+        """Seconds until a place should be free for this client; 1 while no request has ended."""
         if ended_per_s <= 0:
             return 1.0
         self._last_at = max(self._last_at, now) + 1.0 / ended_per_s

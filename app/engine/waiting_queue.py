@@ -1,4 +1,4 @@
-"""The sequences that wait to join: in buckets as the strategy wants them, in the policy's order inside each."""
+"""The sequences that wait to join: in the strategy's buckets, and in the policy's order inside each."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from app.engine.sequence import Sequence, SequenceStatus
 
 
 class WaitingQueue:
-    """Every waiting sequence, counted. What it costs to come, to go and to look does not grow with their number."""
+    """Every waiting sequence, with totals. Push, pop and peek cost no more when more sequences wait."""
 
     def __init__(self, policy: SchedulingPolicy, bucket_of: Callable[[Sequence], int]) -> None:
-        """`bucket_of` says where a sequence waits; it must always say the same of it."""
+        """`bucket_of` gives the number of a sequence's bucket, always the same for the same sequence."""
         self._policy = policy
         self._bucket_of = bucket_of
-        self._buckets: dict[int, Bucket] = {}  # as many as the strategy has, once each was needed
+        self._buckets: dict[int, Bucket] = {}  # created when first used
         self._num_waiting = 0
-        self.num_foreground = 0  # sequences that somebody waits for
+        self.num_foreground = 0  # sequences of foreground requests
         self.num_tokens = 0  # of prompts
-        self.num_foreground_tokens = 0  # of these, somebody waits for
+        self.num_foreground_tokens = 0  # of these, of foreground requests
         self.work = 0  # estimated tokens to compute, prompt and output
 
     def __len__(self) -> int:
@@ -29,18 +29,18 @@ class WaitingQueue:
 
     @property
     def buckets(self) -> Iterable[Bucket]:
-        """Those in which somebody waits."""
+        """The buckets that are not empty."""
         return [bucket for bucket in self._buckets.values() if bucket.num_waiting]
 
     def bucket(self, number: int) -> Bucket:
-        """One bucket, perhaps an empty one."""
+        """One bucket; it may be empty."""
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = Bucket(number, self._policy)
         return bucket
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait; one that was preempted waits at its old place."""
+        """Add a sequence; one that was preempted gets its old place."""
         self.bucket(self._bucket_of(sequence)).push(sequence)
         self._count(sequence, 1)
 
@@ -49,13 +49,13 @@ class WaitingQueue:
         return self._buckets[number].queue.peek()
 
     def pop(self, number: int = 0) -> Sequence:
-        """Take out the next to join from a bucket, which must not be empty. Call it once that sequence runs."""
+        """Remove the next to join from a bucket, which must not be empty. Call this once that sequence runs."""
         sequence = self._buckets[number].pop()
         self._count(sequence, -1)
         return sequence
 
     def take_all(self) -> list[Sequence]:
-        """Everybody who waits, by arrival; the room is empty afterwards."""
+        """Remove and return all sequences, by arrival."""
         taken = [bucket.queue.pop() for bucket in self.buckets for _ in range(bucket.num_waiting)]
         self._buckets.clear()
         self._num_waiting = self.num_foreground = self.num_tokens = self.num_foreground_tokens = self.work = 0
@@ -76,18 +76,18 @@ class WaitingQueue:
 
 
 class Bucket:
-    """Sequences that may share a batch, in the policy's order, and who of them came first."""
+    """Sequences that may share a batch, in the policy's order, and which of them has waited longest."""
 
     def __init__(self, number: int, policy: SchedulingPolicy) -> None:
         self.number = number
         self.queue = policy.new_queue()
         self.num_waiting = 0
         self.num_tokens = 0  # of prompts
-        self._by_age: deque[Sequence] = deque()  # the oldest first; who no longer waits goes when it comes to the front
+        self._by_age: deque[Sequence] = deque()  # the oldest first; sequences that have left are removed at the front
 
     @property
     def oldest_at(self) -> float:
-        """When the one that has waited longest arrived, in seconds of the engine's clock. Must not be empty."""
+        """The arrival of the sequence that has waited longest, in seconds of the engine's clock. Must not be empty."""
         self._drop_gone()
         return self._by_age[0].arrived_at
 
@@ -95,7 +95,7 @@ class Bucket:
         self.queue.push(sequence)
         self.num_waiting += 1
         self.num_tokens += sequence.num_prompt_tokens
-        if self._by_age and sequence.arrival < self._by_age[0].arrival:  # preempted: it was here before
+        if self._by_age and sequence.arrival < self._by_age[0].arrival:  # it was preempted
             self._by_age.appendleft(sequence)
         else:
             self._by_age.append(sequence)
@@ -113,7 +113,7 @@ class Bucket:
         self.num_waiting -= 1
         self.num_tokens -= sequence.num_prompt_tokens
         self._drop_gone()
-        if len(self._by_age) > 2 * self.num_waiting + 16:  # some behind the oldest are gone: let go of their prompts
+        if len(self._by_age) > 2 * self.num_waiting + 16:  # drop the sequences that have left, and their prompts
             self._by_age = deque(each for each in self._by_age if each.status is SequenceStatus.WAITING)
 
     def _drop_gone(self) -> None:

@@ -1,8 +1,7 @@
-"""What the service measures of itself, and how it tells it: Prometheus text. No Ray, no torch."""
+"""What the service measures of itself, as Prometheus text. No Ray, no torch."""
 
-from app.metrics.batches import BatchCounts
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition
-from app.metrics.replicas import EngineReport, KnownReplicas
+from app.metrics.reports import BatchCounts, EngineReport, KnownReplicas
 from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot
 
 __all__ = [

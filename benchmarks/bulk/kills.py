@@ -31,13 +31,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    positive,
+    report,
+    tell,
+)
 from benchmarks.harness.processes import family
-from benchmarks.harness.progress import tell
 
 PATIENCE_S = 180.0
 _LOOK_EVERY_S = 0.05
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="carousel-kills-") as folder:
             return measure(Path(folder), given)
 
-    return report(measured, given.json)
+    return report(measured, given)
 
 
 def measure(folder: Path, given: argparse.Namespace, *, cluster_pid: int | None = None) -> dict[str, Any]:
@@ -95,10 +97,6 @@ def measure(folder: Path, given: argparse.Namespace, *, cluster_pid: int | None 
         "kills": dict(killed),
         **judged(smooth.results(), rough.results(), given.rows),
         **_costs(rough),
-        "settings": {name: value for name, value in vars(given).items() if name != "json"},
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
     }
 
 
@@ -246,11 +244,7 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bulk.kills",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bulk.kills", __doc__)
     parser.add_argument("--rows", type=positive, default=10_000, metavar="N")
     parser.add_argument("--kills", type=int, default=20, metavar="N")
     parser.add_argument("--kinds", default="engine,reader,driver", metavar="KIND,…", help="chosen from at random")
@@ -261,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=positive, default=16, metavar="N", help="words, at most")
     parser.add_argument("--output", type=positive, default=32, metavar="N", help="tokens, on average")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

@@ -27,12 +27,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    positive,
+    report,
+    tell,
+)
 from benchmarks.harness.service import Service, service
 from benchmarks.service.fleet import MODEL_NAME
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="carousel-lending-") as folder, service(application(given)) as running:
             return measure(running, Path(folder), given)
 
-    return report(measured, given.json)
+    return report(measured, given)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -96,10 +98,6 @@ def measure(running: Service, folder: Path, given: argparse.Namespace) -> dict[s
         "alone_tokens_per_s": round(alone_tokens_per_s, 1),
         "online_tokens_per_s": round(_median(on, "output_tokens_per_s"), 1),
         "idle_share": round(sum(bulk) / sum(left), 3),
-        "settings": {name: value for name, value in vars(given).items() if name != "json"},
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
     }
 
 
@@ -169,11 +167,7 @@ def _median(runs: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bulk.lending",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bulk.lending", __doc__)
     parser.add_argument("--replicas", type=positive, default=2, metavar="N")
     parser.add_argument("--slots", type=positive, default=16, metavar="N", help="of each replica (max_running)")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
@@ -186,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bulk-output", type=positive, default=64, metavar="N", help="tokens, on average")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each online run")
     parser.add_argument("--rounds", type=positive, default=2, metavar="N")
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

@@ -29,13 +29,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    positive,
+    report,
+    tell,
+)
 from benchmarks.harness.processes import Process, family, resident_bytes
-from benchmarks.harness.progress import tell
 
 _KINDS = {"readers": "ray::MapWorker", "engines": "ray::EngineActor"}
 _READ_BYTES = 1 << 20
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="carousel-memory-") as folder:
             return measure(Path(folder), given)
 
-    return report(measured, given.json)
+    return report(measured, given)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -87,10 +89,6 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "engines_peak_mib": max(look.engines for look in looks),
         "driver_mib_per_100k_rows": growth(looks, given.rows),
         "table": [astuple(look) for look in looks],
-        "settings": {name: value for name, value in vars(given).items() if name != "json"},
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
     }
 
 
@@ -170,11 +168,7 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bulk.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bulk.memory", __doc__)
     parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N")
     parser.add_argument("--output", type=positive, default=3, metavar="N", help="tokens of a row, at most")
     parser.add_argument("--engines", type=positive, default=1, metavar="N")
@@ -182,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose words the rows are counted in")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

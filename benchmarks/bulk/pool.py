@@ -21,12 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    num_usable_cores,
+    positive,
+    report,
+    tell,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="carousel-pool-") as folder:
             return measure(Path(folder), given)
 
-    return report(measured, given.json)
+    return report(measured, given)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -54,10 +57,6 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "ratio": round(statistics.median(pool) / statistics.median(loop), 4),
         "all_loop_tokens_per_s": loop,
         "all_pool_tokens_per_s": pool,
-        "settings": {name: value for name, value in vars(given).items() if name != "json"},
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
     }
 
 
@@ -111,16 +110,14 @@ def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bulk.pool", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bulk.pool", __doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--threads", type=positive, default=num_usable_cores(), metavar="N", help="CPU threads")
     parser.add_argument("--slots", type=positive, default=32, metavar="N", help="of the engine (max_running)")
     parser.add_argument("--memory-gib", type=float, default=0.25, metavar="GIB", help="KV memory")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

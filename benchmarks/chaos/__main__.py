@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from app.versions import commit
 from benchmarks.chaos.around import kill_controller, kill_ingress
 from benchmarks.chaos.changing import change_under_load
 from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
@@ -35,12 +34,17 @@ from benchmarks.chaos.partition import part_from_replicas
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.vanishing import vanish
 from benchmarks.chaos.verdict import without_samples
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError, refused
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import write_json
-from benchmarks.harness.progress import tell
-from benchmarks.harness.suggestions import did_you_mean
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    did_you_mean,
+    positive,
+    refused,
+    tell,
+    where,
+    write_json,
+)
 
 Row = Callable[[Size], Coroutine[Any, Any, list[dict[str, Any]]]]
 
@@ -67,7 +71,7 @@ ROWS: dict[str, Row] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    setup = {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": commit()}
+    setup = where()
     size = Size(given.runs, given.streams, given.seed)
     lines = []
     try:
@@ -88,14 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("chaos", __doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
-    parser.add_argument("--json", metavar="OUT", help="write the lines there too, with every single measurement")
+    add_json_option(parser)
     return parser
 
 

@@ -16,7 +16,7 @@ from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import with_reference
 from benchmarks.chaos.verdict import in_flight, judged, spread
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import tell
 
 _AFTER_S = 8.0  # of traffic once the process is there again
 _WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give up after one minute

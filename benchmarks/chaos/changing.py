@@ -14,8 +14,7 @@ from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Stage, application, stage
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, tell
 
 _BEFORE_S = 2.0
 _AFTER_S = 3.0

@@ -19,8 +19,8 @@ from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged, spread
+from benchmarks.harness.command import tell
 from benchmarks.harness.percentile import percentile
-from benchmarks.harness.progress import tell
 
 _TIMEOUT_S = 30.0
 _ABANDONED_AFTER_S = 0.5

@@ -14,7 +14,7 @@ from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged, spread
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import tell
 
 STOPPED_S = 8.0
 _QUIET_S = (1.0, 2.0)

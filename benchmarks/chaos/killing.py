@@ -17,7 +17,7 @@ from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream, moment
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import by_kind, in_flight, judged, pauses_ms, spread
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import tell
 
 LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0

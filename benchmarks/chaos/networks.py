@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 _CLONE_NEWNET = 0x40000000

@@ -12,7 +12,7 @@ from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.traffic import Traffic, with_reference
 from benchmarks.chaos.verdict import judged, spread
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import tell
 from benchmarks.harness.service import Layout
 
 ON_EACH = 2  # replicas; so those of a lost node have to wait for another

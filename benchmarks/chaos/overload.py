@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.chaos.mix import MODEL_NAME, alike
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 
 _STEP_MS = 30.0
 _NUM_TOKENS = 60

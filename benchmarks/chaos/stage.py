@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.chaos.mix import MODEL_NAME
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
 from benchmarks.harness.service import Layout, Service, service

@@ -9,7 +9,6 @@ Lines with the same row and fault become one: counts are added, and percentiles 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.verdict import SAMPLES, spread, without_samples
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import BenchmarkError, command_parser, refused
 
 _SAME = ("row", "fault", "cpu", "num_cores", "commit")
 
@@ -25,11 +24,7 @@ Line = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos.summing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("chaos.summing", __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="as `--json` of benchmarks.chaos wrote it")
     files = parser.parse_args(arguments).files
     try:

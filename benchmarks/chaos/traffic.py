@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.chaos.mix import Asked, with_stop
 from benchmarks.chaos.stream import Stream, follow
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 
 TIMEOUT_S = 90.0  # a client that has waited so long counts as hung

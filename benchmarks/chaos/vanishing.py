@@ -14,7 +14,7 @@ from benchmarks.chaos.networks import HERE, Host, own_network, set_tcp_retries, 
 from benchmarks.chaos.size import Size
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.verdict import spread
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import tell
 from benchmarks.harness.service import Layout
 
 _STEP_S = 0.1

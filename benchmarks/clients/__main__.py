@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks.clients.client import CLIENTS, Client
 from benchmarks.clients.environments import installed, version_of
-from benchmarks.harness.errors import BenchmarkError, refused
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
 from benchmarks.harness.service import service
 
 MODEL_NAME = "demo"
@@ -157,7 +156,7 @@ def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description="Other people's clients.")
+    parser = command_parser("clients", "Other people's clients.")
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="folder of a transformers model")
     parser.add_argument("--environments", default=".clients", metavar="DIR", help="where the clients are installed")
     parser.add_argument(

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.clients.client import Client
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, tell
 
 INSTALL_TIMEOUT_S = 1800.0
 _CONSTRAINTS = Path(__file__).resolve().parent.parent.parent / "constraints.txt"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from benchmarks.engine.run import Run
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.workload import Workload
 
 

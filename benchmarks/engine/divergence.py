@@ -63,18 +63,18 @@ class Comparison:
 
     def first_difference(self, recorded: StepRecord, made: StepRecord) -> Divergence | None:
         """None when the replay made this step as it is recorded."""
-        share, before = recorded.share or NOTHING, self._before
-        self._before = share
+        scheduled, before = recorded.scheduled or NOTHING, self._before
+        self._before = scheduled
         differences = (
             self._clock(recorded, made),
             self._plain("who was preempted", recorded.preempted, made.preempted, self._all_named, self._decision()),
-            self._share(share, made.share or NOTHING),
+            self._scheduled(scheduled, made.scheduled or NOTHING),
             self._plain("who joined", recorded.joined, made.joined, self._all_named, self._decision()),
             self._plain("the blocks of those who joined", recorded.blocks, made.blocks, str, self._memory()),
             self._plain("free blocks", recorded.num_free_blocks, made.num_free_blocks, str, self._memory()),
             self._plain("how many wait", recorded.num_waiting, made.num_waiting, str, self._decision()),
             self._plain("why the first one waits", recorded.wait_reason, made.wait_reason, str, self._decision()),
-            None if self._hides_tokens else self._tokens(recorded, made, share, before),
+            None if self._hides_tokens else self._tokens(recorded, made, scheduled, before),
             self._plain("what failed", recorded.failures, made.failures, str, self._decision()),
             self._plain("who ended", recorded.ended, made.ended, self._endings, self._ending()),
         )
@@ -98,7 +98,7 @@ class Comparison:
             return "whether a step was booked", words[booked[0]], words[booked[1]], self._decision()
         return None
 
-    def _share(self, recorded: ScheduledTokens, made: ScheduledTokens) -> _Found | None:
+    def _scheduled(self, recorded: ScheduledTokens, made: ScheduledTokens) -> _Found | None:
         for place, (expected, got) in enumerate(zip_longest(_rows(recorded), _rows(made)), start=1):
             if expected != got:
                 what = f"who ran, and how many tokens (place {place} of {len(recorded.numbers)})"
@@ -106,9 +106,9 @@ class Comparison:
         return None
 
     def _tokens(
-        self, recorded: StepRecord, made: StepRecord, share: ScheduledTokens, before: ScheduledTokens
+        self, recorded: StepRecord, made: StepRecord, scheduled: ScheduledTokens, before: ScheduledTokens
     ) -> _Found | None:
-        drawn, redrawn = recorded.drawn(share, before), made.drawn(share, before)
+        drawn, redrawn = recorded.drawn(scheduled, before), made.drawn(scheduled, before)
         for expected, got in zip_longest(drawn, redrawn):
             if expected != got:
                 number = (expected or got or (0, 0))[0]
@@ -180,11 +180,11 @@ class Comparison:
 _Found = tuple[str, str, str, str]  # what, expected, got, likely
 
 
-def _rows(share: ScheduledTokens) -> list[tuple[int, int, int, bool]]:
-    counts, silent = share.counts or [1] * len(share.numbers), set(share.silent)
+def _rows(scheduled: ScheduledTokens) -> list[tuple[int, int, int, bool]]:
+    counts, unsampled = scheduled.counts or [1] * len(scheduled.numbers), set(scheduled.unsampled)
     return [
-        (number, start, count, index in silent)
-        for index, (number, start, count) in enumerate(zip(share.numbers, share.starts, counts, strict=True))
+        (number, start, count, index in unsampled)
+        for index, (number, start, count) in enumerate(zip(scheduled.numbers, scheduled.starts, counts, strict=True))
     ]
 
 

@@ -11,8 +11,8 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.engine import Engine
 from benchmarks.engine.kv_room import check_fit, with_room
 from benchmarks.engine.report import Setup
+from benchmarks.harness.command import tell
 from benchmarks.harness.options import DTYPES, Options
-from benchmarks.harness.progress import tell
 from benchmarks.harness.settings import engine_config
 from benchmarks.harness.workload import Workload, read_workload
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.errors import InvalidRequest
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.settings import Assignment
 from benchmarks.harness.workload import Workload
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from benchmarks.engine.slots import holdings
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.engine.step_trace import Step
+from benchmarks.harness.command import BenchmarkError
 
 if TYPE_CHECKING:
     from benchmarks.engine.strategies import Outcome
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _WIDTH_IN, _ROW_IN, _DPI = 11.0, 3.2, 90
 
 
-def draw(path: str, outcomes: Sequence[Outcome], *, num_slots: int) -> None:
+def draw(path: str, outcomes: Sequence[Outcome]) -> None:
     """Latency against load where there are several loads, bars at the load nearest to 1, and two Gantt charts.
 
     Raises:
@@ -39,7 +40,7 @@ def draw(path: str, outcomes: Sequence[Outcome], *, num_slots: int) -> None:
     _latency_bars(figure.add_subplot(grid[row, 1]), shown)
     end_s = max(outcome.figures.seconds for outcome in pair) if pair else 0.0
     for number, outcome in enumerate(pair, start=row + 1):
-        _gantt(figure.add_subplot(grid[number, :]), outcome, num_slots=num_slots, end_s=end_s)
+        _gantt(figure.add_subplot(grid[number, :]), outcome, end_s=end_s)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -101,7 +102,7 @@ def _as_list(axes: Any) -> None:
     axes.grid(alpha=0.3, axis="x")
 
 
-def _gantt(axes: Any, outcome: Outcome, *, num_slots: int, end_s: float) -> None:
+def _gantt(axes: Any, outcome: Outcome, *, end_s: float) -> None:
     colour_of = colormaps["tab20"]
     order = {name: number for number, name in enumerate(outcome.served.run.timelines)}
     for holding in holdings(outcome.served.steps):
@@ -112,6 +113,35 @@ def _gantt(axes: Any, outcome: Outcome, *, num_slots: int, end_s: float) -> None
         )
     share = outcome.figures.bubble_share or 0.0
     axes.set(
-        title=f"{outcome.name}, load {outcome.load:g}: who held which slot; {share:.0%} empty while requests waited",
-        xlabel="seconds", ylabel="slot", xlim=(0, end_s), ylim=(num_slots, 0),
+        title=f"{outcome.name}, load {outcome.load:g}: requests in slots; {share:.0%} empty while requests waited",
+        xlabel="seconds", ylabel="slot", xlim=(0, end_s), ylim=(outcome.num_slots, 0),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One request in one slot, from its first to its last step in a row. Seconds."""
+
+    request_id: str
+    slot: int
+    began_s: float
+    ended_s: float
+
+
+def holdings(steps: Sequence[Step]) -> list[Holding]:
+    """Each request in the lowest slot that was free when it came; one that was preempted comes again."""
+    done: list[Holding] = []
+    held: dict[str, Holding] = {}
+    for step in steps:
+        gone = [name for name in held if name not in step.num_tokens]
+        done += [held.pop(name) for name in gone]
+        taken = {holding.slot for holding in held.values()}
+        for name in step.num_tokens:
+            if name in held:
+                began_s, slot = held[name].began_s, held[name].slot
+            else:
+                slot = next(number for number in range(len(taken) + 1) if number not in taken)
+                began_s = step.began_s
+                taken.add(slot)
+            held[name] = Holding(name, slot, began_s, step.ended_s)
+    return [*done, *held.values()]

@@ -6,8 +6,6 @@ stopwatch waits for the device at every border, so that run is slower; what a CU
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,17 +14,14 @@ from typing import Any
 
 import torch
 
-from app.errors import CarouselError
-from app.versions import commit
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.contender import measured_runs
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.probes import DELIVERY, PARTS, RootModule, Stopwatch, probes
 from benchmarks.engine.run import Run
 from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import command_parser, report, tell
 from benchmarks.harness.options import Options, add_repeat_option, add_run_options, add_settings_option
-from benchmarks.harness.progress import tell
 from benchmarks.harness.table import table
 
 
@@ -41,23 +36,18 @@ class Profile:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("engine.profile", __doc__)
     add_run_options(parser)
     add_repeat_option(parser)
     add_settings_option(parser)
     given = parser.parse_args(arguments)
-    try:
-        options = Options.of(given)
-        profile, loaded = measure(options)
-    except (BenchmarkError, CarouselError) as error:
-        return refused(error)
-    print(in_words(profile))
-    print(json.dumps(summary(profile, loaded)), flush=True)
-    return 0
+
+    def measured() -> dict[str, Any]:
+        profile, loaded = measure(Options.of(given))
+        print(in_words(profile))
+        return summary(profile, loaded)
+
+    return report(measured, given)
 
 
 def measure(options: Options) -> tuple[Profile, LoadedEngine]:
@@ -106,10 +96,7 @@ def summary(profile: Profile, loaded: LoadedEngine) -> dict[str, Any]:
         "timed_seconds": round(profile.timed_seconds, 4),
         "num_steps": profile.num_steps,
         "parts_s": {part: round(seconds, 5) for part, seconds in profile.parts_s.items()},
-        "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
-        "commit": commit(),
-        "versions": machine.versions(),
     }
 
 

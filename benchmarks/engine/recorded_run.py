@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.engine.trace.entries import Entry, Header, parse
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 
 
 @dataclass(slots=True)

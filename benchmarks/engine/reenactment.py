@@ -80,7 +80,7 @@ class Reenactment:
         )
 
     def step(self, record: StepRecord) -> StepRecord:
-        """Make the step that is recorded; what is returned has its share in full."""
+        """Make the step that is recorded; what is returned has its scheduled tokens in full."""
         self._runner.expect(record)
         self._clock.expect(record.began_at, record.ended_at)
         self._entries.clear()
@@ -126,5 +126,5 @@ class Shares:
         self._last = NOTHING
 
     def in_full(self, record: StepRecord) -> StepRecord:
-        self._last = self._last.one_token_on() if record.share is None else record.share
-        return record._replace(share=self._last)
+        self._last = self._last.one_token_on() if record.scheduled is None else record.scheduled
+        return record._replace(scheduled=self._last)

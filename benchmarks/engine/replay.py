@@ -10,7 +10,6 @@ be read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -30,9 +29,8 @@ from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, 
 from benchmarks.engine.recorded_run import find_run
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
 from benchmarks.engine.stand_ins import StandIns
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, tell
 from benchmarks.harness.options import add_settings_option
-from benchmarks.harness.progress import tell
 from benchmarks.harness.settings import engine_config, parse_assignments
 
 _TELL_EVERY = 10_000
@@ -61,17 +59,13 @@ class Found:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("engine.replay", __doc__)
     parser.add_argument("log", metavar="LOG", help="folder or file of a step log")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="compute by this model instead of the log's")
     source.add_argument("--simulated", action="store_true", help="without a model: the recorded tokens are drawn")
     add_settings_option(parser)
-    parser.add_argument("--json", metavar="OUT", help="write what was found there")
+    add_json_option(parser)
     given = parser.parse_args(arguments)
     try:
         outcome = replay(given.log, model=given.model, simulated=given.simulated, settings=given.set)

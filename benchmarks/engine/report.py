@@ -1,4 +1,4 @@
-"""What a measurement comes to: one flat record, one line of JSON. The same keys for us and for the peers."""
+"""The figures of one engine on one workload: one flat record, with the same keys for ours and for its peers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from app.versions import commit
 from benchmarks.engine.run import Run
 from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.percentile import percentile
 from benchmarks.harness.workload import Workload
 
@@ -59,16 +58,10 @@ class Report(Setup):
     num_failed: int  # refused, expired or ended by an error; the times are those of the others
     num_prompt_tokens: int
     num_output_tokens: int
-    cpu: str | None
     gpu: str | None
-    commit: str | None
-    versions: dict[str, str | None]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
-def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None) -> Report:
+def summed_up(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None) -> Report:
     """Sum up the runs of one contender, all of them with the same number of output tokens or close to it."""
     seconds = statistics.median(run.seconds for run in runs)
     middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
@@ -99,10 +92,7 @@ def report(setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_fi
         num_failed=sum(timeline.has_failed for timeline in middle.timelines.values()),
         num_prompt_tokens=workload.num_prompt_tokens,
         num_output_tokens=middle.num_output_tokens,
-        cpu=machine.cpu_name(),
         gpu=machine.gpu_name(setup.device),
-        commit=commit(),
-        versions=machine.versions(),
     )
 
 

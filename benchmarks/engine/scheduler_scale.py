@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
 import statistics
 import sys
 import time
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from app.assembly import assemble_recorded
 from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig, names_of
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import ModelFacts, Request, SamplingParams
+from benchmarks.harness.command import command_parser, report, tell
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
@@ -104,11 +105,16 @@ class Weight:
     without_ids: float  # less one tuple of the prompt's ids and the integers in it
 
 
-def main() -> None:
-    options = _options()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return report(lambda: measure(options), options)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Each number waiting in turn, then what one waiting request weighs."""
     times: dict[int, Times] = {}
     for num_waiting in sorted({0, 1_000, options.waiting}):
-        print(f"{options.running:,} running, {num_waiting:,} waiting …", file=sys.stderr)
+        tell(f"{options.running:,} running, {num_waiting:,} waiting …")
         times[num_waiting] = measure_steps(
             num_running=options.running,
             num_waiting=num_waiting,
@@ -119,11 +125,7 @@ def main() -> None:
         gc.collect()
     weight = weigh_waiting(max(options.waiting, 1), max_running=options.running)
     largest = times[options.waiting]
-    report = {
-        "policy": options.policy,
-        "running": options.running,
-        "waiting": options.waiting,
-        "steps": options.steps,
+    return {
         "schedule_ms": _summary(largest.schedule),
         "update_ms": _summary(largest.update),
         "sum_ms": _summary(largest.total),
@@ -131,9 +133,7 @@ def main() -> None:
         "joined_per_step": round(largest.num_joined / options.steps, 2),
         "bytes_per_waiting": round(weight.without_ids),
         "bytes_per_waiting_with_ids": round(weight.with_ids),
-        "python": platform.python_version(),
     }
-    print(json.dumps(report))
 
 
 def measure_steps(
@@ -196,7 +196,7 @@ def build_engine(
 
 
 def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: int) -> None:
-    """Step until all of `num_running` run, replacing who ends, then let the others queue up."""
+    """Step until all of `num_running` run, replacing those that end, then let the others queue up."""
     for _ in range(num_running):
         engine.add(workload.next())
     while engine.stats().num_waiting:
@@ -214,16 +214,16 @@ def _summary(milliseconds: list[float]) -> dict[str, float]:
     }
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("engine.scheduler_scale", __doc__)
     parser.add_argument("--running", type=int, default=1024, help="sequences in every step (1024)")
     parser.add_argument("--waiting", type=int, default=20_000, help="sequences in the queue (20000)")
     parser.add_argument("--steps", type=int, default=200, help="steps measured for each number waiting (200)")
     policies = names_of(SchedulerConfig.model_fields["policy"])
     parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
     parser.add_argument("--step-log", metavar="DIR", help="record every step there, as engine.step_log.path does")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

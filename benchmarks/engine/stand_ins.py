@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from app.engine.request import Request
-from app.engine.trace.entries import Content, Entry, RedactedArrival, sampling_of
+from app.engine.trace.entries import Entry, OutputHashes, RedactedArrival, sampling_of
 
 _FIRST = 1 << 32  # above the token ids of every model
 
@@ -21,7 +21,7 @@ class StandIns:
         for entry in entries:
             if isinstance(entry, RedactedArrival):
                 self._hashes[entry.number] = list(entry.request["block_hashes"])
-            elif isinstance(entry, Content):
+            elif isinstance(entry, OutputHashes):
                 self._hashes.setdefault(entry.number, []).extend(entry.block_hashes)
 
     def token(self, number: int, position: int) -> int:

@@ -11,7 +11,6 @@ names none, the rate is the capacity: what continuous batching serves when every
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +18,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from app.assembly import assemble
-from app.errors import CarouselError
-from app.versions import commit
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
 from benchmarks.engine.logged_carousel import LoggedCarousel
@@ -29,10 +26,8 @@ from benchmarks.engine.service_figures import Promise, Served, ServiceFigures
 from benchmarks.engine.step_trace import StepTrace, logged
 from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, report, tell
 from benchmarks.harness.options import Options, add_run_options, add_settings_option
-from benchmarks.harness.output import write_json
-from benchmarks.harness.progress import tell
 from benchmarks.harness.table import cell, table
 from benchmarks.harness.workload import Workload
 from benchmarks.peers.hf_model import check_greedy, load_hf_model
@@ -52,6 +47,7 @@ class Outcome:
     figures: ServiceFigures
     num_equal_outputs: int  # requests with the same tokens as in the first trial at this load
     served: Served
+    num_slots: int
 
     def to_dict(self) -> dict[str, Any]:
         names = ("name", "load", "rate", "settings", "num_equal_outputs")
@@ -60,20 +56,26 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    try:
-        check_plot(given.plot)
-        options = Options.of(given)
-        outcomes, summary = measure(options, given)
-        print(in_words(outcomes))
-        line = json.dumps(summary)
-        print(line, flush=True)  # before any file: one that cannot be written must not cost the run
-        if given.json is not None:
-            write_json(given.json, line)
-        if given.plot is not None:
-            from benchmarks.engine import pictures  # only here: matplotlib is an extra
+    found: list[Outcome] = []
 
-            pictures.draw(given.plot, outcomes, num_slots=summary["num_slots"])
-    except (BenchmarkError, CarouselError) as error:
+    def measured() -> dict[str, Any]:
+        check_plot(given.plot)
+        outcomes, summary = measure(Options.of(given), given)
+        print(in_words(outcomes))
+        found.extend(outcomes)
+        return summary
+
+    status = report(measured, given)
+    return status if status or given.plot is None else _drawn(given.plot, found)
+
+
+def _drawn(path: str, outcomes: Sequence[Outcome]) -> int:
+    """The exit status. After the figures: a picture that cannot be written must not cost the run."""
+    from benchmarks.engine import pictures  # only here: matplotlib is an extra
+
+    try:
+        pictures.draw(path, outcomes)
+    except BenchmarkError as error:
         return refused(error)
     return 0
 
@@ -102,26 +104,21 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
         capacity = _capacity(loaded)
         tell(f"capacity: {capacity:.3f} requests/s with everything at once")
     outcomes: list[Outcome] = []
+    num_slots = loaded.config.scheduler.max_running
     for load in loads:
         arranged = arrivals.arrange(workload, rate=capacity, load=load, seed=given.seed)
         rate = arrivals.rate or capacity
         runs = _runs(loaded, model, chosen, arranged)
-        outcomes += _outcomes(runs, arranged, promise, load=load, rate=None if rate is None else rate * load)
+        outcomes += _outcomes(
+            runs, arranged, promise, load=load, rate=None if rate is None else rate * load, num_slots=num_slots
+        )
     return outcomes, {
         **asdict(loaded.setup),
         "settings": [f"{assignment.path}={assignment.value}" for assignment in options.assignments],
-        "arrival": given.arrival,
-        "seed": given.seed,
         "capacity_requests_per_s": capacity,
-        "num_slots": loaded.config.scheduler.max_running,
-        "slo_ttft_s": given.slo_ttft_s,
-        "slo_latency_s": given.slo_latency_s,
-        "deadline_s": given.deadline_s,
+        "num_slots": num_slots,
         "trials": [outcome.to_dict() for outcome in outcomes],
-        "cpu": machine.cpu_name(),
         "gpu": machine.gpu_name(loaded.setup.device),
-        "commit": commit(),
-        "versions": machine.versions(),
     }
 
 
@@ -201,6 +198,7 @@ def _outcomes(
     *,
     load: float,
     rate: float | None,
+    num_slots: int,
 ) -> Iterator[Outcome]:
     first: Served | None = None
     for name, settings, served in runs:
@@ -215,6 +213,7 @@ def _outcomes(
             figures=figures,
             num_equal_outputs=_num_equal(first, served),
             served=served,
+            num_slots=num_slots,
         )
 
 
@@ -231,7 +230,7 @@ def _capacity(loaded: LoadedEngine) -> float:
 
 
 def _with_deadlines(workload: Workload, deadline_s: float | None) -> Workload:
-    """A deadline for whoever has none."""
+    """A deadline for requests that have none."""
     if deadline_s is None:
         return workload
     return Workload(
@@ -266,11 +265,7 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine.strategies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("engine.strategies", __doc__)
     add_run_options(parser)
     add_settings_option(parser)
     parser.set_defaults(repeat=1)
@@ -285,8 +280,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
     parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")
     parser.add_argument("--baselines", action="store_true", help="also transformers' padded generate; slow")
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and who held which slot when")
+    add_json_option(parser)
+    parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and which request held which slot")
     return parser
 
 

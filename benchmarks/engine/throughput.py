@@ -6,17 +6,16 @@ the prefix cache is emptied between repeats.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from app.errors import CarouselError
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.contender import measured_runs
 from benchmarks.engine.engine_setup import load_engine
-from benchmarks.engine.report import Report, report, write_outputs
+from benchmarks.engine.report import Report, summed_up, write_outputs
 from benchmarks.engine.start_time import FirstTokenWatch
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import command_parser, report
 from benchmarks.harness.options import (
     Options,
     add_outputs_option,
@@ -27,17 +26,13 @@ from benchmarks.harness.options import (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.throughput", description=__doc__)
+    parser = command_parser("engine.throughput", __doc__)
     add_run_options(parser)
     add_repeat_option(parser)
     add_outputs_option(parser)
     add_settings_option(parser)
     given = parser.parse_args(arguments)
-    try:
-        print(measure(Options.of(given)).to_json(), flush=True)
-    except (BenchmarkError, CarouselError) as error:
-        return refused(error)
-    return 0
+    return report(lambda: asdict(measure(Options.of(given))), given)
 
 
 def measure(options: Options) -> Report:
@@ -47,7 +42,7 @@ def measure(options: Options) -> Report:
     runs = measured_runs(contender, loaded.workload, repeat=options.repeat)
     if options.outputs is not None:
         write_outputs(options.outputs, loaded.workload, runs[-1])
-    return report(loaded.setup, loaded.workload, runs, start_to_first_token_s=contender.start_to_first_token_s)
+    return summed_up(loaded.setup, loaded.workload, runs, start_to_first_token_s=contender.start_to_first_token_s)
 
 
 if __name__ == "__main__":

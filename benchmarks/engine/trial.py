@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from app.config import EngineConfig, PolicyConfig, SchedulerConfig, StrategyConfig
 from benchmarks.engine.engine_setup import configured
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, did_you_mean
 from benchmarks.harness.options import Options
 from benchmarks.harness.settings import Assignment, parse_assignments
-from benchmarks.harness.suggestions import did_you_mean
 
 _BRANCHES: dict[str, dict[str, type[StrategyConfig] | type[PolicyConfig]]] = {
     "strategy": {kind.model_fields["name"].default: kind for kind in StrategyConfig.__args__},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.harness.command import num_usable_cores, positive
 from benchmarks.harness.settings import Assignment, parse_assignments
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -34,7 +34,7 @@ class Options:
             dtype=given.dtype,
             threads=given.threads,
             device=given.device,
-            repeat=given.repeat,
+            repeat=getattr(given, "repeat", 1),
             outputs=getattr(given, "outputs", None),
             assignments=parse_assignments(getattr(given, "set", ())),
         )
@@ -63,16 +63,3 @@ def add_settings_option(parser: argparse.ArgumentParser) -> None:
         "--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE",
         help="an engine setting by its dotted path, for example scheduler.max_step_tokens=512",
     )  # fmt: skip
-
-
-def num_usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def positive(text: str) -> int:
-    """A count on the command line."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from app.config import EngineConfig, branches_of, leaves, names_of
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.suggestions import did_you_mean
+from benchmarks.harness.command import BenchmarkError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

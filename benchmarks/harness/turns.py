@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -57,10 +57,10 @@ def run_module(module: str, arguments: Sequence[str], *, tree: Path = PROJECT) -
 
 
 def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers in a JSON object by their dotted path; lists and truth values are left out."""
+    """The numbers in a JSON object by their dotted path; lists, truth values and `options` are left out."""
     found: dict[str, float] = {}
     for name, value in figures.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name != "options":
             found |= numbers_of(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{prefix}{name}"] = float(value)

@@ -10,8 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, Request, SamplingParams
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.suggestions import did_you_mean
+from benchmarks.harness.command import BenchmarkError, did_you_mean
 
 WARM_UP_REQUESTS = 32
 WARM_UP_TOKENS = 16

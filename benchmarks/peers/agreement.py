@@ -6,7 +6,6 @@ JSON object. Rounding sends greedy decoding down another path sooner or later, s
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import BenchmarkError, command_parser, refused
 from benchmarks.harness.table import table
 
 
@@ -44,11 +43,7 @@ class Agreement:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.agreement",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("peers.agreement", __doc__)
     parser.add_argument("reference", metavar="REFERENCE.jsonl")
     parser.add_argument("others", nargs="+", metavar="OTHER.jsonl")
     given = parser.parse_args(arguments)

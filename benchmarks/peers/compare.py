@@ -12,18 +12,14 @@ output tokens a second over those of the first entry in the same round. A `cmd:`
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError, refused
-from benchmarks.harness.options import add_run_options, positive
-from benchmarks.harness.progress import tell
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, refused, report, tell
+from benchmarks.harness.options import add_run_options
 from benchmarks.harness.table import cell, table
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers.entry import FIGURES, Entry, EntryFailed, Figures
@@ -53,11 +49,7 @@ class Standing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("peers.compare", __doc__)
     parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
     add_run_options(parser)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
@@ -71,10 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         standings = [Standing(Entry.parse(text, common)) for text in given.entries]
     except BenchmarkError as error:
         return refused(error)
-    run_interleaved(standings, rounds=given.rounds)
-    print(in_words(standings))
-    print(json.dumps(summary(standings, given)), flush=True)
-    return 1 if any(standing.failure for standing in standings) else 0
+
+    def measured() -> dict[str, Any]:
+        run_interleaved(standings, rounds=given.rounds)
+        print(in_words(standings))
+        return summary(standings)
+
+    return report(measured, given, is_bad=lambda _: any(standing.failure for standing in standings))
 
 
 def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:
@@ -119,7 +114,7 @@ def ratios(standings: Sequence[Standing]) -> list[float | None]:
     ]
 
 
-def summary(standings: Sequence[Standing], given: argparse.Namespace) -> dict[str, Any]:
+def summary(standings: Sequence[Standing]) -> dict[str, Any]:
     return {
         "entries": [
             {
@@ -130,16 +125,7 @@ def summary(standings: Sequence[Standing], given: argparse.Namespace) -> dict[st
                 **standing.medians(),
             }
             for standing, ratio in zip(standings, ratios(standings), strict=True)
-        ],
-        "model": given.model,
-        "workload": given.workload,
-        "dtype": given.dtype,
-        "threads": given.threads,
-        "device": given.device,
-        "rounds": given.rounds,
-        "cpu": machine.cpu_name(),
-        "commit": commit(),
-        "versions": machine.versions(),
+        ]
     }
 
 

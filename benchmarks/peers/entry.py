@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.suggestions import did_you_mean
+from benchmarks.harness.command import BenchmarkError, did_you_mean
 from benchmarks.peers.hf import PEERS
 
 _PROJECT = Path(__file__).resolve().parent.parent.parent

@@ -1,24 +1,21 @@
 """How fast transformers serves a workload: `python -m benchmarks.peers.hf hf-static-32 --model DIR …`.
 
-Same options and the same JSON as benchmarks.engine.throughput, one line for each peer; what a peer does not report is
-null. All peers run in this process, so the peak memory of a later one includes that of the earlier ones.
+Same options and the same JSON as benchmarks.engine.throughput; what a peer does not report is null.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from app.errors import CarouselError
 from benchmarks.engine.contender import Contender, measured_runs
 from benchmarks.engine.engine_setup import resolve_device
-from benchmarks.engine.report import Report, Setup, report, write_outputs
+from benchmarks.engine.report import Report, Setup, summed_up, write_outputs
 from benchmarks.engine.start_time import FirstTokenWatch
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import command_parser, report, tell
 from benchmarks.harness.options import Options, add_outputs_option, add_repeat_option, add_run_options
-from benchmarks.harness.progress import tell
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers.hf_continuous import TransformersContinuous
 from benchmarks.peers.hf_model import check_greedy, load_hf_model, peer_dtype
@@ -33,21 +30,13 @@ PEERS: dict[str, Callable[[Any], Contender]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.hf", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=tuple(PEERS), metavar="NAME", help=", ".join(PEERS))
+    parser = command_parser("peers.hf", __doc__)
+    parser.add_argument("name", choices=tuple(PEERS), metavar="NAME", help=", ".join(PEERS))
     add_run_options(parser)
     add_repeat_option(parser)
     add_outputs_option(parser)
     given = parser.parse_args(arguments)
-    try:
-        options = Options.of(given)
-        if options.outputs is not None and len(given.names) > 1:
-            raise BenchmarkError("--outputs is for one peer at a time")
-        for name in given.names:
-            print(measure(name, options).to_json(), flush=True)
-    except (BenchmarkError, CarouselError) as error:
-        return refused(error)
-    return 0
+    return report(lambda: asdict(measure(given.name, Options.of(given))), given)
 
 
 def measure(name: str, options: Options) -> Report:
@@ -68,7 +57,7 @@ def measure(name: str, options: Options) -> Report:
         device=resolve_device(options.device),
         settings=[],
     )
-    return report(setup, workload, runs, start_to_first_token_s=None)
+    return summed_up(setup, workload, runs, start_to_first_token_s=None)
 
 
 if __name__ == "__main__":

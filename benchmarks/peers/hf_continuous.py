@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from app.model.loader import eos_token_ids
 from benchmarks.engine.run import Run, Timeline
 from benchmarks.harness.clock import MonotonicClock
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 
 PAGE_SIZE = 32

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from app.assembly import resolve_model_path
 from app.config import ModelConfig
 from benchmarks.engine.engine_setup import dtype_name, resolve_device
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.options import DTYPES, Options
 from benchmarks.harness.workload import Workload
 

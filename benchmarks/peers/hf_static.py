@@ -10,7 +10,7 @@ import torch
 from app.model.loader import eos_token_ids
 from benchmarks.engine.run import Run, Timeline
 from benchmarks.harness.clock import Clock, MonotonicClock
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 
 _FORMS = "write poisson, poisson:RATE, burst:N, burst:N@RATE or trace (RATE in requests a second)"

@@ -40,15 +40,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.text import Tokenizer
-from app.versions import commit
 from benchmarks.chaos.mix import MODEL_NAME
 from benchmarks.chaos.stage import Stage, stage
-from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    positive,
+    report,
+    tell,
+)
 from benchmarks.harness.http_call import CutOff, Target, call
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
-from benchmarks.harness.progress import tell
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
 BLOCK_SIZE = 16
@@ -251,9 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with stage(args, step_s=0.0) as running:
                 canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
                 figures = asyncio.run(_run(canary, running, given))
-        return figures | {"seed": given.seed, "num_blocks": given.num_blocks} | _where()
+        return figures
 
-    return report(measured, given.json, is_bad=_is_bad)
+    return report(measured, given, is_bad=_is_bad)
 
 
 def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int) -> Json:
@@ -352,14 +354,8 @@ def _counted(target: Target, name: str) -> int:
     return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
 
 
-def _where() -> Json:
-    return {"cpu": machine.cpu_name(), "num_cores": num_usable_cores(), "commit": commit()}
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.canary", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_parser("service.canary", (__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--model", default="models/demo", metavar="DIR", help="one that repeats words as it is asked to"
     )
@@ -371,7 +367,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--probes", type=int, default=40, metavar="N", help="prompts of each kind that are timed")
     parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True, help="kill a replica halfway")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one asks other questions")
-    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

@@ -14,8 +14,6 @@ are `benchmarks/service/simulated_fleet.py`. One line of JSON; times are simulat
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.fleet.dispatch import make_policy
-from benchmarks.harness.options import positive
+from benchmarks.harness.command import command_parser, positive, report, tell
 from benchmarks.harness.percentile import percentile
-from benchmarks.harness.progress import tell
 from benchmarks.make_workload import make_workload
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
 
@@ -205,11 +202,7 @@ def _replica_id(number: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.dispatch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("service.dispatch", __doc__)
     parser.add_argument("--replicas", type=positive, default=16, metavar="N")
     parser.add_argument("--ingresses", type=positive, default=1, metavar="N")
     parser.add_argument("--requests", type=positive, default=4000, metavar="N", help="for each question")
@@ -227,8 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=given.seed,
         capability=Capability(max_running=given.slots, base_s=given.step_ms / 1000, token_s=given.token_ms / 1000),
     )
-    print(json.dumps(measure(trial)))
-    return 0
+    return report(lambda: measure(trial), given)
 
 
 if __name__ == "__main__":

@@ -32,16 +32,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.versions import commit
 from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import (
+    BenchmarkError,
+    add_json_option,
+    command_parser,
+    positive,
+    report,
+    tell,
+)
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
 from benchmarks.harness.percentile import percentile
 from benchmarks.harness.processes import cpu_between
-from benchmarks.harness.progress import tell
 from benchmarks.harness.service import SERVE_DEFAULTS, Service, service
 
 MODEL_NAME = "simulated"
@@ -102,7 +105,7 @@ class FleetFigures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    return report(lambda: measure(given), given.json)
+    return report(lambda: measure(given), given)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -113,14 +116,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
     return asdict(figures) | {
         **asdict(load),
-        "replicas": given.replicas,
-        "ingresses": given.ingresses,
-        "serve_defaults": given.serve_defaults,
-        "rounds": given.rounds,
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
-        "versions": machine.versions(),
     }
 
 
@@ -265,11 +260,7 @@ def _at(samples: Sequence[float], percent: float) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.fleet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("service.fleet", __doc__)
     parser.add_argument("--replicas", type=positive, default=4, metavar="N")
     parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
@@ -281,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
         "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
     )
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer; a vocabulary above 600")
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

@@ -30,15 +30,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from app.versions import commit
-from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask
+from benchmarks.harness.command import add_json_option, command_parser, positive, report, tell
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.options import num_usable_cores, positive
-from benchmarks.harness.output import report
 from benchmarks.harness.percentile import percentile
 from benchmarks.harness.processes import Process, resident_bytes
-from benchmarks.harness.progress import tell
 from benchmarks.harness.service import Service, service
 from benchmarks.service.hostile_requests import HostileRequest, hostile_requests
 
@@ -87,10 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measured() -> dict[str, Any]:
         with service(application(given)) as running:
-            figures = attack(running, plan)
-        return figures | {"replicas": given.replicas, "step_ms": given.step_ms} | _where()
+            return attack(running, plan)
 
-    return report(measured, given.json, is_bad=_is_bad)
+    return report(measured, given, is_bad=_is_bad)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -218,19 +213,8 @@ def _is_bad(figures: Mapping[str, Any]) -> bool:
     return bool(figures["server_errors"] or figures["restarts"] or figures["honest_failed"])
 
 
-def _where() -> dict[str, Any]:
-    return {
-        "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
-        "commit": commit(),
-        "versions": machine.versions(),
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.fuzz", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_parser("service.fuzz", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer and sizes are used")
     parser.add_argument("--cases", type=positive, default=100_000, metavar="N", help="hostile requests")
     parser.add_argument("--rate", type=float, default=400.0, metavar="N", help="hostile requests a second")
@@ -240,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=positive, default=2, metavar="N")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="what a step of a replica takes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    add_json_option(parser)
     return parser
 
 

@@ -22,13 +22,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.versions import commit
 from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.options import positive
-from benchmarks.harness.output import report
-from benchmarks.harness.progress import tell
 from benchmarks.harness.table import cell, table
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.arrivals import Arrivals
@@ -63,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(in_words(outcomes))
         return result
 
-    return report(measured, given.json)
+    return report(measured, given)
 
 
 def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
@@ -83,20 +79,9 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     for number, factor in enumerate(factors):
         time.sleep(_PAUSE_S if number else 0)
         outcomes.append(_run(given, target, workload, arrivals, factor=factor, rate=rate and rate * (factor or 1)))
-    setup = {
-        "base_url": given.base_url,
-        "model": given.model,
-        "workload": given.workload,
-        "arrival": given.arrival,
-        "seed": given.seed,
-        "slo_ttft_ms": given.slo_ttft_ms,
-        "slo_itl_ms": given.slo_itl_ms,
-        "cpu": machine.cpu_name(),
-        "commit": commit(),
-    }
     if given.sweep is None:
-        return outcomes, setup | outcomes[0].to_dict()
-    return outcomes, setup | {"capacity": given.capacity, "rows": [outcome.to_dict() for outcome in outcomes]}
+        return outcomes, outcomes[0].to_dict()
+    return outcomes, {"capacity": given.capacity, "rows": [outcome.to_dict() for outcome in outcomes]}
 
 
 def in_words(outcomes: Sequence[Outcome]) -> str:
@@ -231,11 +216,7 @@ def _above_zero(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.online",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("service.online", __doc__)
     parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT, with or without /v1")
     parser.add_argument("--model", required=True, metavar="NAME", help="as the server calls it")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line; repeated if short")
@@ -252,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retry-check", action="store_true", help="hold the server to its Retry-After")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, metavar="S", help="of one request")
     parser.add_argument("--warm-up", type=int, default=4, metavar="N", help="requests before, with another cache_salt")
-    parser.add_argument("--json", metavar="OUT", help="write the JSON object there too")
+    add_json_option(parser)
     return parser
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from app.engine.request import Request
 from benchmarks.harness.answer import Answer, ask
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import Workload
 from benchmarks.service.arrivals import Arrivals

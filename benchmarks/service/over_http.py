@@ -9,9 +9,7 @@ part of the same cores. The last line of stdout is one JSON object, with the key
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -20,15 +18,12 @@ from dataclasses import asdict
 from typing import Any
 
 from app.config import EngineConfig
-from app.errors import CarouselError
-from app.versions import commit
 from benchmarks.engine.engine_setup import configured, resolve_device
 from benchmarks.engine.kv_room import with_room
 from benchmarks.harness import machine
-from benchmarks.harness.errors import BenchmarkError, refused
+from benchmarks.harness.command import BenchmarkError, command_parser, report, tell
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.options import Options, add_repeat_option, add_run_options, add_settings_option
-from benchmarks.harness.progress import tell
 from benchmarks.harness.service import service
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.online_figures import OnlineFigures, Slo
@@ -39,20 +34,12 @@ _TIMEOUT_S = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.service.over_http",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("service.over_http", __doc__)
     add_run_options(parser)
     add_repeat_option(parser)
     add_settings_option(parser)
     given = parser.parse_args(arguments)
-    try:
-        print(json.dumps(measure(Options.of(given))), flush=True)
-    except (BenchmarkError, CarouselError) as error:
-        return refused(error)
-    return 0
+    return report(lambda: measure(Options.of(given)), given)
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -76,13 +63,6 @@ def measure(options: Options) -> dict[str, Any]:
     middle = sorted(runs, key=lambda run: run.output_tokens_per_s)[(len(runs) - 1) // 2]
     return asdict(middle) | {
         "output_tokens_per_s": statistics.median(run.output_tokens_per_s for run in runs),
-        "model": options.model,
-        "workload": options.workload,
-        "threads": options.threads,
-        "settings": [f"{assignment.path}={assignment.value}" for assignment in options.assignments],
-        "cpu": machine.cpu_name(),
-        "commit": commit(),
-        "versions": machine.versions(),
     }
 
 

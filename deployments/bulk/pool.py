@@ -3,7 +3,7 @@
 Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds three
 times the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each
 other. Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
-docs/operations.md.
+docs/results/bulk.md.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Batches:
         self._config = config
         self._paths = paths
         self._handles = handles
-        self._metrics = MetricsCollector(handles, config.metrics)
+        self._metrics = MetricsCollector(handles)
         self._keys = Keys(config.api)
         assert config.batches is not None, "deployed only with batches"
         self._worker = _jobs(config, paths) if config.batches.run_as == "ray_job" else None

@@ -49,7 +49,7 @@ class Ingress:
         self._config = config
         self._paths = paths
         self._batches = batches
-        self._metrics = MetricsCollector(handles, config.metrics, batches)
+        self._metrics = MetricsCollector(handles, batches)
         self._clients = {
             model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
             for model in config.models

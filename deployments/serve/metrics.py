@@ -12,7 +12,6 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.config import MetricsConfig
 from app.metrics import BatchCounts, EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ class MetricsCollector:
     def __init__(
         self,
         handles: Mapping[str, DeploymentHandle],
-        config: MetricsConfig,
         batches: DeploymentHandle | None = None,
     ) -> None:
         """`handles` are the replica deployments by the model's name; `batches` sends them requests as ingresses do."""
@@ -44,7 +42,6 @@ class MetricsCollector:
         self._handles = handles
         self._senders = [] if batches is None else [batches]
         self._known = {name: KnownReplicas() for name in handles}
-        self._config = config
 
     def report(self) -> IngressReport:
         """What this process has measured."""
@@ -75,7 +72,7 @@ class MetricsCollector:
             },
             num_missing=sum(each.num_missing for each in asked),
         )
-        return exposition(scrape, vllm_names=self._config.vllm_names)
+        return exposition(scrape)
 
     def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import read_workload
 from benchmarks.make_model import SHAPES, Shape, make_model
 from benchmarks.make_workload import WORKLOADS, Line, main, make_workload

@@ -37,7 +37,7 @@ def test_a_benchmark_runs_in_both_checkouts_in_turn_and_each_number_is_compared(
     assert lines[2].split()[1:9:2] == ["speed", "30", "20", "1.500"]
     found = json.loads(last)
     assert found["figures"]["speed"] == {"here": 30, "base": 20, "ratio": 1.5, "ratios": [1.5, 1.5]}
-    assert (found["commits"], found["arguments"]) == ({"here": "here", "base": "base"}, ["an argument"])
+    assert (found["commits"], found["options"]["arguments"]) == ({"here": "here", "base": "base"}, ["an argument"])
 
 
 def test_a_base_that_fails_or_is_no_checkout_ends_the_comparison(
@@ -58,7 +58,10 @@ def test_turns_alternate_and_ratios_are_of_the_same_round() -> None:
 
 
 def test_only_numbers_are_compared() -> None:
-    assert numbers_of({"a": 1, "b": {"c": 2.5, "d": "x"}, "e": True, "f": [3], "g": None}) == {"a": 1.0, "b.c": 2.5}
+    assert numbers_of({"a": 1, "b": {"c": 2.5, "d": "x"}, "e": True, "options": {"n": 1}, "f": [3], "g": None}) == {
+        "a": 1.0,
+        "b.c": 2.5,
+    }
 
 
 @pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\ndone\n'])

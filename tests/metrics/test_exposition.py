@@ -142,10 +142,6 @@ def test_a_histogram_counts_upwards_to_all_of_its_values() -> None:
     assert value(text, "vllm:request_prompt_tokens_sum") == 3
 
 
-def test_vllms_names_can_be_switched_off() -> None:
-    assert b"vllm:" not in exposition(after_one_request(), vllm_names=False)
-
-
 def test_calls_without_a_model_are_counted_without_one() -> None:
     metrics = RequestMetrics()
     metrics.model("").refused(ValueError())

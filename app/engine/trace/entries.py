@@ -1,17 +1,17 @@
 """What a step log holds, entry by entry, and how each is written as a line of JSON. No files here.
 
-What comes from outside (arrivals, aborts, retunings, clock readings, drawn tokens, failures) is enough to run the
-engine again; what was decided is enough to see whether it decides the same. Requests are numbered by their arrival.
-Fields that are empty, zero or false are left out.
+The events from outside (arrivals, aborts, new settings, clock readings, drawn tokens, failures) suffice to run the
+engine again; the decisions suffice to check that it decides the same. Requests are numbered by their arrival. Fields
+that are empty, zero or false are left out.
 
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
     {"abort": 7}
     {"reconfigured": {"strategy": {...}, ...}}
     {"cache_cleared": true}
-    {"step": 12, "began_at": 3.2, "ended_at": 3.3, "share": {...}, "token_ids": [...], "joined": [7], ...}
+    {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}
     {"lost": 40}                                                   so many entries were dropped here
-    {"content": 7, "block_hashes": [...]}                          of a log without prompts, see `redaction.py`
+    {"output": 7, "block_hashes": [...]}                          of a log without prompts, see `redaction.py`
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from app.engine.batch import WaitReason
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 
 FORMAT = 2
-UNKNOWN = -1  # stands for a request whose number is not known any more
+UNKNOWN = -1  # in place of the number of a request that is no longer known
 
 
 class FailureKind(StrEnum):
     """How a step failed."""
 
-    REQUESTS = "requests"  # these did it; none of them: the step failed as a whole and not in parts
+    REQUESTS = "requests"  # these requests are at fault; if none, the step failed as a whole and not in parts
     DEVICE = "device"  # no part of it could be computed: all of its requests have ended
     LAUNCH = "launch"  # an engine that launches ahead computes it again
     RESULT = "result"  # the same, found out when its result was waited for
-    MATCHERS = "matchers"  # the grammars of these could no longer say what may be drawn
+    MATCHERS = "matchers"  # the grammars of these requests could no longer say which tokens may be drawn
 
 
 class StepFailure(NamedTuple):
     how: FailureKind
-    numbers: list[int]  # of the requests that ended by it
+    numbers: list[int]  # of the requests that ended with it
 
 
 class ScheduledTokens(NamedTuple):
@@ -51,16 +51,16 @@ class ScheduledTokens(NamedTuple):
     numbers: Sequence[int] = ()
     starts: Sequence[int] = ()
     counts: Sequence[int] | None = None  # None: one token each
-    silent: Sequence[int] = ()  # indices of those that draw no token
+    unsampled: Sequence[int] = ()  # indices of the sequences for which no token is drawn
 
     @property
     def samplers(self) -> list[int]:
-        """The numbers of those that draw a token, in the order in which the tokens are recorded."""
-        silent = set(self.silent)
-        return [number for index, number in enumerate(self.numbers) if index not in silent]
+        """The numbers of the sequences for which a token is drawn, in the order of the recorded tokens."""
+        unsampled = set(self.unsampled)
+        return [number for index, number in enumerate(self.numbers) if index not in unsampled]
 
     def one_token_on(self) -> ScheduledTokens:
-        """The next step of the same sequences when each has drawn a token and computes it."""
+        """The next step of the same sequences, in which each computes the token that it has drawn."""
         counts = self.counts or [1] * len(self.starts)
         starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
         return ScheduledTokens(self.numbers, starts)
@@ -75,22 +75,22 @@ class StepRecord(NamedTuple):
     number: int  # from 1
     began_at: float | None = None
     ended_at: float | None = None
-    share: ScheduledTokens | None = None  # None: `one_token_on` from the step before
+    scheduled: ScheduledTokens | None = None  # None: `one_token_on` from the step before
     token_ids: Sequence[int] = ()  # that were drawn, in the order of the sampled sequences
     is_late: bool = False  # those tokens are of the step before, which was launched ahead
     joined: Sequence[int] = ()
-    blocks: Sequence[list[int]] = ()  # block ids of those who joined, with this step's
+    blocks: Sequence[list[int]] = ()  # block ids of the joined sequences, with this step's
     preempted: Sequence[int] = ()
     ended: Sequence[tuple[int, str]] = ()  # (number, finish reason; for an error its class)
     num_waiting: int = 0  # this, and the next two, once the step was scheduled
-    wait_reason: WaitReason | None = None  # why the first of those who wait still does
+    wait_reason: WaitReason | None = None  # why the first waiting sequence waits
     num_free_blocks: int = 0
-    times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to book
+    times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to process the result
     failures: Sequence[StepFailure] = ()
 
-    def drawn(self, share: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
-        """(number, token) of every token drawn, given this step's share and that of the step before."""
-        return list(zip((before if self.is_late else share).samplers, self.token_ids, strict=False))
+    def drawn(self, scheduled: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
+        """(number, token) of every token drawn, given this step's scheduled tokens and that of the step before."""
+        return list(zip((before if self.is_late else scheduled).samplers, self.token_ids, strict=False))
 
 
 class Arrival(NamedTuple):
@@ -107,8 +107,8 @@ class RedactedArrival(NamedTuple):
     request: dict[str, Any]  # as in Arrival, with `num_prompt_tokens` and `block_hashes` in place of the tokens
 
 
-class Content(NamedTuple):
-    """What a request without its prompt had in full blocks beyond those of the prompt when it ended."""
+class OutputHashes(NamedTuple):
+    """Of a redacted request that ended: the hashes of its full blocks after those of the prompt."""
 
     number: int
     block_hashes: list[str]
@@ -130,12 +130,12 @@ class DroppedEntries(NamedTuple):
     num_entries: int
 
 
-Entry = StepRecord | Arrival | RedactedArrival | Content | Abort | Reconfigured | CacheCleared | DroppedEntries
+Entry = StepRecord | Arrival | RedactedArrival | OutputHashes | Abort | Reconfigured | CacheCleared | DroppedEntries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Where and of what a log was made. `run` is the same in all files of one log, `part` counts them from 1."""
+    """The engine that a log is of, and the machine. `run` is the same in all files of one log, `part` counts from 1."""
 
     step_log: int = FORMAT
     run: str
@@ -177,8 +177,8 @@ def to_line(entry: Entry) -> str:
             return _dumps({"arrival": entry.number, "at": entry.at, "request": request_fields(entry.request)})
         case RedactedArrival():
             return _dumps({"arrival": entry.number, "at": entry.at, "request": entry.request})
-        case Content():
-            return _dumps({"content": entry.number, "block_hashes": entry.block_hashes})
+        case OutputHashes():
+            return _dumps({"output": entry.number, "block_hashes": entry.block_hashes})
         case Abort():
             return _dumps({"abort": entry.number})
         case Reconfigured():
@@ -190,7 +190,7 @@ def to_line(entry: Entry) -> str:
 
 
 def parse(line: str) -> Entry:
-    """The entry of a line. Raises ValueError, TypeError or KeyError when it is none."""
+    """The entry of a line. Raises ValueError, TypeError or KeyError when the line is no entry."""
     found: dict[str, Any] = json.loads(line)
     if "step" in found:
         return _step(found)
@@ -199,8 +199,8 @@ def parse(line: str) -> Entry:
             return Arrival(number, at, _request(request))
         case {"arrival": number, "at": at, "request": {"num_prompt_tokens": _, "block_hashes": _} as request}:
             return RedactedArrival(number, at, request)
-        case {"content": number, "block_hashes": hashes}:
-            return Content(number, hashes)
+        case {"output": number, "block_hashes": hashes}:
+            return OutputHashes(number, hashes)
         case {"abort": number}:
             return Abort(number)
         case {"reconfigured": config}:
@@ -209,19 +209,19 @@ def parse(line: str) -> Entry:
             return CacheCleared()
         case {"lost": num_entries}:
             return DroppedEntries(num_entries)
-    raise ValueError(f"there is no such entry: {line[:80]}")
+    raise ValueError(f"unknown entry: {line[:80]}")
 
 
 def request_fields(request: Request) -> dict[str, Any]:
-    """What is not as it is by default; the prompt as it is, since `asdict` would copy it token by token."""
-    sampling = _told(request.sampling)
+    """The fields without those at their defaults. The prompt is not copied; `asdict` would copy it token by token."""
+    sampling = _non_default_fields(request.sampling)
     if request.sampling.grammar is not None:
         sampling["grammar"] = asdict(request.sampling.grammar)
-    return _told(request) | {"sampling": sampling}
+    return _non_default_fields(request) | {"sampling": sampling}
 
 
 def sampling_of(given: dict[str, Any]) -> SamplingParams:
-    """The sampling parameters that `request_fields` gave."""
+    """The sampling parameters that `request_fields` wrote."""
     values = {name: _frozen(value) for name, value in given.items()}
     if "grammar" in values:
         values["grammar"] = Grammar(**values["grammar"] | {"kind": GrammarKind(values["grammar"]["kind"])})
@@ -231,7 +231,7 @@ def sampling_of(given: dict[str, Any]) -> SamplingParams:
 _dumps = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-def _told(given: Request | SamplingParams) -> dict[str, Any]:
+def _non_default_fields(given: Request | SamplingParams) -> dict[str, Any]:
     values = {each.name: (getattr(given, each.name), each.default) for each in fields(given)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -248,15 +248,15 @@ def _frozen(value: Any) -> Any:
 def _step_fields(record: StepRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"step": record.number, "began_at": record.began_at, "ended_at": record.ended_at}
     values |= {name: value for name, value in zip(record._fields[3:], record[3:], strict=True) if value}
-    if record.share is not None:
-        values["share"] = {name: value for name, value in record.share._asdict().items() if value}
+    if record.scheduled is not None:
+        values["scheduled"] = {name: value for name, value in record.scheduled._asdict().items() if value}
     return values
 
 
 def _step(values: dict[str, Any]) -> StepRecord:
     number = values.pop("step")
-    if "share" in values:
-        values["share"] = ScheduledTokens(**values["share"])
+    if "scheduled" in values:
+        values["scheduled"] = ScheduledTokens(**values["scheduled"])
     if "wait_reason" in values:
         values["wait_reason"] = WaitReason(values["wait_reason"])
     values["ended"] = [(each, str(reason)) for each, reason in values.get("ended", ())]

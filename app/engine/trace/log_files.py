@@ -3,7 +3,7 @@
     steps-20261120T200325-9f2c01d7-00001.jsonl    the first file of the run that began then
     steps-20261120T200325-9f2c01d7-00002.jsonl
 
-Engines may share a folder: nobody deletes a file that is being written.
+Engines may share a folder: a file that is being written is never deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LogFiles:
         self._max_files = max_files
 
     def open_part(self, part: int) -> io.BufferedWriter:
-        """A new file, for its owner's eyes only: it may hold prompts. Of the others, the oldest go. Raises OSError."""
+        """A new file that only its owner may read: it may hold prompts. Deletes the oldest others. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = open(self.folder / f"steps-{self._run}-{part:05d}.jsonl", "xb", opener=_open_private)  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or its process ends
@@ -33,13 +33,13 @@ class LogFiles:
         return file
 
     def _prune(self) -> None:
-        """Delete the oldest files, those being written excepted, until there are as many as may be."""
+        """Delete the oldest files, except those being written, until the limit holds."""
         files = sorted(self.folder.glob("steps-*.jsonl"))  # by the time at which their runs began
         num_too_many = len(files) - self._max_files
         for path in files:
             if num_too_many <= 0:
                 return
-            with suppress(OSError):  # another process was faster, or it is being written
+            with suppress(OSError):  # another process has deleted it, or it is being written
                 _delete_unless_locked(path)
                 num_too_many -= 1
 

@@ -1,7 +1,7 @@
-"""Who is told what happens in an engine: nobody, or a recorder that turns it into the entries of a step log.
+"""Gets every event of an engine; a StepRecorder turns them into the entries of a step log.
 
-It stands in the way of every step, so it only gathers: a step in which the same sequences go on by one token, as most
-do, costs a comparison and one entry. Whoever takes the entries writes them elsewhere, see `step_log.py`.
+It runs inside every step, so it only collects: a step in which the same sequences advance by one token, as in most
+steps, costs a comparison and one entry. Another thread writes the entries, see `step_log.py`.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from app.engine.trace.entries import (
 
 
 class Recorder:
-    """What an engine tells, in the order in which it happens, from the one thread that uses it. This one forgets it."""
+    """The events of an engine, in their order, from the one thread that uses it. This class ignores them."""
 
     def arrived(self, request: Request, *, at: float) -> None:
         """A request was queued; `at` is in seconds of the engine's clock."""
 
     def aborted(self, request_id: str) -> None:
-        """A request that had not ended was ended at its caller's wish."""
+        """A request was ended because its caller wanted that."""
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         """Other settings hold from the next step on."""
 
     def cache_cleared(self) -> None:
-        """Every shared prefix is forgotten."""
+        """The prefix cache was cleared."""
 
-    def began(self) -> None:
-        """A call of `Engine.step`; it ends with `told`, or with `failed` of the device."""
+    def step_began(self) -> None:
+        """A call of `Engine.step`; it ends with `step_ended`, or with `failed` of the device."""
 
     def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
         """The scheduler made this batch, perhaps an empty one."""
 
-    def drew(self, batch: Batch, token_ids: list[int]) -> None:
-        """The model runner is done with this batch: one token for each sampled sequence of it."""
+    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
+        """The model runner has computed this batch: one token for each sampled sequence of it."""
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
-        """A step failed, and these sequences end by it."""
+        """A step failed, and these sequences end with it."""
 
-    def told(self, deltas: list[TokenDelta], *, at: float) -> None:
-        """The results were booked at the time `at`, and callers will hear this."""
+    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
+        """The results were processed at the time `at`; callers get these deltas."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """No event follows."""
 
 
 class StepRecorder(Recorder):
-    """Makes one entry of every step and of whatever comes from outside, and hands each on when it is whole."""
+    """Makes one entry of every step and of every event from outside, and passes each on when it is complete."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StepRecorder(Recorder):
         self._stopwatch_ns = stopwatch_ns
         self._num_arrived = 0
         self._num_steps = 0
-        self._numbers: dict[str, int] = {}  # of those that have not ended, by request id
+        self._numbers: dict[str, int] = {}  # of requests that have not ended, by request id
         self._steady: tuple[Sequence, ...] | None = None  # of the step before, if each of them drew a token
         self._begin()
 
@@ -96,7 +96,7 @@ class StepRecorder(Recorder):
     def cache_cleared(self) -> None:
         self._put(CacheCleared())
 
-    def began(self) -> None:
+    def step_began(self) -> None:
         self._begin()
         self._began_ns = self._scheduled_ns = self._stopwatch_ns()
 
@@ -104,22 +104,22 @@ class StepRecorder(Recorder):
         self._batch: Batch | None = None
         self._decision = SchedulingDecision()
         self._blocks: list[list[int]] | tuple[()] = ()
-        self._share: ScheduledTokens | None = NOTHING
+        self._scheduled: ScheduledTokens | None = NOTHING
         self._token_ids: list[int] = []
         self._is_late = False
         self._failures: list[StepFailure] = []
-        self._began_ns = self._scheduled_ns = self._drew_ns = 0
+        self._began_ns = self._scheduled_ns = self._sampled_ns = 0
 
     def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
         self._batch, self._decision = batch, decision
         self._blocks = [list(sequence.block_ids) for sequence in decision.joined] if decision.joined else ()
-        self._share = None if self._goes_on(batch, decision) else _share(batch)
-        if self._share is not None:
-            self._steady = batch.sequences if batch and not self._share.silent else None
+        self._scheduled = None if self._goes_on(batch, decision) else _scheduled_tokens(batch)
+        if self._scheduled is not None:
+            self._steady = batch.sequences if batch and not self._scheduled.unsampled else None
         self._scheduled_ns = self._stopwatch_ns()
 
     def _goes_on(self, batch: Batch, decision: SchedulingDecision) -> bool:
-        """Whether it is the step before once more, one token later."""
+        """Whether the same sequences as in the step before each compute one token more."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
             and batch.num_scheduled_tokens == len(batch.sequences)
@@ -127,9 +127,9 @@ class StepRecorder(Recorder):
             and not decision.preempted
         )
 
-    def drew(self, batch: Batch, token_ids: list[int]) -> None:
+    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
         self._token_ids, self._is_late = token_ids, batch is not self._batch
-        self._drew_ns = self._stopwatch_ns()
+        self._sampled_ns = self._stopwatch_ns()
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
         ending = [sequence for sequence in sequences if not sequence.is_finished]
@@ -139,7 +139,7 @@ class StepRecorder(Recorder):
             ended = [(self._left(sequence.request.request_id), "error:StepFailed") for sequence in ending]
             self._finish(ended, ended_at=None)
 
-    def told(self, deltas: list[TokenDelta], *, at: float) -> None:
+    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
         ended = [(self._left(delta.request_id), _reason(delta)) for delta in deltas if delta.finish_reason is not None]
         self._finish(ended, ended_at=at)
 
@@ -147,7 +147,7 @@ class StepRecorder(Recorder):
         self._close()
 
     def _left(self, request_id: str) -> int:
-        # An id may come again before the end of the one before it has been told; a record is no reason to fail then.
+        # An id may be used again before the end of the request before it is recorded; recording must not fail then.
         return self._numbers.pop(request_id, UNKNOWN)
 
     def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
@@ -156,7 +156,7 @@ class StepRecorder(Recorder):
         self._batch, self._decision = None, SchedulingDecision()  # they refer to their sequences
         record = self._record(batch, decision, ended, ended_at, now_ns)
         if not self._put(record) or batch is None:
-            self._steady = None  # after a hole, or a step of nobody, the share is told in full
+            self._steady = None  # after a lost entry, or a step without a batch, the next entry is written in full
 
     def _record(
         self,
@@ -167,17 +167,17 @@ class StepRecorder(Recorder):
         now_ns: int,
     ) -> StepRecord:
         self._num_steps += 1
-        drew_ns = self._drew_ns or self._scheduled_ns
+        sampled_ns = self._sampled_ns or self._scheduled_ns
         times_us = (
             (self._scheduled_ns - self._began_ns) // 1000,
-            (drew_ns - self._scheduled_ns) // 1000,
-            (now_ns - drew_ns) // 1000,
+            (sampled_ns - self._scheduled_ns) // 1000,
+            (now_ns - sampled_ns) // 1000,
         )
-        if batch is None:  # an engine that is ahead waited for the step before, and scheduled none
+        if batch is None:  # an overlapped engine waited for the step before, and scheduled none
             return StepRecord(
                 self._num_steps,
                 ended_at=ended_at,
-                share=NOTHING,
+                scheduled=NOTHING,
                 token_ids=self._token_ids,
                 is_late=self._is_late,
                 ended=ended,
@@ -188,7 +188,7 @@ class StepRecorder(Recorder):
             self._num_steps,
             batch.began_at,
             ended_at,
-            self._share,
+            self._scheduled,
             self._token_ids,
             self._is_late,
             _numbers(decision.joined) if decision.joined else (),
@@ -203,12 +203,12 @@ class StepRecorder(Recorder):
         )
 
 
-def _share(batch: Batch) -> ScheduledTokens:
+def _scheduled_tokens(batch: Batch) -> ScheduledTokens:
     scheduled = batch.scheduled
     is_plain = batch.num_scheduled_tokens == len(scheduled)
     counts = None if is_plain else [len(item.token_ids) for item in scheduled]
-    silent = [index for index, item in enumerate(scheduled) if not item.samples]
-    return ScheduledTokens(_numbers(batch.sequences), [item.start for item in scheduled], counts, silent)
+    unsampled = [index for index, item in enumerate(scheduled) if not item.samples]
+    return ScheduledTokens(_numbers(batch.sequences), [item.start for item in scheduled], counts, unsampled)
 
 
 def _numbers(sequences: Iterable[Sequence]) -> list[int]:

@@ -1,7 +1,7 @@
-"""A step log that tells how long everything was and what was equal, but not what it said.
+"""A step log that shows lengths and equal prefixes, but no texts.
 
 Tokens are replaced by a keyed hash (BLAKE2b) of each full block of a request's tokens, because blocks are what the
-prefix cache compares: equal prefixes stay equal. The key is drawn for the log and never written, so that nobody can
+prefix cache compares: equal prefixes stay equal. The key is drawn for the log and never written, so a reader cannot
 hash guesses and compare. Salts and tenants are hashed with it too.
 """
 
@@ -18,8 +18,8 @@ from app.engine.trace.entries import (
     NOTHING,
     Abort,
     Arrival,
-    Content,
     Entry,
+    OutputHashes,
     RedactedArrival,
     ScheduledTokens,
     StepRecord,
@@ -32,7 +32,7 @@ _KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background", "p
 
 
 class Redactor:
-    """Takes the entries of one log in their order and gives what may be written of each."""
+    """Takes the entries of one log in their order and returns what may be written of each."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -40,7 +40,7 @@ class Redactor:
         self._tokens: dict[
             int, array[int]
         ] = {}  # of requests that have not ended, by number, beyond full prompt blocks
-        self._share = NOTHING  # of the step before
+        self._scheduled = NOTHING  # of the step before
 
     def redacted(self, entry: Entry) -> Iterable[Entry]:
         """One entry or several, in their order."""
@@ -48,7 +48,7 @@ class Redactor:
             case Arrival():
                 return (self._arrival(entry),)
             case Abort():
-                return (entry, *self._content([entry.number]))
+                return (entry, *self._output_hashes([entry.number]))
             case StepRecord():
                 return self._step(entry)
         return (entry,)
@@ -66,7 +66,7 @@ class Redactor:
         return RedactedArrival(arrival.number, arrival.at, fields)
 
     def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Without what the output should say, or should not; that there was such a wish stays."""
+        """Without the grammar's text and the bad words; that there were any stays visible."""
         hidden: dict[str, Any] = {}
         if "grammar" in given:
             hidden["grammar"] = given["grammar"] | {"text": self._hash(given["grammar"]["text"].encode())}
@@ -79,19 +79,19 @@ class Redactor:
         return {name: self._hash(text.encode()) for name, text in given.items() if text}
 
     def _step(self, record: StepRecord) -> tuple[Entry, ...]:
-        before, self._share = self._share, self._share_of(record)
-        for number, token_id in record.drawn(self._share, before):
+        before, self._scheduled = self._scheduled, self._scheduled_tokens(record)
+        for number, token_id in record.drawn(self._scheduled, before):
             if number in self._tokens:
                 self._tokens[number].append(token_id)
-        return (record._replace(token_ids=()), *self._content(number for number, _ in record.ended))
+        return (record._replace(token_ids=()), *self._output_hashes(number for number, _ in record.ended))
 
-    def _share_of(self, record: StepRecord) -> ScheduledTokens:
-        return self._share.one_token_on() if record.share is None else record.share
+    def _scheduled_tokens(self, record: StepRecord) -> ScheduledTokens:
+        return self._scheduled.one_token_on() if record.scheduled is None else record.scheduled
 
-    def _content(self, numbers: Iterable[int]) -> list[Content]:
-        """What is written of those who end here."""
+    def _output_hashes(self, numbers: Iterable[int]) -> list[OutputHashes]:
+        """The entries of requests that end here."""
         ended = ((number, self._hashes(self._tokens.pop(number, array("q")))) for number in numbers)
-        return [Content(number, hashes) for number, hashes in ended if hashes]
+        return [OutputHashes(number, hashes) for number, hashes in ended if hashes]
 
     def _hashes(self, tokens: array[int]) -> list[str]:
         size = self._block_size

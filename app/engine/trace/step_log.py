@@ -1,8 +1,8 @@
-"""A step log, written by a thread of its own. An engine never waits for it, and never fails by it.
+"""A step log, written by a separate thread. An engine never waits for it, and never fails because of it.
 
-The engine appends entries to a bounded queue; the thread wakes when there are some, lets more gather for a moment and
-writes them, one line each. Where the disk is too slow, entries are dropped, counted, and their number is written in
-their place; a crash loses at most what came in that moment.
+The engine appends entries to a bounded queue. The thread wakes at the first, waits a moment for more and writes them,
+one line each. When the disk is too slow, entries are dropped, and their number is written in their place. A crash loses
+at most the entries of that moment.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _CLOSE_S = 10.0  # how long an engine that ends waits for the disk
 
 
 class Files(Protocol):
-    """Where a log is written."""
+    """The files of a log."""
 
-    file_bytes: int  # after which it goes on in another file
+    file_bytes: int  # after which the log continues in another file
 
     def open_part(self, part: int) -> io.BufferedWriter:
         """The file number `part`, from 1. Raises OSError."""
@@ -38,7 +38,7 @@ class Files(Protocol):
 
 
 class StepLog:
-    """Takes entries from one thread and writes them in another."""
+    """Takes entries from one thread and writes them to files in another."""
 
     def __init__(
         self, files: Files, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
@@ -49,7 +49,7 @@ class StepLog:
         self._redactor = redactor
         self._max_pending = max_pending
         self._pending: deque[Entry] = deque()
-        self._num_untold = 0  # entries dropped since the last that was taken
+        self._num_unreported = 0  # entries dropped since the last accepted one
         self.num_lost = 0
         self._wake = threading.Event()
         self._is_closing = threading.Event()
@@ -61,13 +61,13 @@ class StepLog:
         atexit.register(self.close)
 
     def put(self, entry: Entry) -> bool:
-        """Have an entry written soon; False when it is dropped. Never blocks, never raises."""
+        """Queue an entry to be written; False when it is dropped. Never blocks, never raises."""
         if self._has_failed or len(self._pending) >= self._max_pending:
             self._drop()
             return False
-        if self._num_untold:
-            self._pending.append(DroppedEntries(self._num_untold))
-            self._num_untold = 0
+        if self._num_unreported:
+            self._pending.append(DroppedEntries(self._num_unreported))
+            self._num_unreported = 0
         self._pending.append(entry)
         if not self._wake.is_set():
             self._wake.set()
@@ -87,7 +87,7 @@ class StepLog:
         if not self.num_lost:
             logger.warning("the step log drops entries: the disk is too slow for it; serving goes on")
         self.num_lost += 1
-        self._num_untold += 1
+        self._num_unreported += 1
 
     # ------------------------------------------------------------------ the writer's thread
 
@@ -103,7 +103,7 @@ class StepLog:
             self._has_failed = True
             logger.exception("the step log ends here, serving goes on: %s", error)
         finally:
-            with suppress(OSError):  # what it could not write is lost, and was told
+            with suppress(OSError):  # the lost entries have been logged
                 self._file.close()
 
     def _write_pending(self) -> None:
@@ -111,17 +111,17 @@ class StepLog:
             for entry in self._permitted(self._pending.popleft()):
                 self._write(to_line(entry))
             if self._num_bytes >= self._files.file_bytes:
-                self._go_on_in_next_file()
+                self._open_next_file()
 
     def _permitted(self, entry: Entry) -> Iterable[Entry]:
         return (entry,) if self._redactor is None else self._redactor.redacted(entry)
 
     def _write(self, line: str) -> None:
-        # Each by itself: the system call lets the engine's thread have the interpreter in between.
+        # One at a time: during the system call the engine's thread can run.
         self._num_bytes += self._file.write(f"{line}\n".encode())
         self._file.flush()
 
-    def _go_on_in_next_file(self) -> None:
+    def _open_next_file(self) -> None:
         self._file.close()
         self._header = replace(self._header, part=self._header.part + 1)
         self._file = self._open()
@@ -132,7 +132,7 @@ class StepLog:
             self._num_bytes = file.write(f"{self._header.to_line()}\n".encode())
             file.flush()
         except OSError:
-            with suppress(OSError):  # it says again that it cannot be written
+            with suppress(OSError):  # closing flushes, which fails again
                 file.close()
             raise
         return file

@@ -11,7 +11,7 @@ from app.engine.engine import Engine
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.contender import measured_runs
 from benchmarks.engine.kv_room import check_fit, num_blocks_for, with_room
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.settings import parse_assignments
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import build_fake_engine, expected_tokens, make_request

@@ -12,7 +12,7 @@ from benchmarks.engine.run import Run, Timeline
 from benchmarks.engine.service_figures import Served, ServiceFigures
 from benchmarks.engine.step_trace import Step
 from benchmarks.engine.strategies import Outcome
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import make_request
 
@@ -33,6 +33,7 @@ def outcome(name: str, *, load: float = 1.0, seconds: float = 2.0) -> Outcome:
         figures=ServiceFigures.of(WORKLOAD, served, None),
         num_equal_outputs=1,
         served=served,
+        num_slots=4,
     )
 
 
@@ -42,7 +43,7 @@ def test_the_picture_is_a_small_png(tmp_path: Path) -> None:
 
     path = tmp_path / "out.png"
     outcomes = [outcome(name, load=load) for load in (0.5, 1) for name in ("static fcfs", "continuous fcfs")]
-    pictures.draw(str(path), outcomes, num_slots=4)
+    pictures.draw(str(path), outcomes)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.stat().st_size < 300_000
 
@@ -64,7 +65,7 @@ def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     from benchmarks.engine import pictures
 
     with pytest.raises(BenchmarkError, match="cannot be written"):
-        pictures.draw(str(tmp_path / "nowhere" / "out.png"), [outcome("a b")], num_slots=1)
+        pictures.draw(str(tmp_path / "nowhere" / "out.png"), [outcome("a b")])
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(
@@ -74,3 +75,39 @@ def test_without_matplotlib_a_plot_is_refused_at_once(
     # The model and the workload do not exist: nobody gets as far as to look.
     assert strategies.main(["--model", "nowhere", "--workload", "nowhere.jsonl", "--plot", "out.png"]) == 2
     assert r"pip install -c constraints.txt -e '.[plots]'" in capsys.readouterr().err
+
+
+def steps(*present: str) -> list[Step]:
+    return [
+        Step(began_s=at, ended_s=at + 1, num_tokens=dict.fromkeys(names, 1), num_running=len(names), num_waiting=0)
+        for at, names in enumerate(present)
+    ]
+
+
+def test_a_request_keeps_its_slot_and_the_next_takes_the_lowest_free_one() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine.pictures import Holding, holdings
+
+    assert set(holdings(steps("ab", "b", "bc"))) == {
+        Holding("a", 0, 0, 1),
+        Holding("b", 1, 0, 3),
+        Holding("c", 0, 2, 3),
+    }
+
+
+def test_one_that_was_preempted_comes_again_and_idle_time_holds_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine.pictures import Holding, holdings
+
+    assert holdings(steps("a", "", "a")) == [Holding("a", 0, 0, 1), Holding("a", 0, 2, 3)]
+
+
+def test_no_two_requests_share_a_slot_at_one_time() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine.pictures import holdings
+
+    found = holdings(steps("abc", "bcd", "cdef", "f", "fgh"))
+    for one in found:
+        for other in found:
+            if one is not other and one.slot == other.slot:
+                assert one.ended_s <= other.began_s or other.ended_s <= one.began_s

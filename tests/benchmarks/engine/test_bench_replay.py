@@ -241,9 +241,9 @@ def another_token(entry: dict[str, Any]) -> bool:
 
 
 def another_start(entry: dict[str, Any]) -> bool:
-    if not entry.get("share", {}).get("starts"):
+    if not entry.get("scheduled", {}).get("starts"):
         return False
-    entry["share"]["starts"][-1] += 2
+    entry["scheduled"]["starts"][-1] += 2
     return True
 
 

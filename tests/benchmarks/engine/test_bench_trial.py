@@ -8,7 +8,7 @@ import pytest
 
 from app.config import BucketedConfig, SjfConfig, StaticConfig
 from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.options import Options
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.harness.answer import Answer, ask
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 
 EVENTS = (

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.output import report
+from benchmarks.harness.command import BenchmarkError, report
 from benchmarks.service import canary, fuzz, online
 
 SOUND: dict[ModuleType, dict[str, Any]] = {
@@ -54,7 +53,9 @@ def test_a_file_that_cannot_be_written_does_not_cost_the_figures(
 ) -> None:
     assert run(program, monkeypatch, SOUND[program], tmp_path) == 2
     out, err = capsys.readouterr()
-    assert SOUND[program].items() <= json.loads(out).items()
+    printed = json.loads(out)
+    assert SOUND[program].items() <= printed.items()
+    assert set(printed["versions"]) == {"carousel", "llguidance", "torch", "transformers", "triton", "python"}
     assert f"--json {tmp_path} cannot be written" in err
 
 
@@ -79,5 +80,5 @@ def test_what_cannot_be_measured_is_said_and_nothing_is_printed(capsys: pytest.C
     def measure() -> dict[str, Any]:
         raise BenchmarkError("there is no model")
 
-    assert report(measure, None, is_bad=lambda figures: True) == 2
+    assert report(measure, Namespace(), is_bad=lambda figures: True) == 2
     assert capsys.readouterr() == ("", "error: there is no model\n")

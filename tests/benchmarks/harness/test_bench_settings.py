@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.config import FairConfig, StaticConfig
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.settings import engine_config, parse_assignments
 
 

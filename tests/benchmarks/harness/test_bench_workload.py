@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import Workload, read_workload
 
 

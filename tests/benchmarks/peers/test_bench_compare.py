@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.peers.compare import main
 from benchmarks.peers.entry import Entry, EntryFailed, read_figures
 

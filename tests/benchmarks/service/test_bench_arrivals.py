@@ -7,7 +7,7 @@ from statistics import fmean, pvariance
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 from benchmarks.service.arrivals import Arrivals, bursts, poisson
 from tests.fakes import make_request

@@ -12,7 +12,7 @@ import pytest
 
 from app.config import ApplicationConfig
 from benchmarks.harness.answer import Answer
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, cpu_between, family
 from benchmarks.harness.service import Service

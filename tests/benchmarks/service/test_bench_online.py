@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service import online

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.config import ApplicationConfig, EngineConfig, ModelConfig, SchedulerConfig
-from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import TimedRequest, Workload
 from benchmarks.service.over_http import application, serve

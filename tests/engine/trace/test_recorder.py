@@ -56,11 +56,11 @@ def test_a_step_tells_who_ran_joined_and_ended_and_when() -> None:
     step, second = kept.steps[:2]
     assert step.number == 1
     assert (step.began_at, step.ended_at) == (100.0, 100.01)
-    assert step.share == ScheduledTokens([0, 1], [0, 0], [5, 2], [])
+    assert step.scheduled == ScheduledTokens([0, 1], [0, 0], [5, 2], [])
     assert (step.joined, step.blocks) == ([0, 1], [[0, 1], [2]])
     assert (step.num_waiting, step.wait_reason, step.num_free_blocks) == (1, WaitReason.SLOTS, 5)
     assert step.token_ids == [expected_tokens((5, 6, 7, 8, 9), 1)[0], expected_tokens((3, 4), 1)[0]]
-    assert second.share is None, "the same sequences, a token later, need not be told again"
+    assert second.scheduled is None, "the same sequences, a token later, need not be told again"
     assert second.ended == [(0, "length")]
     assert kept.entries[0] == Arrival(0, 100.0, first)
 
@@ -141,14 +141,14 @@ def test_after_a_dropped_entry_the_share_is_told_in_full() -> None:
     kept.engine.add(make_request(max_tokens=9))
     for _ in range(3):
         kept.engine.step()
-    assert kept.steps[-1].share is None
+    assert kept.steps[-1].scheduled is None
     kept.accepts = False
     kept.engine.step()
     kept.accepts = True
     kept.engine.step()
-    assert kept.steps[-1].share == ScheduledTokens([0], [6], None, [])
+    assert kept.steps[-1].scheduled == ScheduledTokens([0], [6], None, [])
     kept.engine.step()
-    assert kept.steps[-1].share is None
+    assert kept.steps[-1].scheduled is None
 
 
 def test_every_entry_is_a_line_that_reads_back_the_same() -> None:
@@ -166,5 +166,5 @@ def test_every_entry_is_a_line_that_reads_back_the_same() -> None:
     assert [to_line(parse(line)) for line in lines] == lines
     arrival = parse(lines[0])
     assert arrival == Arrival(0, 100.0, odd)
-    with pytest.raises(ValueError, match="there is no such entry"):
+    with pytest.raises(ValueError, match="unknown entry"):
         parse('{"nonsense": 1}')

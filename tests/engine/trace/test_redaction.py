@@ -5,8 +5,8 @@ from __future__ import annotations
 from app.engine.request import Grammar, GrammarKind
 from app.engine.trace.entries import (
     Arrival,
-    Content,
     Entry,
+    OutputHashes,
     RedactedArrival,
     ScheduledTokens,
     StepRecord,
@@ -32,7 +32,7 @@ def hashes_of(entry: Entry) -> list[str]:
 
 def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
     request = make_request(PROMPT, request_id="r", cache_salt="secret", tenant="alice", max_tokens=3)
-    hidden = redacted(Arrival(0, 1.0, request), StepRecord(1, share=ScheduledTokens([0], [0], [6]), token_ids=[47]))
+    hidden = redacted(Arrival(0, 1.0, request), StepRecord(1, scheduled=ScheduledTokens([0], [0], [6]), token_ids=[47]))
     arrival, step = hidden
     assert isinstance(arrival, RedactedArrival)
     told = {"request_id", "sampling", "num_prompt_tokens", "block_hashes", "cache_salt", "tenant"}
@@ -40,7 +40,7 @@ def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
     assert arrival.request["num_prompt_tokens"] == 6
     assert len(arrival.request["block_hashes"]) == 3
     assert not {"secret", "alice"} & {arrival.request["cache_salt"], arrival.request["tenant"]}
-    assert step == StepRecord(1, share=ScheduledTokens([0], [0], [6]))
+    assert step == StepRecord(1, scheduled=ScheduledTokens([0], [0], [6]))
 
 
 def test_what_an_output_should_say_is_not_told_but_that_it_should() -> None:
@@ -72,20 +72,20 @@ def test_what_was_generated_is_told_in_blocks_when_a_request_ends() -> None:
     """It equals the blocks of a prompt that goes on with it, as the prefix cache sees them."""
     answered = Arrival(0, 1.0, make_request(PROMPT[:3]))
     steps = [
-        StepRecord(1, share=ScheduledTokens([0], [0], [3]), token_ids=[44]),
+        StepRecord(1, scheduled=ScheduledTokens([0], [0], [3]), token_ids=[44]),
         StepRecord(2, token_ids=[45]),
         StepRecord(3, token_ids=[46], ended=[(0, "length")]),
     ]
     *_, content, follow_up = redacted(answered, *steps, Arrival(1, 2.0, make_request(PROMPT)))
-    assert content == Content(0, hashes_of(follow_up)[1:])
+    assert content == OutputHashes(0, hashes_of(follow_up)[1:])
 
 
 def test_late_tokens_belong_to_the_step_before() -> None:
     answered = Arrival(0, 1.0, make_request(PROMPT[:3]))
     other = Arrival(1, 1.0, make_request((7, 8)))
     steps = [
-        StepRecord(1, share=ScheduledTokens([0], [0], [3])),
-        StepRecord(2, share=ScheduledTokens([1], [0], [2]), token_ids=[44], is_late=True, ended=[(0, "length")]),
+        StepRecord(1, scheduled=ScheduledTokens([0], [0], [3])),
+        StepRecord(2, scheduled=ScheduledTokens([1], [0], [2]), token_ids=[44], is_late=True, ended=[(0, "length")]),
     ]
     *_, content, follow_up = redacted(answered, other, *steps, Arrival(2, 2.0, make_request(PROMPT[:4])))
-    assert content == Content(0, hashes_of(follow_up)[1:])
+    assert content == OutputHashes(0, hashes_of(follow_up)[1:])

@@ -1,4 +1,4 @@
-"""What replicas have reported, kept when they are gone: a sum over replicas must not fall because one has left."""
+"""What other processes report for /metrics. A replica's last report is kept when it stops, so that no sum falls."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 from app.engine.stats import EngineMeasurements, EngineStats
 
-# Of one model. Beyond that the oldest is forgotten, which to Prometheus looks like a restart.
+# Replicas of one model. Beyond that the oldest report is dropped, which Prometheus takes for a restart.
 MAX_KNOWN = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What one replica says of its engine."""
+    """What one replica reports of its engine."""
 
     replica_id: str
     stats: EngineStats
     measurements: EngineMeasurements
-    group: str = ""  # of replicas, where there are several kinds for one model
+    group: str = ""  # of an A/B trial that the replica belongs to
 
 
 class KnownReplicas:
-    """The last report of every replica of one model. Several of these that tell each other come to know the same."""
+    """The last report of every replica of one model. Instances that learn from each other end up with the same."""
 
     def __init__(self) -> None:
         self._last: dict[str, EngineReport] = {}
 
     @property
     def last(self) -> Mapping[str, EngineReport]:
-        """By the replica's id, for others to learn."""
+        """By the replica's id, for other ingresses to learn."""
         return self._last
 
     def learn(self, reports: Iterable[EngineReport]) -> None:
@@ -42,5 +42,17 @@ class KnownReplicas:
             del self._last[next(iter(self._last))]
 
     def gone(self, present: Collection[str]) -> list[EngineReport]:
-        """Those that are not among these ids."""
+        """The reports of replicas that are not among these ids."""
         return [report for replica_id, report in self._last.items() if replica_id not in present]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCounts:
+    """What the process of batches has counted since it opened its folder; `num_webhooks_pending` is of this moment."""
+
+    num_lines_completed: int
+    num_lines_failed: int
+    num_webhook_attempts: int
+    num_webhooks_delivered: int
+    num_webhooks_given_up: int
+    num_webhooks_pending: int

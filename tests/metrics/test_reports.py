@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.metrics import EngineReport, KnownReplicas
-from app.metrics import replicas as replicas_module
+from app.metrics import reports as reports_module
 from tests.fakes import build_fake_engine, make_request
 
 
@@ -42,6 +42,6 @@ def test_those_that_are_there_are_not_gone() -> None:
 
 
 def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas_module, "MAX_KNOWN", 2)
+    monkeypatch.setattr(reports_module, "MAX_KNOWN", 2)
     known = known_of(*(report(name, 1) for name in "abc"))
     assert list(known.last) == ["b", "c"]

@@ -1,0 +1,122 @@
+"""What a request must satisfy for a model, whatever else is going on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from app.engine.request import (
+    MAX_DEADLINE_S,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_PRIORITY,
+    MAX_TENANT_LENGTH,
+    Grammar,
+    ModelFacts,
+    Request,
+    SamplingParams,
+)
+from app.errors import ContextTooLong, InvalidRequest
+
+
+def check_request(request: Request, facts: ModelFacts) -> None:
+    """Raise InvalidRequest if an engine with this model can never serve the request."""
+    _check_lengths(request, facts)
+    _check_logprobs(request.sampling, facts)
+    _check_pooling(request, facts)
+    _check_scheduling(request)
+    if request.sampling.grammar is not None:
+        _check_grammar(request.sampling.grammar, request.sampling, facts)
+    _check_token_ids(request, facts)
+
+
+def _check_lengths(request: Request, facts: ModelFacts) -> None:
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+    if max_tokens < 0:
+        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 0", param="max_tokens")
+    if 0 < max_tokens <= len(request.generated_token_ids):
+        raise InvalidRequest(
+            f"{len(request.generated_token_ids):,} tokens are generated and max_tokens is {max_tokens:,}; "
+            f"nothing is left to generate",
+            param="max_tokens",
+        )
+    if num_prompt + max_tokens > facts.max_model_len:
+        raise ContextTooLong(
+            f"prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
+            f"this model accepts {facts.max_model_len:,} together",
+            param="max_tokens",
+        )
+
+
+def _check_logprobs(sampling: SamplingParams, facts: ModelFacts) -> None:
+    for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if num_top is not None and not 0 <= num_top <= facts.vocab_size:
+            raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {facts.vocab_size:,}", param=name)
+
+
+def _check_pooling(request: Request, facts: ModelFacts) -> None:
+    if request.pooling is None:
+        return
+    if facts.embedding_size is None:
+        raise InvalidRequest("this model gives no embeddings; ask another", param="model")
+    if request.sampling.max_tokens:
+        raise InvalidRequest(
+            f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
+            param="max_tokens",
+        )
+
+
+def _check_scheduling(request: Request) -> None:
+    """Priority, tenant and deadline."""
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority"
+        )
+    if len(request.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequest(
+            f"tenant has {len(request.tenant):,} characters; at most {MAX_TENANT_LENGTH} are accepted", param="tenant"
+        )
+    deadline_s = request.deadline_s
+    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= MAX_DEADLINE_S):
+        raise InvalidRequest(
+            f"deadline_s is {deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds", param="deadline_s"
+        )
+
+
+def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelFacts) -> None:
+    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequest(
+            f"{grammar.param} has {len(grammar.text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted",
+            param=grammar.param,
+        )
+    if sampling.allowed_token_ids:
+        raise InvalidRequest(
+            f"allowed_token_ids and {grammar.param} both say which tokens may be drawn; send one of them",
+            param="allowed_token_ids",
+        )
+    if not facts.eos_token_ids:
+        raise InvalidRequest(
+            f"this model has no end token, so nothing could end an output in a given form; leave {grammar.param} out",
+            param=grammar.param,
+        )
+
+
+def _check_token_ids(request: Request, facts: ModelFacts) -> None:
+    for name, token_ids in _token_ids(request):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < facts.vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < facts.vocab_size)
+            raise InvalidRequest(
+                f"{name} has token id {wrong}; this model's ids are 0 to {facts.vocab_size - 1:,}", param=name
+            )
+
+
+def _token_ids(request: Request) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every field of a request that holds token ids, with its name."""
+    sampling = request.sampling
+    yield "prompt", request.prompt_token_ids
+    yield "generated_token_ids", request.generated_token_ids
+    yield "logit_bias", tuple(token for token, _ in sampling.logit_bias)
+    yield "stop_token_ids", sampling.stop_token_ids
+    yield "allowed_token_ids", sampling.allowed_token_ids
+    yield "bad_words", tuple(token for word in sampling.bad_words for token in word)

@@ -1,0 +1,104 @@
+"""A benchmark as a command: options, progress on stderr, figures as one line of JSON on stdout, errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from app.errors import CarouselError
+from app.versions import commit
+from benchmarks.harness import machine
+
+Figures = Mapping[str, Any]
+
+
+class BenchmarkError(Exception):
+    """A mistake in a workload, an option or a setting, or a part of a benchmark that failed: one sentence."""
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """For `python -m benchmarks.NAME`; the description is the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
+
+
+def positive(text: str) -> int:
+    """A count on the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tell(text: str) -> None:
+    """Progress and notes go to stderr; stdout is for figures."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def where() -> dict[str, Any]:
+    """The machine and the code behind a figure."""
+    return {
+        "cpu": machine.cpu_name(),
+        "num_cores": num_usable_cores(),
+        "commit": commit(),
+        "versions": machine.versions(),
+    }
+
+
+def report(
+    measure: Callable[[], Figures], given: argparse.Namespace, *, is_bad: Callable[[Figures], bool] | None = None
+) -> int:
+    """Measure; print the figures, the options and the machine as one JSON object. Returns the program's exit status.
+
+    The object is written to `given.json`, too, where that names a file. `is_bad`: whether these figures mean that what
+    was measured has failed (status 1). A mistake is one line on stderr (status 2).
+    """
+    options = {name: value for name, value in vars(given).items() if name != "json" and not callable(value)}
+    try:
+        figures = measure()
+        line = json.dumps({**figures, "options": options, **where()})
+        print(line, flush=True)  # before the file: one that cannot be written must not cost the run
+        if getattr(given, "json", None) is not None:
+            write_json(given.json, line)
+    except (BenchmarkError, CarouselError) as error:
+        return refused(error)
+    return int(is_bad is not None and is_bad(figures))
+
+
+def write_json(path: str, line: str) -> None:
+    """Write it and end the line. Raises BenchmarkError when it cannot be written."""
+    try:
+        Path(path).write_text(line + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BenchmarkError(f"--json {path} cannot be written: {error}") from error
+
+
+def refused(error: Exception) -> int:
+    """Print a mistake on stderr; returns the exit status that stands for it."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the names close to one that does not exist, or all of them where none is close."""
+    names = list(known)
+    close = get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"

@@ -1,0 +1,136 @@
+"""The documentation says what the code says: its links, paths, modules, settings and configurations exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.api.http.openapi import openapi_document
+from app.config import ApiConfig, ApplicationConfig, leaves
+from app.metrics import BatchCounts, exposition
+from deployments.serve.settings import parse
+from scripts import configuration_page
+from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
+from tests.metrics.test_exposition import after_one_request
+
+README = PROJECT / "README.md"
+LANGUAGES = COMMANDS | OUTPUT | {"yaml", "dockerfile", "mermaid", "http"}
+CURRENT = [page for page in PAGES if "results" not in page.parts]  # measurements name the settings of their commit
+ROOTS = "app|deployments|benchmarks|scripts|tests|docs|models"
+BRANCHES = "models|engine|model|cache|scheduler|step_log|grammar|replicas|autoscaling|api|ingress|metrics|batches|jobs"
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(PROJECT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), f"{name(page)} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{name(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_path_and_module_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(rf"(?<![\w/.~-])((?:{ROOTS})/[\w./*-]*[\w*/])", text)
+    missing = [path for path in paths if not list(PROJECT.glob(path.rstrip("/")))]
+    modules = re.findall(rf"python3? -m ((?:{ROOTS})[\w.]*)", text)
+    missing += [module for module in modules if importlib.util.find_spec(module) is None]
+    assert not missing, f"{name(page)} names {missing}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_every_setting_exists(page: Path) -> None:
+    known = {re.sub(r"\[\]", "", path) for path, _ in leaves(ApplicationConfig)}
+    known |= {path.rsplit(".", count)[0] for path in known for count in range(1, path.count(".") + 1)}
+    settings = re.findall(rf"`((?:{BRANCHES})(?:\[\])?(?:\.[a-z_]+(?:\[\])?)+)(?::[^`]*)?`", prose(page))
+    missing = [
+        setting for setting in settings
+        if not any(f".{path}".endswith(f".{setting.replace('[]', '')}") for path in known)
+    ]  # fmt: skip
+    assert not missing, f"{name(page)} names {missing}"
+
+
+def test_every_block_is_of_a_known_language() -> None:
+    """So that no command is passed over because its block says nothing."""
+    assert not [str(block) for page in GUIDES for block in blocks(page) if block.language not in LANGUAGES]
+
+
+@pytest.mark.parametrize("block", [b for p in GUIDES for b in blocks(p) if b.language == "yaml" and b.is_run], ids=str)
+def test_every_configuration_is_accepted(block: Block) -> None:
+    """Blocks show an application's `args`, or the content of a file of keys, which is a list."""
+    content = yaml.safe_load(block.text)
+    parse({"api": {"keys": content}} if isinstance(content, list) else content)
+
+
+def test_the_configuration_page_is_that_of_the_settings() -> None:
+    assert configuration_page.PAGE.read_text() == configuration_page.page(), (
+        "run `python -m scripts.configuration_page`"
+    )
+
+
+def test_the_configuration_page_has_every_setting() -> None:
+    page = configuration_page.page()
+    missing = [path for path, _ in leaves(ApplicationConfig) if f"`{path.rpartition('.')[2]}`" not in page]
+    assert not missing
+
+
+def test_the_api_page_has_every_path_and_every_field() -> None:
+    page = (PROJECT / "docs" / "reference" / "api.md").read_text()
+    document = openapi_document(ApiConfig(), has_batches=True)
+    bodies = {title: each for title, each in document["components"]["schemas"].items() if title.endswith("Request")}
+    missing = [path for path in document["paths"] if f"{path}`" not in page]
+    missing += [
+        f"{title}.{field}" for title, body in bodies.items() for field in body["properties"]
+        if not re.search(rf"\b{field}\b", page)
+    ]  # fmt: skip
+    assert not missing
+
+
+def test_the_metrics_page_has_every_metric() -> None:
+    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    text = exposition(
+        replace(after_one_request(), batches=[BatchCounts(**{field.name: 0 for field in fields(BatchCounts)})])
+    ).decode()
+    named = re.findall(r"^# HELP (\S+) ", text, flags=re.MULTILINE)
+    assert named
+    assert not [metric for metric in named if f"`{metric}`" not in page]
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    assert len(text.split()) < 1200
+
+
+def test_the_architecture_page_names_every_package() -> None:
+    page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
+    rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
+    assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    return set(_anchors(prose(page)))
+
+
+def _anchors(text: str) -> Iterator[str]:
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.lower())
+        yield re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
