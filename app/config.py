@@ -456,7 +456,7 @@ class KeyConfig(Settings):
 
 
 class ApiConfig(Settings):
-    """Who may use the HTTP API, and limits on what one request may ask."""
+    """Which keys may use the HTTP API, and what they share."""
 
     keys: tuple[KeyConfig, ...] = Field((), description="API keys; none here and in `keys_file`: nobody needs one")
     keys_file: str | None = Field(
@@ -470,28 +470,6 @@ class ApiConfig(Settings):
     )
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
-    )
-    body_timeout_s: float = Field(60.0, gt=0, le=86_400, description="seconds that the arrival of a body may take")
-
-    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="bytes of one HTTP body")
-    max_choices: int = Field(16, ge=1, le=1024, description="highest `n`")
-    max_prompts: int = Field(
-        128,
-        ge=1,
-        le=10_000,
-        description="prompts × n in one call that waits for its answer; texts of one embeddings call computed at once",
-    )
-    max_inputs: int = Field(2048, ge=1, le=100_000, description="texts in one embeddings call")
-    max_logprobs: int = Field(
-        20,
-        ge=0,
-        le=1000,
-        description="highest `top_logprobs`, `logprobs` and `prompt_logprobs`: likeliest tokens a place",
-    )
-    max_stop_strings: int = Field(4, ge=1, le=64, description="entries of `stop`")
-    max_stop_length: int = Field(256, ge=1, le=4096, description="characters of one stop string")
-    heartbeat_s: float = Field(
-        15.0, ge=0.1, le=3600, description="seconds of silence on a stream after which a comment keeps it open"
     )
 
     @field_validator("keys")

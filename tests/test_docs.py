@@ -15,7 +15,8 @@ from app.api.http.openapi import openapi_document
 from app.config import ApiConfig, ApplicationConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
-from scripts import configuration_page
+from scripts import configuration_page, draw_pictures
+from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
 
@@ -118,6 +119,10 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
     rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
     assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def test_the_picture_of_the_packages_has_all_of_them() -> None:
+    assert imported().keys() == draw_pictures.PLACES.keys() | (imported().keys() & draw_pictures.EVERYWHERE)
 
 
 def prose(page: Path) -> str:

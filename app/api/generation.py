@@ -16,8 +16,8 @@ from app.api.call import Call, ServedModel, check_token_ids
 from app.api.output.structured_output import grammar_of
 from app.api.output.token_details import TokenWishes
 from app.api.output.tool_calls import ToolUse
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import GenerationRequest
-from app.config import ApiConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Tokenizer
@@ -25,7 +25,7 @@ from app.text import Tokenizer
 SEED_MASK = 2**63 - 1
 
 
-def check_limits(body: GenerationRequest, model: ServedModel, limits: ApiConfig) -> None:
+def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
     """What needs only the body, the limits and the size of the vocabulary."""
     if body.n > limits.max_choices:
         raise InvalidRequest(f"n is {body.n:,}; this server accepts at most {limits.max_choices:,}", param="n")

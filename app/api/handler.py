@@ -23,6 +23,7 @@ from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import Piece, generate_pieces
 from app.api.output.completion_writers import Progress, Writer
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig
@@ -97,11 +98,13 @@ class RequestHandler:
         authenticator: Authenticator | None = None,
         *,
         cascades: Sequence[Cascade] = (),
+        limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
     ) -> None:
         """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models."""
         self.models = by_any_name(models)
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
+        self.limits = limits
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
         self._unknown_fields = UnknownFields()
@@ -167,7 +170,7 @@ class RequestHandler:
     async def _prepare(self, endpoint: Endpoint, parsed: QueuedRequest, model: ServedModel, client: Client) -> Call:
         """What the body asks of a model, checked, and what it may need reserved."""
         with self.counting_refusals(model.name):
-            call = with_group_and_session(await endpoint.prepare(parsed, model, self.config), client.headers)
+            call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def _verdict(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> Verdict:
@@ -235,7 +238,7 @@ class RequestHandler:
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             for model in models:
-                await endpoint.prepare(parsed, model, self.config)
+                await endpoint.prepare(parsed, model, self.limits)
         return parsed
 
     async def accept_item(
@@ -259,7 +262,7 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed, model)
-            call = await endpoint.prepare(parsed, model, self.config)
+            call = await endpoint.prepare(parsed, model, self.limits)
             max_tokens = max_output_tokens(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id)

@@ -18,9 +18,9 @@ from app.api.call import Call, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.generation import SEED_MASK
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import refuse_unavailable
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, from_validation_error
-from app.config import ApiConfig
 from app.engine.request import Request
 from app.errors import CarouselError, InvalidRequest
 from app.jobs.record import Record
@@ -118,7 +118,7 @@ def has_question(row: Row, settings: RowSettings) -> bool:
     return _is_batch_line(row.fields) or any(row.fields.get(name) is not None for name in names)
 
 
-async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: ApiConfig) -> PreparedRow | Record:
+async def prepare(row: Row, settings: RowSettings, model: ServedModel) -> PreparedRow | Record:
     """Check and tokenize a row; whatever is wrong with it becomes its record."""
     if row.fields is None:
         return Record(row=row.number, id=row.row_id, error=row.error)
@@ -126,10 +126,10 @@ async def prepare(row: Row, settings: RowSettings, model: ServedModel, limits: A
         body = _typed(row.fields, settings, model)
         seeded = body if body.seed is not None else body.model_copy(update={"seed": seed_of(row.row_id)})
         if isinstance(seeded, ChatRequest):
-            call = await prepare_chat(seeded, model, limits)
+            call = await prepare_chat(seeded, model, RequestLimits())
         else:
             assert isinstance(seeded, CompletionRequest), "there are two kinds of request"
-            call = await prepare_completion(seeded, model, limits)
+            call = await prepare_completion(seeded, model, RequestLimits())
         return _prepared(row, call)
     except CarouselError as error:
         return Record(row=row.number, id=row.row_id, error=error.message)

@@ -1,8 +1,8 @@
 """Attention over paged KV memory, registered with transformers so that its models run unmodified.
 
-A model calls `attend` in every layer; the per-step facts travel as the forward keyword argument `paged`, so nothing is
-set before a call and read inside it. The attention below is the plain torch one: right on CPU and CUDA, the reference
-for faster ones (`cpu/attention.py`).
+A model calls `attend` in every layer; the step's data are the forward keyword argument `paged`, so nothing is
+set before a call and read inside it. The attention below is plain torch: correct on CPU and CUDA, the reference for the
+faster ones (`cpu/attention.py`, `cuda/attention.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.model.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "carousel_paged"
 
-# Keyword arguments of transformers' attention functions that change nothing for us.
+# Keyword arguments of transformers' attention functions that do not change the result here.
 _HARMLESS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
      "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 
 
 class UnknownAttention(Exception):
-    """A model asks its attention for something this implementation does not do."""
+    """A model needs something of its attention that is not implemented here."""
 
 
 class AttentionStep(Protocol):
@@ -45,7 +45,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionRules:
-    """How a layer scores: fixed by the model, the same in every step."""
+    """How a layer computes its scores: fixed by the model, the same in every step."""
 
     __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
 
@@ -104,17 +104,17 @@ AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
 class PagedAttention(Protocol):
-    """KV memory together with the code that attends over it: one of several ways, chosen when an engine is built."""
+    """KV memory and the code that attends over it: one of several backends, chosen when an engine is built."""
 
     block_size: int
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
-        """What the layers of the next forward pass attend with."""
+        """The attention of the next forward pass, for all of its layers."""
         ...
 
 
 class TorchAttention:
-    """The plain torch way: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
+    """Plain torch: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
         self.block_size = cache.block_size
@@ -166,7 +166,7 @@ class _TorchStep:
 
 
 class ProbeStep:
-    """A forward pass without KV memory over one sequence from its start; notes what layers store and how they score."""
+    """A forward pass without KV memory over one sequence from its start; records what layers store and their rules."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -195,7 +195,7 @@ def _causal(
 
 
 def _blank_others(keys: torch.Tensor, values: torch.Tensor, is_own: torch.Tensor) -> None:
-    """Zero what other sequences left in padded slots: masked scores alone would let a NaN through."""
+    """Zero the padded slots, which may hold other sequences' values: a masked score does not remove a NaN."""
     others = ~is_own[..., None, None]
     keys.masked_fill_(others, 0)
     values.masked_fill_(others, 0)
@@ -232,7 +232,7 @@ def _attend_in_full(
     rules: AttentionRules,
     num_tokens: int,
 ) -> torch.Tensor:
-    """The formula written out, for what `scaled_dot_product_attention` cannot do."""
+    """The formula in single operators, for soft caps and sinks, which `scaled_dot_product_attention` does not have."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * rules.scaling
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap

@@ -1,4 +1,4 @@
-"""Which of the ways of computing a step an engine gets: the fastest that its machine, model and settings allow."""
+"""Chooses an engine's backend: the fastest model runner that its machine, model and settings allow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from app.errors import InvalidSetup
 from app.model.attention import TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
-from app.model.cpu.logprobs import NativeLogprobs
-from app.model.cpu.memory import NativePages
-from app.model.cpu.sampling import NativeDraw, NativeMask
+from app.model.cpu.sampling import NativeDraw, NativeLogprobs, NativeMask
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.graph import CudaCapture
-from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel
@@ -30,20 +28,20 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
     """A runner with KV memory of `num_blocks` blocks.
 
     Raises:
-        InvalidSetup: no way keeps what `model.batch_invariant` promises.
+        InvalidSetup: no backend here keeps `model.batch_invariant`.
     """
     if TritonAttention.fits(model.device):
         return _on_cuda(config, model, num_blocks)
     if config.model.batch_invariant and model.native is None:
         raise InvalidSetup(
             f"model.batch_invariant is set, but {config.model.path} on {model.device} runs on transformers' code, "
-            f"whose matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
+            f"where matrix products depend on the size of a step. It needs a CUDA device with triton or, on a CPU, the "
             f"native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the log "
-            f"says what was in its way"
+            f"says why it was not chosen"
         )
     block_size = config.cache.block_size
     wants_native = config.model.backend != "torch"
-    if wants_native and NativePages.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
+    if wants_native and NativeKVCache.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
         return _in_native_code(config, model, num_blocks)
     if model.device.type == "cuda":
         logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
@@ -52,12 +50,12 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
 
 
 def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
-    pages = NativePages(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
+    pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
     team = Team(config.model.num_threads)
     if model.native is None:
         forward = TransformersForward(model.module, NativeAttention(pages, team))
         return _native_runner(forward, model.device, team)
-    torch.set_num_threads(1)  # nearly nothing is left to torch, whose threads would wait in the way of ours
+    torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the team's
     return _native_runner(NativeDecoder(model.native, pages, team), model.device, team)
 
 

@@ -1,4 +1,4 @@
-"""What a model's folder says of the model without its weights: lengths, end tokens, vocabulary. No torch here.
+"""Reads a model's folder without its weights: lengths, end tokens, vocabulary. No torch here.
 
 `AutoConfig` is not used: it imports torch, which a simulated replica never loads.
 """
@@ -19,22 +19,22 @@ from app.engine.request import ModelFacts
 from app.errors import InvalidSetup
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model as its folder describes it."""
+    """The facts in a model's folder."""
 
     facts: ModelFacts
-    text_token_ids: tuple[int, ...]  # ordinary tokens that are text by themselves: neither special nor half a character
+    text_token_ids: tuple[int, ...]  # tokens that are text by themselves: neither special nor part of a character
 
 
 def read_description(config: ModelConfig, location: str) -> ModelDescription:
     """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
 
     Raises:
-        InvalidSetup: they are not there, or leave something open.
+        InvalidSetup: a file is missing, or a necessary value in it.
     """
     whole = _read_json(config, location, "config.json")
     if not whole:
@@ -70,14 +70,14 @@ def max_model_len(config: ModelConfig, limit: int | None) -> int:
 
 
 def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
-    """End tokens as a configuration writes them: none, one or several."""
+    """End tokens from a configuration: none, one or several."""
     if found is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)
 
 
 def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
-    """token id → what it decodes to alone; nothing for a special token."""
+    """Token id → its text when decoded alone; empty for a special token."""
     try:
         pretrained = PreTrainedTokenizerFast.from_pretrained(
             location, revision=config.revision, trust_remote_code=False
@@ -95,7 +95,7 @@ def _is_text(shown: str) -> bool:
 
 
 def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
-    """One of the folder's JSON files; empty where there is none."""
+    """One of the folder's JSON files; empty without such a file."""
     try:
         file = cached_file(location, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
         found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The forward pass of one step: whichever way of computing it was chosen when the engine was built."""
+"""The forward pass of one step, as the backends implement it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from app.model.pooling import LastHiddenStates
 
 
 class Prediction(NamedTuple):
-    """What tokens of a step predict: those of its inputs' `logits_indices`."""
+    """The output of a forward pass: logits for the tokens of `logits_indices`."""
 
     logits: torch.Tensor  # [num_rows, vocab_size]
-    likeliest: torch.Tensor | None = None  # [num_rows] int64, their greatest, where it was found on the way
+    likeliest: torch.Tensor | None = None  # [num_rows] int64, the argmax of each row, where the forward pass finds it
     hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], where `hidden_indices` are given
 
 
@@ -27,12 +27,12 @@ class ForwardPass(Protocol):
     block_size: int
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        """Write the new tokens' KV and compute the logits of those that are wanted."""
+        """Write the new tokens' KV and compute the logits of the wanted tokens."""
         ...
 
 
 class TransformersForward:
-    """The model's own code around a paged attention of ours: any architecture that loads."""
+    """The code of transformers with our paged attention: for any architecture that loads."""
 
     def __init__(self, module: PreTrainedModel, attention: PagedAttention) -> None:
         self.block_size = attention.block_size

@@ -21,13 +21,13 @@ from app.engine.request import Pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """What one forward pass takes."""
+    """The inputs of one forward pass."""
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
     slots: torch.Tensor  # [num_tokens], where each token's KV goes
-    logits_indices: torch.Tensor  # [num_rows], tokens whose logits are wanted, ascending
-    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens whose hidden states are wanted, ascending
+    logits_indices: torch.Tensor  # [num_rows], tokens for which logits are wanted, ascending
+    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens for which hidden states are wanted, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Segments:
 def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> ModelInputs:
     scheduled = batch.scheduled
     num_tokens = [len(item.token_ids) for item in scheduled]
-    if max(num_tokens, default=1) == 1:  # the common case, made short: everybody decodes
+    if max(num_tokens, default=1) == 1:  # the common case, made short: every sequence decodes
         positions = [item.start for item in scheduled]
         token_ids = [item.token_ids[0] for item in scheduled]
         slots = [
@@ -96,17 +96,17 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
     """Each column as an int64 tensor."""
-    if device.type != "cpu":  # there each begins where memory is aligned, which kernels are compiled for
+    if device.type != "cpu":  # kernels are compiled for aligned tensors
         return [to_device(column, device) for column in columns]
-    # Parts of one: most of what it takes to make a small tensor is not for its numbers.
-    whole = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
-    return torch.split_with_sizes(whole, [len(column) for column in columns])
+    # Views of one tensor: the time to make a small tensor is mostly overhead.
+    together = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
+    return torch.split_with_sizes(together, [len(column) for column in columns])
 
 
 def _wanted(item: ScheduledSequence, end: int) -> list[int]:
-    """The tokens of one sequence whose logits are wanted; in the packed row, where it ends at `end`.
+    """The tokens of one sequence for which logits are wanted, as places in the packed row, where it ends at `end`.
 
-    Those that predict its targets, then the last one if it samples. `logprobs.py` relies on this order.
+    First the tokens that predict its targets, then the last one if it samples. `logprobs.py` relies on this order.
     """
     first = end - item.end + item.first_target - 1
     wanted = list(range(first, first + len(item.targets)))
@@ -114,7 +114,7 @@ def _wanted(item: ScheduledSequence, end: int) -> list[int]:
 
 
 def _pooled(scheduled: Sequence[ScheduledSequence]) -> list[int]:
-    """The tokens whose hidden states are wanted, as places in the packed row; `pooling.py` relies on this order."""
+    """The tokens for which hidden states are wanted, as places in the packed row; `pooling.py` relies on the order."""
     places: list[int] = []
     end = 0
     for item in scheduled:
@@ -127,7 +127,7 @@ def _pooled(scheduled: Sequence[ScheduledSequence]) -> list[int]:
 def to_device(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """Numbers as a tensor. On CUDA from pinned memory, so that nothing waits for what the device still computes."""
+    """Numbers as a tensor. On CUDA from pinned memory, so that the host does not wait for the device."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 

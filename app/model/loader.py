@@ -13,8 +13,8 @@ from app.engine.request import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
 from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
-from app.model.cpu.memory import NativePages
 from app.model.cpu.weights import NativeWeights, read_weights, why_not_native
 from app.model.description import as_token_ids, max_model_len
 from app.model.inputs import ModelInputs, Segments
@@ -29,7 +29,7 @@ _PROBE_TOKENS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that can be served, and what was found out about it."""
+    """A model that can be served, and its measured facts."""
 
     module: PreTrainedModel  # without its weights where `native` has them
     native: NativeWeights | None
@@ -43,11 +43,11 @@ class LoadedModel:
 def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
-    block_size: of the KV memory to come; native code takes only some.
+    block_size: of the KV memory; native code supports only some sizes.
 
     Raises:
         InvalidSetup: there is no such model, or no such device.
-        UnsupportedModel: it is not a decoder-only model whose attention can be paged; the message says why.
+        UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = _device(config)
     dtype = _dtype(config, device)
@@ -82,7 +82,7 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
 
 @torch.inference_mode()
 def run_full_step(model: LoadedModel, *, num_tokens: int, num_rows: int) -> None:
-    """Compute as much as a step ever may, so that the allocator's peak is known before KV memory is sized.
+    """Compute a step of the largest size, so that the allocator's peak is known before KV memory is sized.
 
     `num_rows`: of logits.
     """
@@ -125,7 +125,7 @@ def _check_architecture(config: ModelConfig, location: str) -> None:
             f"{config.path} is an encoder-decoder model ({name}); only decoder-only models are served"
         )
     if type(found) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModel(f"{config.path} ({name}) is no model that generates text by itself")
+        raise UnsupportedModel(f"{config.path} ({name}) is not a model that generates text")
     kinds = set(getattr(found.get_text_config(), "layer_types", None) or ()) - _SERVABLE_LAYERS
     if kinds:
         raise UnsupportedModel(f"{config.path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
@@ -148,7 +148,7 @@ def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What a few tokens from the start of a sequence come to."""
+    """The outputs for the first few tokens of a sequence."""
 
     first_layer: torch.Tensor  # [1, num_tokens, hidden_size]
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
@@ -156,7 +156,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A model tried out on a few tokens, with its own attention and with ours."""
+    """The results of a model on a few tokens, with its own attention and with ours."""
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
@@ -201,12 +201,12 @@ def _probe(config: ModelConfig, module: PreTrainedModel) -> _Probe:
 def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None:
     difference = _difference(ours, own)
     if difference is not None:
-        raise UnsupportedModel(f"{config.path} computes something else {how} than by itself: {difference}")
+        raise UnsupportedModel(f"{config.path} computes other results {how} than with its own code: {difference}")
 
 
 def _difference(ours: _Output, own: _Output) -> str | None:
-    """In words, if it is more than rounding."""
-    # Rounding grows from layer to layer, a wrong attention is wrong at once: hence a tight and a wide limit.
+    """The difference in words, if it is more than rounding."""
+    # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
     is_exact = own.logits.dtype == torch.float32
     for what, mine, theirs, limit in (
         ("the first layer's output", ours.first_layer, own.first_layer, 1e-4 if is_exact else 0.03),
@@ -221,14 +221,14 @@ def _difference(ours: _Output, own: _Output) -> str | None:
 def _native_weights(
     config: ModelConfig, module: PreTrainedModel, probe: _Probe, block_size: int
 ) -> NativeWeights | None:
-    """The model as the C++ decoder computes it, where that is fast here and gives what the model itself gives."""
-    fits = NativePages.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=module.device)
+    """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes."""
+    fits = NativeKVCache.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=module.device)
     reason = why_not_native(module, probe.rules)
     if not fits or not is_fast(module.dtype) or reason is not None:
         logger.info("%s runs on transformers' code: %s", config.path, reason or "no fast native code on this machine")
         return None
     weights = read_weights(module, probe.rules)
-    pages = NativePages(
+    pages = NativeKVCache(
         probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
     )
     inputs = ModelInputs(
@@ -245,7 +245,7 @@ def _native_weights(
     def logits(num_layers: int) -> torch.Tensor:
         return NativeDecoder(weights, pages, Team(1), num_layers=num_layers).compute(inputs, segments).logits[None]
 
-    # The decoder shows no layer's output, so the first one's is compared behind the model's norm and head.
+    # The decoder returns no layer's output, so the first layer's is compared after the model's norm and head.
     ours = _Output(logits(1), logits(len(weights.layers)))
     first = probe.own.first_layer
     own = _Output(module.lm_head(first if len(weights.layers) == 1 else module.model.norm(first)), probe.own.logits)
@@ -257,7 +257,7 @@ def _native_weights(
 
 
 def _release_weights(module: PreTrainedModel) -> None:
-    """Free what has been packed; what is still in use elsewhere stays."""
+    """Free the weights that have been packed; tensors that are in use elsewhere stay."""
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 

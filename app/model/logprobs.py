@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens and of prompt tokens, for those who ask: nobody else pays for them."""
+"""Log-probabilities of drawn tokens and of prompt tokens; computed only for the rows that want them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.batch import Batch, StepResult
 from app.engine.request import TokenLogprobs
 from app.model.inputs import to_device
 
-_ROWS_AT_ONCE = 64  # a vocabulary of float32 for each, several times over
+_ROWS_AT_ONCE = 64  # each takes several times the vocabulary in float32
 
 
 class Logprobs(NamedTuple):
@@ -25,7 +25,7 @@ class Logprobs(NamedTuple):
 
 
 class ComputeLogprobs(Protocol):
-    """The log-softmax of raw logits, where it is wanted."""
+    """The log-softmax of the wanted rows of raw logits."""
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
@@ -33,7 +33,7 @@ class ComputeLogprobs(Protocol):
 
 
 def compute_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-    """The plain torch way, on any device."""
+    """Plain torch, on any device."""
     where = to_device(rows, logits.device)
     pieces = [slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(rows), _ROWS_AT_ONCE)]
     found = [_compute(logits[where[piece]], token_ids[piece], num_top) for piece in pieces]
@@ -45,7 +45,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(-1, token_ids[:, None])
     top, top_token_ids = logits.topk(num_top, dim=-1)
-    # One subtraction for all of them: the likeliest token's own value is the first of the others', to the last bit.
+    # One subtraction for all: the likeliest token's value then equals `top_logprobs[0]` in every bit.
     return Logprobs(
         (own - normaliser)[:, 0],
         1 + (logits > own).sum(dim=-1),
@@ -55,44 +55,44 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
 
 
 class WantedLogprobs:
-    """Whose log-probabilities a batch wants, and in which rows of its logits they are (as `inputs.py` orders them)."""
+    """The log-probabilities that a batch wants, and their rows in its logits (in the order of `inputs.py`)."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._scored = [item for item in batch.scheduled if item.targets] if batch.has_targets else []
         self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), _NO_ROWS)
         self._targets = [target for item in self._scored for target in item.targets]
-        # Places in `batch.sampled` of those who ask, and how many of the likeliest tokens each wants.
+        # Indices in `batch.sampled` of the items that want them, and how many of the likeliest tokens each wants.
         num_top = [item.sampling.logprobs for item in batch.sampled]
-        self._askers = [at for at, each in enumerate(num_top) if each is not None]
+        self._wanting = [at for at, each in enumerate(num_top) if each is not None]
         self._num_drawn_top = [each for each in num_top if each is not None]
         self._num_scored_top = [item.sampling.prompt_logprobs or 0 for item in self._scored]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """What is given for all rows of the logits, for those of `batch.sampled` alone."""
+        """Of a tensor with all rows of the logits: the rows of `batch.sampled`."""
         return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: ComputeLogprobs) -> Logprobs:
-        """logits: all rows; token_ids: [num_sampled] int64, what was drawn."""
+        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens."""
         device = logits.device
         rows: Sequence[int] = self._sampled_rows
-        if len(self._askers) < len(rows):
-            rows = [rows[at] for at in self._askers]
-            token_ids = token_ids[to_device(self._askers, device)]
+        if len(self._wanting) < len(rows):
+            rows = [rows[at] for at in self._wanting]
+            token_ids = token_ids[to_device(self._wanting, device)]
         if self._targets:
             rows = [*rows, *self._target_rows]
             token_ids = torch.cat((token_ids, to_device(self._targets, device)))
         return compute(logits, rows, token_ids, num_top=max((*self._num_drawn_top, *self._num_scored_top)))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
-        """The step's result, from tensors on the host that `compute` gave."""
+        """The step's result, from the tensors of `compute` on the host."""
         num_top = list(self._num_drawn_top)
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
         by_row = _by_row(found, num_top)
-        logprobs = {self._batch.sampled[at].request_id: each for at, each in zip(self._askers, by_row, strict=False)}
+        logprobs = {self._batch.sampled[at].request_id: each for at, each in zip(self._wanting, by_row, strict=False)}
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
-        row = len(self._askers)
+        row = len(self._wanting)
         for item in self._scored:
             prompt_logprobs[item.request_id] = tuple(by_row[row : row + len(item.targets)])
             row += len(item.targets)
@@ -117,7 +117,7 @@ def _rows(batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
-    """Plain numbers, with so many of the likeliest tokens in each row."""
+    """As plain numbers, with `num_top` of the likeliest tokens in each row."""
     logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found)
     if min(num_top) == max(num_top):
         return list(map(_entry, zip(logprobs, ranks, map(tuple, top_token_ids), map(tuple, top_logprobs), strict=True)))
@@ -125,5 +125,5 @@ def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
     return [_entry((a, b, tuple(c[:num]), tuple(d[:num]))) for a, b, c, d, num in rows]
 
 
-# TokenLogprobs of its four fields; as `_make`, without a frame of Python's.
+# TokenLogprobs from its four fields; `_make` without a Python frame.
 _entry: Callable[[Iterable[object]], TokenLogprobs] = partial(tuple.__new__, TokenLogprobs)

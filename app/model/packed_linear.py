@@ -1,7 +1,7 @@
-"""Linear layers on a CPU with weights packed once for oneDNN, and layers that read the same input joined into one.
+"""Linear layers on a CPU with weights packed once for oneDNN, and layers with the same input joined into one.
 
-The operators are private ones of torch (2.11 to 2.13 have them). `pack_linear_layers` tries them out first and leaves a
-model as it is where they are missing or compute something else.
+The operators are private ones of torch (2.11 to 2.13 have them). `pack_linear_layers` tests them first and leaves a
+model unchanged where they are missing or compute other results.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class PackedLinear(nn.Module):
 
 
 class JoinedLinear(nn.Module):
-    """Several linear layers that read the same input, computed as one when the first of them is asked.
+    """Several linear layers with the same input, computed as one when the first of them is called.
 
-    Its `parts` stand in the model where the layers stood. They are called one after the other with the same tensor, so
-    the first call computes all outputs and each part takes its own once.
+    Each JoinedPart replaces one of the layers in the model. They are called one after the other with the same tensor,
+    so the first call computes all outputs and each part takes its own once.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -58,7 +58,7 @@ class JoinedLinear(nn.Module):
         assert output is not None, "just computed"
         self._outputs[index] = None
         if not any(left is not None for left in self._outputs):
-            self._input = None  # everything taken: hold no memory until the next step
+            self._input = None  # all outputs are taken: hold no memory until the next step
         return output
 
 

@@ -1,4 +1,4 @@
-"""Hidden states of texts, for embeddings: nobody else pays for them."""
+"""Hidden states for embeddings; computed only for the requests that want them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.engine.request import Pooling
 
 
 class LastHiddenStates:
-    """What a model's decoder gives to its head: the last layer's hidden states behind the final norm."""
+    """The input of a model's head: the last layer's hidden states after the final norm."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._indices: torch.Tensor | None = None
@@ -24,7 +24,7 @@ class LastHiddenStates:
 
     @contextmanager
     def kept(self, indices: torch.Tensor | None) -> Iterator[LastHiddenStates]:
-        """Around a forward pass: keep the hidden states of these tokens of its packed row; None: of none."""
+        """Around a forward pass: keep the hidden states of these tokens of its packed row; None: keep none."""
         self._indices, self.hidden = indices, None
         try:
             yield self
@@ -37,7 +37,7 @@ class LastHiddenStates:
 
 
 class PooledStates:
-    """The sum of each sequence's wanted hidden states: of one token or of a whole share."""
+    """The sum of each sequence's wanted hidden states: of one token or of all in this step."""
 
     def __init__(self, batch: Batch, hidden: torch.Tensor) -> None:
         """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""
@@ -49,5 +49,5 @@ class PooledStates:
         )  # [num_pooled, hidden_size]
 
     def result(self, sums: torch.Tensor) -> dict[str, list[float]]:
-        """By request id. `sums` are those of this, on the host."""
+        """By request id. `sums` is `self.sums` on the host."""
         return dict(zip(self._request_ids, sums.tolist(), strict=True))

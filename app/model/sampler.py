@@ -2,7 +2,7 @@
 
 Randomness is a function, not a state: the noise for a token is a hash of (request seed, position, token id), so a
 request draws the same tokens alone, in any batch, after preemption and on any replica. Drawing is the Gumbel-max trick
-(argmax of logits plus Gumbel noise) over what top-k, top-p and min-p leave.
+(argmax of logits plus Gumbel noise) over the tokens that top-k, top-p and min-p leave.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draw(Protocol):
 
 
 class Mask(Protocol):
-    """Leaves some rows only what they are allowed."""
+    """Removes the tokens that are not allowed from some rows."""
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
         """The logits with -inf wherever the bit of one of `rows` is not set.
@@ -43,12 +43,12 @@ class Mask(Protocol):
 
 
 def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """The plain torch way, on any device."""
+    """Plain torch, on any device."""
     return _draw(logits[to_device(rows, logits.device)], items)
 
 
 def mask(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
-    """The plain torch way, on any device."""
+    """Plain torch, on any device."""
     is_cuda = logits.is_cuda
     packed = torch.frombuffer(allowed, dtype=torch.uint8).view(len(rows), -1)
     packed = (packed.pin_memory() if is_cuda else packed).to(logits.device, non_blocking=is_cuda)
@@ -58,7 +58,7 @@ def mask(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch
 
 @cache
 def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
-    """What eight bits add to the logits of eight tokens: 0 where a bit is set, else -inf. [256, 8] float32."""
+    """For each byte, what its bits add to the logits of eight tokens: 0 for a set bit, else -inf. [256, 8] float32."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
@@ -73,7 +73,7 @@ def sample(
 ) -> torch.Tensor:
     """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
 
-    A row's result depends on that row alone. likeliest: [num_rows] int64, each row's argmax, where it is known already.
+    A row's result depends on that row alone. likeliest: [num_rows] int64, each row's argmax, if it is known already.
     """
     if likeliest is not None and all(_takes_likeliest(item) for item in items):
         return likeliest
@@ -114,7 +114,7 @@ def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence], mask: Ma
     matched = [row for row, item in enumerate(items) if item.matcher is not None]
     if not matched:
         return logits
-    # Asked here and not before the forward pass: a device may still compute it.
+    # Only now and not before the forward pass: a device may still be computing it.
     allowed = bytearray().join([items[row].allowed() for row in matched])
     return mask(logits, matched if len(matched) < len(items) else range(len(items)), allowed)
 

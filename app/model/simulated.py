@@ -1,6 +1,6 @@
-"""A model runner that computes nothing and takes the time that a cost model says: fleets on a machine without GPUs.
+"""A model runner that computes nothing and takes the time of a cost model: for fleets on a machine without GPUs.
 
-The time passes asleep, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
+It sleeps for that time, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
 the whole sequence through a simulated KV memory, as a real model's do: a wrong block, a wrong position or a sequence
 resumed wrongly shows in the tokens, and in their log-probabilities, which are made up. Penalties, biases and filters
 are not simulated; grammars are. No torch here.
@@ -43,7 +43,7 @@ class SimulatedModelRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """text_token_ids: what is drawn, at least one. `clock` and `sleep` are in seconds."""
+        """text_token_ids: the tokens to draw from, at least one. `clock` and `sleep` are in seconds."""
         self._costs = costs
         self._text = tuple(text_token_ids)
         self._eos = tuple(eos_token_ids)
@@ -54,9 +54,9 @@ class SimulatedModelRunner:
         self._sleep = sleep
 
     def run(self, batch: Batch) -> StepResult:
-        """The step's result, once its time has passed since the call."""
+        """The step's result, after the step's time."""
         ends_at = self._clock() + self.step_s(batch)
-        self._crash_if_told(batch)
+        self._crash_if_asked(batch)
         for item in batch.scheduled:
             self._write(item)
         token_ids = [self._draw(item) for item in batch.sampled]
@@ -67,16 +67,16 @@ class SimulatedModelRunner:
         return result
 
     def step_s(self, batch: Batch) -> float:
-        """What a step takes, in seconds."""
+        """The time of a step, in seconds."""
         return (self._costs.step_ms + self._costs.per_token_ms * batch.num_tokens) / 1000
 
-    def _crash_if_told(self, batch: Batch) -> None:
+    def _crash_if_asked(self, batch: Batch) -> None:
         crash_token_id = self._costs.crash_token_id
         if crash_token_id is not None and any(crash_token_id in item.token_ids for item in batch.scheduled):
-            os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the kernel's hand would
+            os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the out-of-memory killer would
 
     def _write(self, item: ScheduledSequence) -> None:
-        """Hash on from the slot before the first token."""
+        """Continue the hash of the slot before the first token."""
         slots, size, block_ids, position = self._slots, self._block_size, item.block_ids, item.start
         prefix = _START
         if position:
@@ -88,12 +88,12 @@ class SimulatedModelRunner:
             position += 1
 
     def _key(self, item: ScheduledSequence, last: int) -> int:
-        """What the token after position `last` depends on."""
+        """The hash that the token after position `last` depends on."""
         slots, size, block_ids = self._slots, self._block_size, item.block_ids
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
-            # A model attends to all blocks. One of the earlier ones at each token, in turn, finds any that is wrong.
+            # A model attends to all blocks. One earlier block at each token, in turn, finds any wrong block.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
         return key
 
@@ -128,7 +128,7 @@ class SimulatedModelRunner:
         return StepResult(token_ids, logprobs, prompt_logprobs)
 
     def _logprobs(self, item: ScheduledSequence, last: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """The likeliest token is what would be drawn; from there on in the list of them each is less likely."""
+        """The token that would be drawn is the likeliest; the following ones in the list are less and less likely."""
         first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
         place = self._places.get(token_id)
         rank = 1 + (num_tokens if place is None else (place - first) % num_tokens)
@@ -146,15 +146,15 @@ class SimulatedModelRunner:
 
 
 def _among(allowed: bytes, key: int) -> int:
-    """One of the tokens whose bits are set."""
+    """One of the tokens with a set bit."""
     numbers = [8 * index + bit for index, byte in enumerate(allowed) if byte for bit in range(8) if byte >> bit & 1]
     return numbers[key % len(numbers)]
 
 
 def num_simulated_blocks(config: EngineConfig, facts: ModelFacts) -> int:
-    """The pool's size: as configured in blocks, else room for every running request at its full length, within reason.
+    """The pool's size: as configured in blocks, else room for every running request at its full length, up to a limit.
 
-    The settings of memory in bytes say nothing here: a simulated token has none.
+    The settings of memory in bytes do not apply: a simulated token has none.
     """
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.assembly import resolve_model_path
-from app.config import ApiConfig, ServedModelConfig
+from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.preparation import RowSettings
 from app.jobs.through_service import ServiceSettings
@@ -27,7 +27,6 @@ class PoolSettings:
     """Engines of the run's own."""
 
     served: ServedModelConfig
-    limits: ApiConfig
 
     @property
     def is_local_model(self) -> bool:
@@ -102,11 +101,11 @@ def _check_they_go_together(parser: argparse.ArgumentParser, given: argparse.Nam
 
 
 def _pool(given: argparse.Namespace) -> PoolSettings:
-    served, limits = _served(given.config, given.model)
+    served = _served(given.config, given.model)
     if given.engines is not None:
         replicas = served.replicas.model_copy(update={"num_replicas": given.engines})
         served = served.model_copy(update={"replicas": replicas})
-    return PoolSettings(served=served, limits=limits)
+    return PoolSettings(served=served)
 
 
 def _service(given: argparse.Namespace) -> ServiceSettings:
@@ -159,22 +158,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _served(config: Path | None, model: str | None) -> tuple[ServedModelConfig, ApiConfig]:
-    """The model to run and the limits of a row's fields."""
+def _served(config: Path | None, model: str | None) -> ServedModelConfig:
+    """The model to run."""
     applications = [parse({})] if config is None else list(read_serve_file(config).applications.values())
-    limits = applications[0].api
     models = {served.name: served for application in applications for served in application.models}
     if model in models:
-        return models[model], limits
+        return models[model]
     if model is None and len(models) > 1:
         raise InvalidSetup(f"{config}: has the models {', '.join(models)}; choose one with --model")
     first = next(iter(models.values()))
     if model is None:
-        return first, limits
+        return first
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         raise InvalidSetup(f"--model {model}: there is no such folder")
     engine = first.engine.model_copy(update={"model": first.engine.model.model_copy(update={"path": model})})
-    return first.model_copy(update={"name": model, "engine": engine}), limits
+    return first.model_copy(update={"name": model, "engine": engine})
 
 
 def _positive(text: str) -> int:

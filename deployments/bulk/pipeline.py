@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import ServedModel
-from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.jobs.input_files import Input, InputFile, Piece, read_piece
 from app.jobs.item_set import RowSet
@@ -35,7 +34,6 @@ class Preparation:
     model_name: str
     facts: Any  # reference to the ModelFacts of an engine that may still be loading
     rows: RowSettings
-    limits: ApiConfig
 
 
 def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Generator[list[PreparedRow | Record], None, None]:
@@ -99,7 +97,7 @@ class RowPreparer:
         )
 
     async def _prepare(self, rows: Iterable[Row], model: ServedModel) -> list[PreparedRow | Record]:
-        return [await prepare(row, self._how.rows, model, self._how.limits) for row in rows]
+        return [await prepare(row, self._how.rows, model) for row in rows]
 
 
 def _columns(piece: Piece) -> dict[str, Any]:

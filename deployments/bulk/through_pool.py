@@ -53,7 +53,6 @@ async def _run(
             model_name=served.name,
             facts=await pool.facts(),
             rows=rows,
-            limits=settings.limits,
         )
         return _until_it_breaks(prepared_rows(found, folder.settled, how))
 

@@ -13,6 +13,7 @@ import httpx
 
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, BatchesConfig
 from app.jobs import LocalBatchService
 from app.webhooks import Courier
@@ -23,11 +24,20 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 
 @asynccontextmanager
 async def served(
-    service: Service, folder: Path, *, api: ApiConfig | None = None, courier: Courier | None = None, **settings: Any
+    service: Service,
+    folder: Path,
+    *,
+    api: ApiConfig | None = None,
+    limits: RequestLimits | None = None,
+    courier: Courier | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Any]:
     """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
-    handler, of_items = (RequestHandler(service.models, api, cascades=service.cascades) for _ in range(2))
+    handler, of_items = (
+        RequestHandler(service.models, api, cascades=service.cascades, limits=limits or RequestLimits())
+        for _ in range(2)
+    )
     async with LocalBatchService(folder, config, of_items.handle_item, courier=courier) as batches:
         routes = batch_routes(batches, handler, max_file_bytes=config.max_file_bytes, owner_of=owner_of)
         yield build_app(handler, service._is_ready, batch_routes=routes)

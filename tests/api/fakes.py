@@ -10,6 +10,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer
@@ -90,7 +91,13 @@ class Service:
         if cascade is not None:  # `both` asks the first model, and the second below this mean log-probability
             small, large = self.models
             self.cascades = [Cascade(name="both", small=small, large=large, min_mean_logprob=cascade)]
-        self.handler = RequestHandler(self.models, ApiConfig.model_validate(settings), cascades=self.cascades)
+        limits = {name: settings.pop(name) for name in RequestLimits.__slots__ if name in settings}
+        self.handler = RequestHandler(
+            self.models,
+            ApiConfig.model_validate(settings),
+            cascades=self.cascades,
+            limits=RequestLimits(**limits),
+        )
         self.app: Starlette = build_app(self.handler, self._is_ready)
 
     async def _is_ready(self) -> bool:

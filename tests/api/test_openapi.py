@@ -11,6 +11,7 @@ from starlette.routing import Route, Router
 
 from app.api.http.guard import Guard
 from app.api.http.openapi import BODIES, openapi_document
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import MAX_NAME_LENGTH, MAX_REMEMBERED_NAMES, UnknownFields
 from app.api.schemas.requests import CompletionRequest
 from app.config import ApiConfig
@@ -22,7 +23,7 @@ from tests.api.keys import bearer, entry
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return openapi_document(ApiConfig())
+    return openapi_document(ApiConfig(), RequestLimits())
 
 
 def test_every_route_is_described_with_its_methods(service: Service, document: dict[str, Any]) -> None:
@@ -61,7 +62,7 @@ def test_what_may_be_left_out_may_be_null_and_the_rest_may_not(document: dict[st
 
 
 def test_limits_of_the_settings_are_published() -> None:
-    document = openapi_document(ApiConfig(max_choices=3, max_stop_strings=2, max_logprobs=7))
+    document = openapi_document(ApiConfig(), RequestLimits(max_choices=3, max_stop_strings=2, max_logprobs=7))
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     for name, limit in (("n", 3), ("best_of", 3), ("logprobs", 7), ("prompt_logprobs", 7)):
         assert any(option.get("maximum") == limit for option in fields[name]["anyOf"]), name
@@ -75,7 +76,7 @@ def test_it_says_whether_a_key_is_needed(tokenizer: Tokenizer) -> None:
     document = service.call("GET", "/openapi.json", headers=bearer()).json
     assert document["security"] == [{"key": []}]
     assert document["paths"]["/health"]["get"]["security"] == []
-    assert openapi_document(ApiConfig())["security"] == []
+    assert openapi_document(ApiConfig(), RequestLimits())["security"] == []
 
 
 STRICT = {"x-strict": "true"}
@@ -116,7 +117,7 @@ def test_many_unknown_fields_are_counted(service: Service) -> None:
 
 
 def test_fields_that_an_endpoint_does_not_take_are_published_so() -> None:
-    fields = openapi_document(ApiConfig())["components"]["schemas"]["ResponsesRequest"]["properties"]
+    fields = openapi_document(ApiConfig(), RequestLimits())["components"]["schemas"]["ResponsesRequest"]["properties"]
     assert fields["n"]["anyOf"] == [{"enum": [1]}, {"type": "null"}]
     assert fields["prompt_logprobs"]["anyOf"] == [{"type": "null"}]
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.api.http.openapi import BATCH_BODIES, openapi_document
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
@@ -126,7 +127,7 @@ def test_a_mistake_of_all_prompts_is_one_error_and_nothing_is_begun(
         assert service.generate.requests == []
         assert (await client.get("/v1/batches")).json()["data"] == (await client.get("/v1/files")).json()["data"] == []
 
-    with_http(service, tmp_path, use, api=ApiConfig(max_prompts=16))
+    with_http(service, tmp_path, use, limits=RequestLimits(max_prompts=16))
 
 
 def test_strict_callers_hear_of_fields_that_nobody_knows(service: Service, tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_the_routes_of_files_and_batches_are_described_where_they_are_served(ser
                 assert ({"type": "null"} in field.get("anyOf", [])) == (name not in schema["required"]), name
 
     with_http(service, tmp_path, use)
-    assert "/v1/batch" not in openapi_document(ApiConfig())["paths"]
+    assert "/v1/batch" not in openapi_document(ApiConfig(), RequestLimits())["paths"]
 
 
 @pytest.mark.parametrize("path", ["/v1/batch", "/v1/batches"])

@@ -21,7 +21,6 @@ applications:
       models:
         - {name: small, engine: {scheduler: {max_running: 7}}, replicas: {num_replicas: 3}}
         - {name: large, engine: {model: {path: models/demo, dtype: bfloat16}}}
-      api: {max_stop_strings: 2}
 """
 
 
@@ -57,7 +56,6 @@ def test_without_a_config_it_is_the_bundled_model() -> None:
 def test_a_model_of_the_config_is_named_and_brings_its_engine(config: Path) -> None:
     small = pool("--config", config, "--model", "small")
     assert (small.served.engine.scheduler.max_running, small.served.replicas.num_replicas) == (7, 3)
-    assert small.limits.max_stop_strings == 2
     assert pool("--config", config, "--model", "small", "--engines", 1).served.replicas.num_replicas == 1
     with pytest.raises(InvalidSetup, match="has the models small, large; choose one with --model"):
         options("--config", config)

@@ -18,7 +18,7 @@ from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
-from app.model.preparer import Preparer
+from app.model.matcher_preparer import MatcherPreparer
 from app.text import Tokenizer
 from tests.fakes import Outcome
 from tests.grammar.random_schemas import random_schema
@@ -107,7 +107,7 @@ def test_masks_found_beside_the_model_are_those_found_in_their_turn(
     requests = [for_schema(f"{n}", random_schema(n), seed=n, min_tokens=n % 3) for n in range(20)]
     requests += [asking(f"regex-{n}", GrammarKind.REGEX, PATTERN, seed=n, stop_token_ids=(100 + n,)) for n in range(8)]
     beside = answers(engine, matchers, requests)
-    monkeypatch.setattr(Preparer, "preparing", lambda *_: nullcontext())
+    monkeypatch.setattr(MatcherPreparer, "preparing", lambda *_: nullcontext())
     in_turn = answers(engine, matchers, requests)
     assert (beside.token_ids, beside.reasons) == (in_turn.token_ids, in_turn.reasons)
 

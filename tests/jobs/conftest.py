@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from app.api import ServedModel
-from app.config import ApiConfig
 from app.engine.request import ModelFacts
 from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields
 from app.jobs.record import Record
@@ -37,6 +36,6 @@ def prepared(model: ServedModel) -> Prepare:
 
     def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedRow | Record:
         row = row_from_fields(fields, number=number, place=f"input.jsonl:{number + 1}")
-        return asyncio.run(prepare(row, RowSettings(**settings), model, ApiConfig()))
+        return asyncio.run(prepare(row, RowSettings(**settings), model))
 
     return prepare_one

@@ -7,8 +7,8 @@ import pytest
 
 from app.api import ServedModel
 from app.api.endpoints.chat import prepare_chat
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import ChatRequest
-from app.config import ApiConfig
 from app.jobs.preparation import PreparedRow, RowSettings, has_question, own_id, row_from_fields, row_from_line
 from app.jobs.record import Record
 from tests.jobs.conftest import Prepare
@@ -36,7 +36,7 @@ def error_of(row: PreparedRow | Record) -> str:
 def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prepare, model: ServedModel) -> None:
     body = {"messages": TURNS, "temperature": 0.5, "seed": 7, "max_completion_tokens": 20, "stop": "8", "top_p": 0.9}
     row = request_of(prepared(batch_line(body)))
-    call = asyncio.run(prepare_chat(ChatRequest.model_validate(body), model, ApiConfig()))
+    call = asyncio.run(prepare_chat(ChatRequest.model_validate(body), model, RequestLimits()))
     assert row.request.sampling == call.requests[0].sampling
     assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
     assert (row.row_id, row.stop) == ("line-1", ("8",))

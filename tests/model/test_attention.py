@@ -11,8 +11,8 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules, PagedAttention, TorchAttention
 from app.model.cpu.attention import NativeAttention
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
-from app.model.cpu.memory import NativePages
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
 
@@ -30,9 +30,9 @@ def with_native_attention() -> PagedAttention:
 
 
 def native_attention(layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype) -> NativeAttention:
-    if not NativePages.fits(layers, block_size=16, dtype=dtype, device=CPU):
+    if not NativeKVCache.fits(layers, block_size=16, dtype=dtype, device=CPU):
         pytest.skip("no C++ compiler here")
-    return NativeAttention(NativePages(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(2))
+    return NativeAttention(NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(2))
 
 
 BACKENDS = [torch_attention, with_native_attention]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.engine.engine import Engine
 from app.engine.request import Request, TokenLogprobs
 from app.model.cpu.library import Team, library
-from app.model.cpu.logprobs import NativeLogprobs
+from app.model.cpu.sampling import NativeLogprobs
 from app.model.logprobs import compute_logprobs
 from tests.fakes import Outcome, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests

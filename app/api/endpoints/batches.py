@@ -15,15 +15,15 @@ from app.api.endpoints.pages import page_of
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.body import read_json_object
 from app.api.http.headers import is_strict
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
-from app.config import ApiConfig
 from app.jobs import BatchService, NewBatch, NewWebhook
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
 MAX_BATCHES_OF_PAGE = 100
-_BODY_LIMITS = ApiConfig(max_body_bytes=64 * 1024, body_timeout_s=60)
+_BODY_LIMITS = RequestLimits(max_body_bytes=64 * 1024, body_timeout_s=60)
 
 
 def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:

@@ -7,11 +7,11 @@ from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import call_of, check_limits
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter
 from app.api.output.tool_calls import tool_use
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import ChatRequest, template_messages
-from app.config import ApiConfig
 
 
-async def prepare_chat(body: ChatRequest, model: ServedModel, limits: ApiConfig) -> Call:
+async def prepare_chat(body: ChatRequest, model: ServedModel, limits: RequestLimits) -> Call:
     """Check and tokenize a chat. Raises InvalidRequest."""
     check_limits(body, model, limits)
     tools = tool_use(body, model.tokenizer, model.tool_format)

@@ -8,14 +8,14 @@ from app.api.call import Call, ServedModel, check_token_ids, off_the_loop
 from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import call_of, check_limits
 from app.api.output.completion_writers import ChoiceWriter, CompletionFormat
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import CompletionRequest
-from app.config import ApiConfig
 from app.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; a chat may use the rest of the context
 
 
-async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: ApiConfig) -> Call:
+async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: RequestLimits) -> Call:
     """Check and tokenize one prompt or several. Raises InvalidRequest."""
     check_limits(body, model, limits)
     if len(body.prompt) > limits.max_prompts:

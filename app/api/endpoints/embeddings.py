@@ -18,15 +18,15 @@ from app.api.endpoints.endpoint import Endpoint
 from app.api.output.choices import Piece
 from app.api.output.completion_writers import Json, Progress, Writer
 from app.api.output.token_details import TokenWishes
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import EmbeddingsRequest
-from app.config import ApiConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
 
 MAX_BYTES_ON_THE_LOOP = 50_000  # more are written in a thread, so that streams do not stutter
 
 
-async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: ApiConfig) -> Call:
+async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits) -> Call:
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:

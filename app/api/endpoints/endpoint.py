@@ -8,8 +8,8 @@ from typing import Any
 
 from app.api.call import Call, ServedModel
 from app.api.output.completion_writers import Writer
+from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import QueuedRequest
-from app.config import ApiConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +18,5 @@ class Endpoint:
 
     path: str
     schema: type[QueuedRequest]
-    prepare: Callable[[Any, ServedModel, ApiConfig], Awaitable[Call]]  # checks and tokenizes a body of the schema
+    prepare: Callable[[Any, ServedModel, RequestLimits], Awaitable[Call]]  # checks and tokenizes a body of the schema
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema

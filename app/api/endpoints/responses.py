@@ -17,11 +17,11 @@ from app.api.output.choices import Piece
 from app.api.output.completion_writers import Json, Progress, Writer
 from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs
 from app.api.output.tool_calls import ToolCallPiece
+from app.api.request_limits import RequestLimits
 from app.api.schemas.responses import ResponsesRequest
-from app.config import ApiConfig
 
 
-async def prepare_response(body: ResponsesRequest, model: ServedModel, limits: ApiConfig) -> Call:
+async def prepare_response(body: ResponsesRequest, model: ServedModel, limits: RequestLimits) -> Call:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
     call = await prepare_chat(body.as_chat(), model, limits)
     return replace(call, call_id=f"resp_{uuid.uuid4().hex}")

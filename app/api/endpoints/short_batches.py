@@ -41,7 +41,7 @@ class ShortBatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
-        body = with_deadline(await read_json_object(request, self._handler.config), request.headers)
+        body = with_deadline(await read_json_object(request, self._handler.limits), request.headers)
         strict = is_strict(request.headers)
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
@@ -61,7 +61,7 @@ class ShortBatchRoutes:
         return JSONResponse(await self._service.stats(self._owner_of(request)))
 
     async def _answer(self, request: Request, prompts: PromptList) -> Json:
-        max_prompts = self._handler.config.max_prompts
+        max_prompts = self._handler.limits.max_prompts
         if prompts.num_choices > max_prompts:
             raise InvalidRequest(
                 f"the prompts make {prompts.num_choices:,} choices; this server answers {max_prompts:,} at "

@@ -32,7 +32,7 @@ class TokenizationRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        body = await read_json_object(request, self._handler.config)
+        body = await read_json_object(request, self._handler.limits)
         strict = is_strict(request.headers)
         parsed: TokenizeTextRequest | TokenizeChatRequest
         if body.get("messages") is None:
@@ -43,7 +43,7 @@ class TokenizationRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        body = await read_json_object(request, self._handler.config)
+        body = await read_json_object(request, self._handler.limits)
         parsed = self._handler.parse(body, DetokenizeRequest, is_strict=is_strict(request.headers))
         return JSONResponse(await detokenize(parsed, self._model(request, parsed.model)))
 

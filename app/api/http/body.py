@@ -9,11 +9,11 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.http.errors import ClientGone
-from app.config import ApiConfig
+from app.api.request_limits import RequestLimits
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 
-async def read_json_object(request: Request, limits: ApiConfig) -> dict[str, Any]:
+async def read_json_object(request: Request, limits: RequestLimits) -> dict[str, Any]:
     """The body as an object.
 
     Raises BodyTooLarge as soon as that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is

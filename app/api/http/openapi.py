@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
+from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
     ChatRequest,
@@ -63,7 +64,7 @@ _MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT
 _MODEL_QUERY = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
 
 
-def openapi_document(config: ApiConfig, *, has_batches: bool = False) -> Json:
+def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
     """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
     needs_key = bool(config.keys or config.keys_file)
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
@@ -71,7 +72,7 @@ def openapi_document(config: ApiConfig, *, has_batches: bool = False) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "Carousel", "version": versions()["carousel"] or "unknown"},
         "paths": _paths(config) | (_batch_paths() if has_batches else {}),
-        "components": {"schemas": _schemas(config, has_batches=has_batches), "securitySchemes": schemes},
+        "components": {"schemas": _schemas(limits, has_batches=has_batches), "securitySchemes": schemes},
         "security": [{"key": []}] if needs_key else [],
     }
 
@@ -194,7 +195,7 @@ def _errors(statuses: tuple[str, ...]) -> Json:
     return {status: {"description": _REFUSALS[status], "content": content} for status in sorted(statuses)}
 
 
-def _schemas(config: ApiConfig, *, has_batches: bool) -> Json:
+def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
         [(schema, "validation") for schema in BODIES + (BATCH_BODIES if has_batches else ())],
         ref_template="#/components/schemas/{model}",
@@ -207,12 +208,12 @@ def _schemas(config: ApiConfig, *, has_batches: bool) -> Json:
     for generation in (ChatRequest, CompletionRequest, ResponsesRequest):
         limited = schemas[generation.__name__]["properties"]
         for name in ("n", "best_of"):
-            _restrict(limited[name], "integer", maximum=config.max_choices)
+            _restrict(limited[name], "integer", maximum=limits.max_choices)
         for name in ("top_logprobs", "logprobs", "prompt_logprobs"):
             if name in limited:
-                _restrict(limited[name], "integer", maximum=config.max_logprobs)
-        _restrict(limited["stop"], "string", maxLength=config.max_stop_length)
-        _restrict(limited["stop"], "array", maxItems=config.max_stop_strings)
+                _restrict(limited[name], "integer", maximum=limits.max_logprobs)
+        _restrict(limited["stop"], "string", maxLength=limits.max_stop_length)
+        _restrict(limited["stop"], "array", maxItems=limits.max_stop_strings)
     return schemas | _answers() | (_batch_answers() if has_batches else {})
 
 

@@ -49,7 +49,7 @@ def build_app(
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
-    openapi = openapi_document(config, has_batches=bool(batch_routes))
+    openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
     service = ServiceRoutes(is_ready, handler.metrics, expose, openapi)
     for_keys = [
         *(Route(endpoint.path, _computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
@@ -84,7 +84,7 @@ def _computed(endpoint: Endpoint, handler: RequestHandler) -> Callable[[Request]
             while_connected=partial(unless_disconnected, request.receive),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(request, handler.config), request.headers)
+            body = with_deadline(await read_json_object(request, handler.limits), request.headers)
         try:
             pending = await handler.handle(endpoint, body, client)
         finally:
@@ -97,7 +97,7 @@ def _computed(endpoint: Endpoint, handler: RequestHandler) -> Callable[[Request]
             response = await begin_event_stream(
                 request.receive,
                 pending.events(),
-                heartbeat_s=handler.config.heartbeat_s,
+                heartbeat_s=handler.limits.heartbeat_s,
                 may_begin=pending.progress.open_if_queued,
             )
         response.headers.update(pending.headers(explain=wants_explanation(request.headers)))

@@ -11,8 +11,8 @@ import torch
 
 from app.engine.batch import Batch
 from app.model.attention import AttentionRules, AttentionStep
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, library
-from app.model.cpu.memory import NativePages
 from app.model.inputs import ModelInputs, Segments, build_segments
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
@@ -21,11 +21,11 @@ MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 class NativeAttention:
     """KV memory in the kernel's own layout, and the kernel."""
 
-    def __init__(self, pages: NativePages, team: Team) -> None:
+    def __init__(self, pages: NativeKVCache, team: Team) -> None:
         self.block_size = pages.block_size
         self.pages = pages
         code = library()
-        assert code is not None, "NativePages.fits held"
+        assert code is not None, "NativeKVCache.fits held"
         self.function = getattr(code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.team = team
 

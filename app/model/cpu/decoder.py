@@ -1,6 +1,6 @@
-"""Whole steps of a Llama-like model in one call to C++: no operator, no Python between its layers.
+"""Computes a step of a Llama-like model in one call to C++: no operator and no Python between its layers.
 
-Each row is computed in an order of its own, so its bits do not depend on what shares the step.
+Each row is computed in an order of its own, so its bits do not depend on the other rows of the step.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from app.engine.batch import Batch
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
-from app.model.cpu.memory import NativePages
 from app.model.cpu.weights import NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
-from app.model.preparer import Preparable, Preparer
+from app.model.matcher_preparer import MatcherPreparer, Preparable
 
 
 class NativeDecoder:
-    """Weights, KV memory and the threads that work on them."""
+    """A ForwardPass with packed weights, KV memory and a team of threads."""
 
-    def __init__(self, weights: NativeWeights, pages: NativePages, team: Team, *, num_layers: int = 0) -> None:
+    def __init__(self, weights: NativeWeights, pages: NativeKVCache, team: Team, *, num_layers: int = 0) -> None:
         """num_layers: only the first few (then norm and head as always); 0 for all."""
         code = library()
-        assert code is not None, "NativePages.fits held"
+        assert code is not None, "NativeKVCache.fits held"
         self.block_size = pages.block_size
         self._weights, self._pages, self._team = weights, pages, team
         suffix = DTYPES[weights.dtype]
@@ -49,7 +49,7 @@ class NativeDecoder:
         )  # fmt: skip
         weakref.finalize(self, getattr(code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
-        self._preparer = Preparer()
+        self._preparer = MatcherPreparer()
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type. Meanwhile the batch's matchers are prepared."""
@@ -70,13 +70,13 @@ class NativeDecoder:
             segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(), cosine.data_ptr(),
             sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(), None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
-        # Not before: until here there is Python to run, for which the other thread would have to wait, or this one.
+        # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(matchers):
             self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def seconds(self) -> dict[str, float]:
-        """Time spent in C++ since this was made: linear, head (the output layer), attention, rest."""
+        """Seconds spent in C++ so far: linear, head (the output layer), attention, rest."""
         times = DecoderTimes()
         self._times(self._decoder, ctypes.byref(times))
         return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
@@ -103,7 +103,7 @@ class NativeDecoder:
 
 
 class _WantedRows(NamedTuple):
-    """The tokens of which anything is wanted, and which of them for what. All int64."""
+    """The tokens with a wanted result, and which of them need logits or hidden states. All int64."""
 
     rows: torch.Tensor  # [num_rows], places in the packed row, ascending
     logits: torch.Tensor  # [num_logits], among the rows

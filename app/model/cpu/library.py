@@ -1,7 +1,7 @@
 """The C++ beside this file, built once with the machine's own compiler and called through ctypes.
 
-Where there is no compiler the rest of the model room does without. The library is kept in the user's cache folder, by
-the hash of everything that went into it; a process that finds it starts at once.
+Without a compiler the model runs on plain torch. The library is kept in the user's cache folder, under the hash of
+everything that it was built from; a process that finds it does not build it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 LANES = 16  # numbers in one vector, as in the sources
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # and what functions for them end in
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # with the suffix of their functions
 
 _SOURCES = Path(__file__).parent
 _FLAGS = (
@@ -90,7 +90,7 @@ class DecoderTimes(ctypes.Structure):
 
 
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-# Name → what it takes and returns; of those that end in {}, there is one for each type.
+# Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "team_new": ((_INT32,), _POINTER),
     "team_delete": ((_POINTER,), None),
@@ -112,7 +112,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library, or None, said once, where it cannot be built. Its functions begin with `carousel_`."""
+    """The built library; None, with one warning, where it cannot be built. Its functions begin with `carousel_`."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler found: the model runs on plain torch, which is several times slower")
@@ -130,17 +130,17 @@ def library() -> ctypes.CDLL | None:
 
 
 class Team:
-    """Threads that work through C++ calls together; one call at a time."""
+    """Threads that compute C++ calls together; one call at a time."""
 
     def __init__(self, num_threads: int) -> None:
         code = library()
-        assert code is not None, "whoever needs a team has asked for the library"
+        assert code is not None, "a caller that needs a team has checked the library"
         self.handle = code.carousel_team_new(num_threads)
         weakref.finalize(self, code.carousel_team_delete, self.handle)
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether this machine multiplies the type by vector instructions that the sources use, and by nothing better.
+    """Whether the sources' vector instructions are this machine's fastest way to multiply matrices of the type.
 
     With AMX, oneDNN's matrix products are several times faster in bfloat16 than any vector code.
     """
@@ -151,19 +151,19 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory, in large pages where the system has them: each small page costs a lookup of its own."""
+    """Uninitialised memory, in large pages where the system has them: every small page costs a lookup."""
     tensor = torch.empty(*shape, dtype=dtype)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # advice: it may well be refused
+        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # the system may refuse it
     return tensor
 
 
 def _built(compiler: str) -> Path:
-    """The library's path, after building it if nobody has yet. Several processes may do so at once."""
+    """The library's path; builds it if it does not exist. Several processes may do so at once."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
     sources = [path.read_bytes() for pattern in ("*.h", "*.cpp") for path in sorted(_SOURCES.glob(pattern))]
     what = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _cpu().encode()])
@@ -185,7 +185,7 @@ def _built(compiler: str) -> Path:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on."""
+    """The properties of the CPU that `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")] if info.exists() else []
     return flags[0] if flags else f"{platform.machine()} {platform.processor()}"

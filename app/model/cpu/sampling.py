@@ -1,4 +1,7 @@
-"""Masks and draws in C++: the same functions of logits, seed and position as the sampler's own, without a full sort."""
+"""Masks, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
+
+One thread computes a row, in an order of its own, so its bits do not depend on the other rows.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 
 from app.engine.batch import ScheduledSequence
 from app.model.cpu.library import Team, library
-from app.model.cpu.rows import pointer_to, rows_at
+from app.model.logprobs import Logprobs
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
 _ALL_BITS = 2**64 - 1
 
 
 class NativeDraw:
-    """Stands in for `sampler.draw` where logits lie in host memory."""
+    """Replaces `sampler.draw` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
         code = library()
@@ -32,17 +35,17 @@ class NativeDraw:
             numbers += (sampling.seed & _ALL_BITS, item.end, sampling.top_k or 0)
             numbers += (sampling.temperature, sampling.top_p, sampling.min_p)
         draws = struct.pack(_DRAW * len(items), *numbers)
-        where = rows_at(rows)
+        where = _rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
         self._draw(
-            self._team.handle, logits.data_ptr(), logits.shape[1], pointer_to(where), draws, len(items),
+            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), draws, len(items),
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
 
 
 class NativeMask:
-    """Stands in for `sampler.mask` where logits lie in host memory."""
+    """Replaces `sampler.mask` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
         code = library()
@@ -52,10 +55,49 @@ class NativeMask:
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
         """See `sampler.Mask`."""
         logits = logits.clone(memory_format=torch.contiguous_format)
-        where = rows_at(rows)
+        where = _rows_at(rows)
         packed = torch.frombuffer(allowed, dtype=torch.uint8)
         self._mask(
-            self._team.handle, logits.data_ptr(), logits.shape[1], pointer_to(where), packed.data_ptr(),
+            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), packed.data_ptr(),
             len(allowed) // len(rows), len(rows),
         )  # fmt: skip
         return logits
+
+
+class NativeLogprobs:
+    """Replaces `logprobs.compute_logprobs` for logits in host memory."""
+
+    def __init__(self, team: Team) -> None:
+        code = library()
+        assert code is not None, "there is a team"
+        self._team, self._compute = team, code.carousel_logprobs
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""
+        logits, token_ids = logits.float().contiguous(), token_ids.contiguous()
+        where = _rows_at(rows)
+        num_rows = len(rows)
+        found = Logprobs(
+            torch.empty(num_rows),
+            torch.empty(num_rows, dtype=torch.long),
+            torch.empty(num_rows, num_top, dtype=torch.long),
+            torch.empty(num_rows, num_top),
+        )
+        self._compute(
+            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), token_ids.data_ptr(),
+            num_rows, num_top, *(column.data_ptr() for column in found),
+        )  # fmt: skip
+        return found
+
+
+def _rows_at(rows: Sequence[int]) -> torch.Tensor | None:
+    """Indices of rows [num_rows] int64; None for a range: the first rows, in their order."""
+    if isinstance(rows, range):
+        assert rows == range(len(rows)), f"{rows} leaves rows out"
+        return None
+    return torch.tensor(rows, dtype=torch.long)
+
+
+def _pointer_to(rows: torch.Tensor | None) -> int | None:
+    """The address of the indices, which must outlive the call."""
+    return None if rows is None else rows.data_ptr()

@@ -1,6 +1,6 @@
-"""A Llama-like transformers model, read into what the C++ decoder computes with.
+"""Reads a Llama-like transformers model into the packed weights of the C++ decoder.
 
-Only architectures named here are read, and whoever uses the result compares its output with the model's own before.
+Only the architectures named here are read. The loader compares the decoder's output with the model's own before use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NativeWeights:
 
 
 def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    """What in a model the C++ decoder cannot do; None when nothing is known to be in the way."""
+    """Why the C++ decoder cannot compute a model; None when no reason is known."""
     if type(model).__name__ not in _ARCHITECTURES:
         return f"{type(model).__name__} is none of {', '.join(sorted(_ARCHITECTURES))}"
     config = model.config
@@ -82,7 +82,7 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
 
 @torch.inference_mode()
 def read_weights(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> NativeWeights:
-    """Pack a model's weights. `why_not_native` must be None; the model itself is left as it is."""
+    """Pack a model's weights. `why_not_native` must be None. Does not change the model."""
     config = model.config
     return NativeWeights(
         layers=tuple(_read_layer(layer, rules[index]) for index, layer in enumerate(_layers(model))),

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA with Triton kernels of ours (`kernels.py`): nothing beside what a CUDA torch brings.
+"""Paged attention on CUDA with Triton kernels of ours (`kernels.py`): no dependency beside a CUDA torch.
 
 Single tokens of many sequences are split over their keys (Flash-Decoding), longer pieces are tiled over tokens
 (FlashAttention); both work on the packed row and the paged KV memory directly, without a copy.
@@ -34,8 +34,8 @@ class TritonAttention:
     """Paged KV memory and the kernels over it.
 
     A row's result does not depend on the other rows of its step: splits and tiles follow from positions alone. With
-    `batch_invariant`, single tokens go through the same kernel as longer pieces too, so that it does not even matter
-    in which pieces a sequence was computed; that is slower for few long sequences.
+    `batch_invariant`, single tokens go through the same kernel as longer pieces too, so that the pieces in
+    which a sequence was computed do not matter either; that is slower for few long sequences.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TritonAttention:
         self.split_tokens = split_tokens
         self.max_splits = max_splits
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
-        _kernels()  # an import that fails shall fail here
+        _kernels()  # so that a failing import fails here
 
     @staticmethod
     def fits(device: torch.device) -> bool:
@@ -88,10 +88,10 @@ class TritonAttention:
         )
 
     def begin_decode(self, slots: torch.Tensor, segments: torch.Tensor) -> AttentionStep:
-        """A step of single tokens whose facts are on the device already.
+        """A step of single tokens with inputs that are on the device already.
 
-        slots: [num_tokens]; segments: [4, num_tokens] as in `kernels.py`; both int64. What the step does depends
-        on their sizes only, their content may change between replays of a CUDA graph.
+        slots: [num_tokens]; segments: [4, num_tokens] as in `kernels.py`; both int64. The work of the step
+        depends on their sizes only; their content may change between replays of a CUDA graph.
         """
         return TritonStep(self, slots, single=segments, longer=[])
 
@@ -152,7 +152,7 @@ class TritonStep:
 
 
 class _Launch:
-    """The kernels of one layer in one step, with everything they take."""
+    """The kernels of one layer in one step, with their arguments."""
 
     def __init__(
         self,

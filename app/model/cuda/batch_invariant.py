@@ -1,12 +1,12 @@
-"""A forward pass on CUDA whose rows do not depend, in any bit, on the other rows of the step.
+"""A forward pass on CUDA in which no bit of a row depends on the other rows of the step.
 
-Libraries choose tiles and the order of sums by the number of rows, so a request's logits change in their last bits with
-whatever shares its batch. Here every operator of a forward pass that sums goes to a kernel that chooses nothing, after
+Libraries choose tiles and the order of sums by the number of rows, so the last bits of a request's logits change with
+the rest of its batch. Here every summing operator of a forward pass goes to a kernel with one fixed order, after
 "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) and its batch_invariant_ops. There the
 operators are replaced for the whole process; here a dispatch mode replaces them around the forward pass alone. A
-captured decode step pays for that once, when it is captured.
+captured decode step has this cost only once, at its capture.
 
-Row by row already, in torch's own kernels: layer and RMS norms, softmax, elementwise operators.
+Torch's own kernels for layer and RMS norms, softmax and elementwise operators already work row by row.
 """
 
 from __future__ import annotations

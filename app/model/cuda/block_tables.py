@@ -1,4 +1,4 @@
-"""Each sequence's block ids on the device, kept from step to step so that only new ones travel there."""
+"""Each sequence's block ids on the device, kept from step to step so that only new ones are copied there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.model.inputs import to_device
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence's place in the table. Holds its list of block ids, so that no other list takes over its identity."""
+    """A sequence's row in the table. Refers to its list of block ids, so that no other list can get the same `id`."""
 
     index: int
     block_ids: list[int]
@@ -21,23 +21,23 @@ class _Row:
 
 
 class BlockTables:
-    """One row of block ids for each sequence that was computed lately.
+    """One row of block ids for each recently computed sequence.
 
-    A decoding sequence gains a block every `block_size` steps, so a step usually has a handful of numbers to send, not
-    a table. A sequence is known by its list of block ids: the scheduler replaces that list when it takes the blocks
-    back, and never shortens it.
+    A decoding sequence gains a block every `block_size` steps, so a step usually sends a few numbers, not a table. A
+    sequence is identified by its list of block ids: the scheduler replaces that list when it takes the blocks back, and
+    never shortens it.
     """
 
     def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
         """Room for `max_rows` sequences in one step, of up to `max_blocks` blocks each."""
-        self.scratch_row = max_rows  # stands for no sequence: its tokens go to the scratch block
+        self.scratch_row = max_rows  # of no sequence: its tokens go to the scratch block
         self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.tensor[self.scratch_row] = scratch_block
         self._free = list(reversed(range(max_rows)))
         self._rows: dict[int, _Row] = {}  # by the identity of the list of block ids
 
     def update(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """Write what the device does not know yet; returns each item's row."""
+        """Copy new block ids to the device; returns each item's row."""
         rows = [self._row(item.block_ids, items) for item in items]
         width = self.tensor.shape[1]
         where: list[int] = []
@@ -63,7 +63,7 @@ class BlockTables:
         return row
 
     def _forget_all_but(self, items: Sequence[ScheduledSequence]) -> None:
-        """Free the rows of sequences that are not in this step: most have ended."""
+        """Free the rows of sequences that are not in this step; most of them have ended."""
         present = {id(item.block_ids) for item in items}
         absent = [key for key in self._rows if key not in present]
         assert absent, f"more than {self.scratch_row} sequences in one step"

@@ -1,12 +1,12 @@
 """Steps on a GPU: launched without waiting, decode steps from graphs captured once.
 
-A step is hundreds of launches from Python; a graph makes them one. A step in which every sequence has one token looks
-the same each time but for its content. Its facts are copied into tensors that stay where they are, padded to the next
-of a few captured sizes, and the captured work is replayed. Spare rows belong to no sequence: they write to a scratch
-slot, and what they draw is thrown away. Every other step runs eagerly.
+A step is hundreds of launches from Python; a graph makes them one. Steps in which every sequence has one token differ
+only in their inputs. These are copied into tensors at fixed addresses, padded to the next of a few captured sizes, and
+the captured work is replayed. Padding rows belong to no sequence: they write to a scratch slot, and their tokens are
+discarded. Every other step runs eagerly.
 
-All work goes to one stream, in order: a step may be launched while the one before it runs, and reads the tokens which
-that one draws from where they lie on the device.
+All work goes to one stream, in order: a step may be launched while the one before it runs, and reads that step's tokens
+on the device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from app.model.sampler import sample
 
 logger = logging.getLogger(__name__)
 
-# Takes a function that reads and writes tensors that stay where they are; gives one that does the same work again and
-# leaves the result in the same tensor.
+# Takes a function on tensors at fixed addresses; returns one that repeats the same work and leaves the result in the
+# same tensor.
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
+_NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a first call cannot be captured
 _LARGEST = 512  # beyond it a step takes so long that its launches do not matter
 
 
@@ -45,7 +46,7 @@ class GraphModelRunner:
     def __init__(
         self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
     ) -> None:
-        """Capture every size up to `max_rows` sequences; seconds on a GPU. What cannot be captured runs eagerly."""
+        """Capture every size up to `max_rows` sequences; takes seconds. Without a capture steps run eagerly."""
         self._model = model
         self._last_hidden = LastHiddenStates(model.module)
         self._attention = attention
@@ -53,7 +54,7 @@ class GraphModelRunner:
             BatchInvariantMode if attention.batch_invariant else nullcontext
         )
         self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
-        self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of whatever was replayed last
+        self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of the last replay
         self._graphs: dict[int, _Graph] = {}
         self._sizes = graph_sizes(max_rows)
         if capture is not None:
@@ -64,7 +65,7 @@ class GraphModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n in it is what the step launched before draws as its n-th token."""
+        """Queue a step. A token id -1 - n in it is the n-th token of the step launched before."""
         graph = self._graph_for(batch)
         logits, _, hidden = self._eagerly(batch) if graph is None else Prediction(self._replayed_logits(graph, batch))
         pooled = None if hidden is None else PooledStates(batch, hidden)
@@ -113,7 +114,7 @@ class GraphModelRunner:
         return graph.replay()[: len(batch.scheduled)]
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """The token ids with those that the step before draws."""
+        """The token ids, with placeholders replaced by the tokens of the step before."""
         if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
             return token_ids
         return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
@@ -146,7 +147,7 @@ class GraphModelRunner:
         return _Graph(facts, capture(lambda: self._static_logits(facts)))
 
     def _static_logits(self, facts: torch.Tensor) -> torch.Tensor:
-        """The captured work: from facts that lie on the device to logits that stay there."""
+        """The captured work: from inputs on the device to logits on the device."""
         token_ids, slots, segments = facts[0], facts[1], facts[2:]
         logits = self._forward(
             token_ids[None],
@@ -156,12 +157,12 @@ class GraphModelRunner:
         )
         if self._logits is None:
             self._logits = torch.empty_like(logits)
-        # One result for all sizes: each of its own would keep a vocabulary of numbers for every row of every size.
+        # One result tensor for all sizes: separate ones would hold a vocabulary of numbers for every row of every size.
         return self._logits[: logits.shape[0]].copy_(logits)
 
 
 class LaunchedStep:
-    """What a step that may still run gives, on its way to the host."""
+    """A step that may still run, with the copy of its results to the host."""
 
     def __init__(
         self,
@@ -170,12 +171,12 @@ class LaunchedStep:
         logprobs: Logprobs | None = None,
         pooled: PooledStates | None = None,
     ) -> None:
-        """token_ids: [num_sampled]; `logprobs` are what is `wanted`."""
-        self._token_ids = _on_the_way(token_ids)
+        """token_ids: [num_sampled]; `logprobs` are the `wanted` ones."""
+        self._token_ids = _copy_to_host(token_ids)
         self._wanted = wanted
-        self._logprobs = None if logprobs is None else Logprobs(*map(_on_the_way, logprobs))
+        self._logprobs = None if logprobs is None else Logprobs(*map(_copy_to_host, logprobs))
         self._pooled = pooled
-        self._sums = None if pooled is None else _on_the_way(pooled.sums)
+        self._sums = None if pooled is None else _copy_to_host(pooled.sums)
         self._copied = None
         if token_ids.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -194,8 +195,8 @@ class LaunchedStep:
         return result
 
 
-def _on_the_way(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor of the device will be on the host, once the work queued so far is done."""
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The host's copy of a device tensor, complete once the work queued so far is done."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -203,7 +204,7 @@ def _on_the_way(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Graph:
-    """Captured work of one size and the tensor it reads."""
+    """Captured work of one size and its input tensor."""
 
     def __init__(self, facts: torch.Tensor, replay: Callable[[], torch.Tensor]) -> None:
         """facts: [6, size] int64, rows as in `columns_of`."""
@@ -212,7 +213,7 @@ class _Graph:
         self.replay = replay  # returns [size, vocab_size]
 
     def fill(self, items: Sequence[ScheduledSequence], attention: TritonAttention) -> None:
-        """Write a step's facts where the captured work reads them: one copy, not waited for."""
+        """Copy a step's inputs to the tensor that the captured work reads: one copy, without waiting."""
         rows = attention.tables.update(items)
         columns = columns_of(items, rows, size=self._facts.shape[1], attention=attention)
         new = torch.tensor(columns, dtype=torch.long, pin_memory=self._facts.is_cuda)
@@ -220,7 +221,7 @@ class _Graph:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """The sizes to capture: finely spaced where a spare row weighs most."""
+    """The sizes to capture: finely spaced where a padding row costs most."""
     largest = min(max_rows, _LARGEST)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST, 32)]
     return (*(size for size in ladder if size < largest), largest)
@@ -229,7 +230,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 def columns_of(
     items: Sequence[ScheduledSequence], rows: Sequence[int], *, size: int, attention: TritonAttention
 ) -> list[list[int]]:
-    """A step of single tokens, one column for each, filled up to `size` with columns of no sequence.
+    """A step of single tokens, one column for each, padded to `size` with columns of no sequence.
 
     rows: of the block tables, one for each item. Returns [6, size]: token id, slot, and the four rows of a segment
     (`kernels.py`): place in the packed row, number of tokens, position, row of the block table.
@@ -244,3 +245,44 @@ def columns_of(
         [item.start for item in items] + [0] * spare,
         list(rows) + [attention.tables.scratch_row] * spare,
     ]
+
+
+class CudaCapture:
+    """Captures functions into graphs that share one pool of memory, because they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Record the work of `function` on the device; the result replays it and returns its output tensor.
+
+        The function may neither wait for the device nor read anything from it.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(stream),
+        ):  # a failed capture leaves its own stream behind
+            self._warm_up(function, stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: another engine's, or Ray's.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = function()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    def _warm_up(self, function: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> None:
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_NUM_WARM_UPS):
+                function()
+        current.wait_stream(side)

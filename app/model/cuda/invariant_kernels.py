@@ -1,4 +1,4 @@
-"""Triton kernels whose rows come out the same bit for bit, however many rows there are. See `batch_invariant.py`.
+"""Triton kernels that compute each row bit for bit the same, with any number of rows. See `batch_invariant.py`.
 
 Tiles have one size for all shapes and each sum is one loop in one order: nothing is chosen by the number of rows, as
 cuBLAS and torch's reductions do. No `from __future__ import annotations` here: Triton reads the annotations. `widen` is

@@ -101,7 +101,7 @@ def _attend(
     in_tile = tl.arange(0, tile)
     for start in range(first, last, tile):
         at = start + in_tile
-        # What lies behind `last` belongs to nobody: loaded as zero, for a weight of zero would let a NaN through.
+        # Slots after `last` belong to no sequence: load zeros, because a weight of zero does not remove a NaN.
         is_own = at < last
         blocks = tl.load(table + at // block_size, mask=is_own, other=0).to(tl.int64)
         slots = blocks * block_size + at % block_size
@@ -314,7 +314,7 @@ def prefill_kernel(
         mask=is_row[:, None] & (key_at[None, :] < key_dim),
         other=0.0,
     )
-    # Rows beyond the last token see what the last one sees, and are thrown away.
+    # Rows beyond the last token see the same keys as the last one; their results are discarded.
     positions = start + tl.minimum(in_segment, num_tokens - 1)
     highest, total, weighted = _attend(
         queries, positions, keys + kv_head * key_dim, values + kv_head * value_dim, table,

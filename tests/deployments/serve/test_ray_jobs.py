@@ -38,7 +38,7 @@ def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tm
     models = [{"name": "a"}, {"name": "b", "engine": engine, "replicas": {"autoscaling": {}, "num_cpus": 3}}]
     keys = [{"name": "ann", "sha256": "0" * 64}]
     batches = {"run_as": "ray_job", "jobs": {"engines": 5}}
-    config = parse({"models": models, "api": {"keys": keys, "max_choices": 3}, "batches": batches})
+    config = parse({"models": models, "api": {"keys": keys, "share_prefixes": True}, "batches": batches})
     jobs = RayJobs(None, config, {"a": "/a", "b": "/b"})  # type: ignore[arg-type]
     jobs._write_serve_file(tmp_path, "b")
     [told] = read_serve_file(tmp_path / "serve.json").applications.values()
@@ -49,7 +49,7 @@ def test_a_job_has_its_models_own_engine_and_as_many_as_jobs_have_and_no_keys(tm
     assert served.engine.model == asked.engine.model.model_copy(update={"path": "/b"})
     assert (served.name, served.replicas.num_replicas, served.replicas.num_cpus) == ("b", 5, 3)
     assert served.replicas.autoscaling is None
-    assert (told.api.keys, told.api.max_choices) == ((), 3)
+    assert (told.api.keys, told.api.share_prefixes) == ((), True)
     assert "0" * 64 not in (tmp_path / "serve.json").read_text()
 
 

@@ -12,8 +12,8 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model import loader
 from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
-from app.model.cpu.memory import NativePages
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
@@ -30,7 +30,7 @@ def load(path: Path, dtype: str) -> LoadedModel:
 
 def decoder_of(model: LoadedModel, *, num_threads: int = 2) -> NativeDecoder:
     assert model.native is not None
-    pages = NativePages(model.layers, num_blocks=32, block_size=16, dtype=model.dtype)
+    pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype)
     for memory in (*pages.keys.values(), *pages.values.values()):
         memory.fill_(-1)  # NaN in both types: what another sequence may have left
     return NativeDecoder(model.native, pages, Team(num_threads))

@@ -7,7 +7,7 @@ import pytest
 from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.model.attention import TorchAttention
-from app.model.cpu import library, memory
+from app.model.cpu import kv_cache, library
 from app.model.forward import TransformersForward
 
 
@@ -16,7 +16,7 @@ def test_without_a_compiler_plain_torch_serves(
 ) -> None:
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     build = library.library.__wrapped__
-    for module in (library, memory):
+    for module in (library, kv_cache):
         monkeypatch.setattr(module, "library", build)
     engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
     forward = engine.runner.forward  # type: ignore[attr-defined]

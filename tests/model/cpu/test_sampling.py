@@ -6,8 +6,7 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.cpu.library import Team, library
-from app.model.cpu.logprobs import NativeLogprobs
-from app.model.cpu.sampling import NativeDraw, NativeMask
+from app.model.cpu.sampling import NativeDraw, NativeLogprobs, NativeMask
 from app.model.sampler import draw, gumbel_noise, mask
 
 FILTERS = [

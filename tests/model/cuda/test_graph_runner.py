@@ -26,7 +26,7 @@ from tests.fakes import make_request, run_to_end
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.graph import CudaCapture
+from app.model.cuda.graph_runner import CudaCapture
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

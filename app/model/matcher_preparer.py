@@ -1,4 +1,4 @@
-"""Matchers prepared in a thread of their own, while the model computes. No torch here."""
+"""Prepares matchers in a separate thread while the model computes. No torch here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Protocol
 
 
 class Preparable(Protocol):
-    """What is known of a matcher here."""
+    """The part of a matcher that is used here."""
 
     def prepare(self) -> None:
         """See `Matcher.prepare`."""
         ...
 
 
-class Preparer:
-    """A thread that prepares matchers. What it has not begun when they are needed, whoever needs them does himself.
+class MatcherPreparer:
+    """A thread that prepares matchers. Matchers that it has not begun when they are needed, the caller prepares itself.
 
-    So it pays where a core is idle. It starts with the first matcher.
+    It saves time where a core is idle. The thread starts with the first matcher.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Preparer:
 
     @contextmanager
     def preparing(self, matchers: Iterable[Preparable]) -> Iterator[None]:
-        """Inside, nobody else may use the matchers; afterwards all are prepared."""
+        """Inside this context the matchers must not be used; afterwards all are prepared."""
         left = deque(matchers)
         if not left:
             yield
@@ -44,7 +44,7 @@ class Preparer:
         finally:
             while left:
                 _prepare_one(left)
-            with self._busy:  # the one that the thread is at
+            with self._busy:  # wait for the one that the thread prepares now
                 pass
 
     def _start(self) -> None:
@@ -65,5 +65,5 @@ def _prepare_one(left: deque[Preparable]) -> None:
     # Both threads take from the same end, and each matcher is taken once: `popleft` is atomic.
     with suppress(IndexError):
         matcher = left.popleft()
-        with suppress(Exception):  # `allowed` raises the same, where the request at fault is found
+        with suppress(Exception):  # `allowed` raises the same error, and there the request at fault is found
             matcher.prepare()

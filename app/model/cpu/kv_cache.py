@@ -8,10 +8,10 @@ from app.model.cpu.library import DTYPES, LANES, in_large_pages, library
 from app.model.kv_cache import LayerShape
 
 
-class NativePages:
+class NativeKVCache:
     """Blocks of every layer, in units of 32 bits: two neighbouring dimensions of bfloat16 keys, two tokens' values.
 
-    Not zeroed, so that only what is used is taken: a slot counts only after its sequence has written it.
+    Not zeroed, so that the system provides only pages in use: a slot is read only after its sequence has written it.
     """
 
     def __init__(self, layers: dict[int, LayerShape], *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from app.model.preparer import Preparer
+from app.model.matcher_preparer import MatcherPreparer
 
 
 class GatedMatcher:
@@ -36,7 +36,7 @@ class GatedMatcher:
 
 
 def test_all_are_prepared_once_while_something_is_computed() -> None:
-    preparer = Preparer()
+    preparer = MatcherPreparer()
     for _ in range(50):
         matchers = [GatedMatcher() for _ in range(9)]
         with preparer.preparing(matchers):
@@ -50,7 +50,7 @@ def test_what_the_thread_has_not_begun_is_done_by_who_needs_it() -> None:
     matchers = [GatedMatcher(gate), *(GatedMatcher() for _ in range(5))]
     opener = threading.Thread(target=lambda: (matchers[-1].begun.wait(20), gate.set()))
     opener.start()
-    with Preparer().preparing(matchers):
+    with MatcherPreparer().preparing(matchers):
         assert matchers[0].begun.wait(20)
     # The thread was held at the first: it opened only when the last had been done by this one.
     opener.join()
@@ -59,7 +59,7 @@ def test_what_the_thread_has_not_begun_is_done_by_who_needs_it() -> None:
 
 
 def test_an_error_is_left_to_who_asks_and_the_thread_lives_on() -> None:
-    preparer = Preparer()
+    preparer = MatcherPreparer()
     for _ in range(3):
         matchers = [GatedMatcher(error=ValueError("no")), GatedMatcher()]
         with preparer.preparing(matchers):
@@ -69,14 +69,14 @@ def test_an_error_is_left_to_who_asks_and_the_thread_lives_on() -> None:
 
 def test_a_computation_that_fails_leaves_no_matcher_half_prepared() -> None:
     matchers = [GatedMatcher() for _ in range(3)]
-    with pytest.raises(RuntimeError, match="the device"), Preparer().preparing(matchers):
+    with pytest.raises(RuntimeError, match="the device"), MatcherPreparer().preparing(matchers):
         raise RuntimeError("the device failed")
     assert [len(matcher.prepared_by) for matcher in matchers] == [1] * 3
 
 
 def test_without_matchers_there_is_no_thread_and_with_its_owner_it_ends() -> None:
     before = set(threading.enumerate())
-    preparer = Preparer()
+    preparer = MatcherPreparer()
     with preparer.preparing([]):
         assert set(threading.enumerate()) == before
     with preparer.preparing([GatedMatcher()]):
