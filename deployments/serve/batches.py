@@ -16,10 +16,10 @@ from app.config import ApplicationConfig
 from app.errors import Unavailable
 from app.jobs import BatchWorker, LocalBatchService
 from app.metrics import BatchCounts
+from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 

@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Mapping
 
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -16,14 +15,13 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
+from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
 from deployments.serve.batch_calls import RemoteBatchService
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
-from deployments.serve.odd_headers import accept_odd_headers
 from deployments.serve.settings import check_exposure
 
 READY_CACHE_S = 1.0
@@ -55,7 +53,7 @@ class Ingress:
             for model in config.models
         }
         # Here too, for whoever deploys on a cluster has no launcher that would say so.
-        check_exposure(_get_global_client().http_config.host, config.api)
+        check_exposure(http_host(), config.api)
         self._keys = Keys(config.api)
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
         self._ready_until = 0.0

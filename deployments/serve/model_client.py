@@ -19,6 +19,7 @@ from app.fleet import FailoverLimits, Fleet, FleetMetrics, LivenessTimeouts, Rep
 from app.fleet.dispatch import Group, GroupChooser, make_policy
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS, ToolFormat, format_of
+from deployments.ray_internals import route_in_this_loop
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.registries import register
 from deployments.serve.settings import deployment_name
@@ -42,8 +43,8 @@ class ModelClient:
             clock=time.monotonic,
         )
         register(deployment_name(model), registry)
-        # The router and the registry share this loop, whatever mode Serve runs in: neither has locks.
-        handle._init(_run_router_in_separate_loop=False)
+        # The router and the registry share this loop: neither has locks.
+        route_in_this_loop(handle)
         self._handle = handle
         limits = FailoverLimits(
             max_resumes=replicas.max_resumes,

@@ -14,9 +14,9 @@ from app.engine.stats import EngineStats
 from app.fleet import Address, FrameServer, Outbox, report_of
 from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
 from app.metrics import EngineReport
+from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
 

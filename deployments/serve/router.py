@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from app.engine.request import Request
 from app.errors import CarouselError, Overloaded, Unavailable
+from deployments.ray_internals import PlacementRouter
 
 
-class RegistryRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+class RegistryRouter(PlacementRouter):
     """Tries the replicas in the registry's order; refuses at once when all of them are full."""
 
     # A replica that is busy computing may take longer than Serve's 0.1 s to say how full it is; the order is worth it.
@@ -23,7 +24,7 @@ class RegistryRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Called by Serve once, before any request."""
         from deployments.serve.registries import registry_of
 
-        self._registry = registry_of(self._deployment_id.name)
+        self._registry = registry_of(self.deployment)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -57,19 +58,11 @@ class RegistryRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             return Overloaded(f"all {len(replicas)} replicas are full ({num_slots} calls)")
         return self._registry.full(num_slots)
 
-    async def _choose_replica_for_request(
-        self, pending_request: PendingRequest, *, is_retry: bool = False
-    ) -> RunningReplica:
-        # Serve has no hook for "this request goes to that replica" that comes before the replica has answered.
-        try:
-            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        except BaseException:
-            self._remove_pending_request_from_indices(pending_request)
-            raise
+    def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:
+        """See PlacementRouter."""
         request = pending_request.args[0] if pending_request.args else None
         if self._registry is not None and isinstance(request, Request):
             self._registry.placed(request.request_id, replica.replica_id.unique_id)
-        return replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""
