@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -32,15 +32,10 @@ from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequ
 from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
-T = TypeVar("T")
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 # What a batch item cannot choose.
 _LOWEST_CLASS: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
-
-
-async def _to_the_end(work: Awaitable[T]) -> T:
-    return await work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +48,6 @@ class Client:
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     is_strict: bool = False  # unknown fields are refused
     arrived_at: float | None = None  # by the clock of the metrics; None: now
-    while_connected: Callable[[Awaitable[Any]], Awaitable[Any]] = _to_the_end  # cancels the work when the client goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +120,7 @@ class RequestHandler:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
             pieces = generate_pieces(calls[0])
         else:
-            verdict = await client.while_connected(self._verdict(parsed, *calls, arrived_at=arrived_at))
+            verdict = await self._verdict(parsed, *calls, arrived_at=arrived_at)
             client.reservation.add_usage(lambda: verdict.num_tokens_in_vain)
             progress = verdict.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = verdict.pieces, verdict.headers()

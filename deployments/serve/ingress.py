@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 
 from ray.serve.handle import DeploymentHandle
-from starlette.applications import Starlette
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.endpoints.admin import ProcessReport
@@ -59,7 +59,7 @@ class Ingress:
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
-    async def __serve_build_asgi_app__(self) -> Starlette:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor; waits for a replica of every model."""
         models = [
             await served_model(model, self._paths[model.name], self._clients[model.name])

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
 from app.api.request_limits import RequestLimits
@@ -98,7 +98,7 @@ class Service:
             cascades=self.cascades,
             limits=RequestLimits(**limits),
         )
-        self.app: Starlette = build_app(self.handler, self._is_ready)
+        self.app: ASGIApp = build_app(self.handler, self._is_ready)
 
     async def _is_ready(self) -> bool:
         return self.is_ready
@@ -182,7 +182,7 @@ class Connection:
     """One HTTP exchange with an ASGI app, as a server would run it."""
 
     def __init__(
-        self, app: Starlette, method: str, path: str, body: Any, headers: dict[str, str], query: str = ""
+        self, app: ASGIApp, method: str, path: str, body: Any, headers: dict[str, str], query: str = ""
     ) -> None:
         self._app = app
         chunks = body if isinstance(body, list) and all(isinstance(chunk, bytes) for chunk in body) else [_bytes(body)]

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
@@ -24,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 @contextmanager
-def serving(app: Starlette) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """The base URL of an app on a port of its own."""
     config = uvicorn.Config(app, port=0, ws="none", lifespan="off", loop="asyncio", log_level="error")
     server = uvicorn.Server(config)

@@ -15,7 +15,7 @@ from app.api.handler import Client, RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
-from app.api.http.sse import unless_disconnected
+from app.api.http.sse import WhileConnected
 from app.errors import CarouselError, InvalidRequest
 from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
 
@@ -71,9 +71,8 @@ class ShortBatchRoutes:
         client = Client(
             reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
         )
-        answers = await unless_disconnected(
-            request.receive, self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
-        )
+        async with WhileConnected(request.receive):
+            answers = await self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
         return _answered_at_once(prompts, answers)
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from starlette.types import Scope
+
 from app.api.call import Call
 from app.api.schemas.parameters import STRICT_HEADER
 from app.engine.request import MAX_SESSION_LENGTH
@@ -15,14 +17,23 @@ DEADLINE_HEADER = "x-carousel-deadline-s"
 EXPLAIN_HEADER = "x-carousel-explain"
 
 
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """The headers of a request by their names in lower case; of those that come twice, the first."""
+    headers: dict[str, str] | None = scope["state"].get("headers")
+    if headers is None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        scope["state"]["headers"] = headers
+    return headers
+
+
 def with_group_and_session(call: Call, headers: Mapping[str, str]) -> Call:
     """The call with the group and the session that its headers name, by the header names of its model.
 
     Raises InvalidRequest for a session that is too long. Whether the group exists is checked where groups are known.
     """
     model = call.model
-    group = headers.get(model.group_header, "")
-    session = "" if model.session_header is None else headers.get(model.session_header, "")
+    group = headers.get(model.group_header.lower(), "")
+    session = "" if model.session_header is None else headers.get(model.session_header.lower(), "")
     if len(session) > MAX_SESSION_LENGTH:
         raise InvalidRequest(
             f"the header {model.session_header} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are "

@@ -8,15 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from pydantic_core import to_json
-from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from app.api.auth.keys import Authenticator
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.endpoint import Endpoint
@@ -27,10 +25,10 @@ from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, log_error
-from app.api.http.guard import Routes, reservation_of
-from app.api.http.headers import is_strict, wants_explanation, with_deadline
+from app.api.http.guard import Routes
+from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
-from app.api.http.sse import begin_event_stream, unless_disconnected
+from app.api.http.sse import EventStream, WhileConnected
 
 
 def build_app(
@@ -40,7 +38,7 @@ def build_app(
     expose: Callable[[], Awaitable[bytes]] | None = None,
     batch_routes: Sequence[Route] = (),
     collect: Collect | None = None,
-) -> Starlette:
+) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
@@ -52,7 +50,7 @@ def build_app(
     openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
     service = ServiceRoutes(is_ready, handler.metrics, expose, openapi)
     for_keys = [
-        *(Route(endpoint.path, _computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
+        *(Route(endpoint.path, _Computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
         *ModelRoutes(handler).routes(),
         *TokenizationRoutes(handler).routes(),
         *service.routes(),
@@ -62,77 +60,62 @@ def build_app(
     {"everybody": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(
         service.metrics_route()
     )
-    routes = Routes(open_routes, for_keys, for_admins)
-    app = Starlette(
-        middleware=[Middleware(_Border)], exception_handlers={HTTPException: _on_http_exception_of(list(routes))}
-    )
-    app.router = routes.guarded_by(authenticator)
-    return app
+    return Application(Routes(open_routes, for_keys, for_admins), authenticator)
 
 
-def _computed(endpoint: Endpoint, handler: RequestHandler) -> Callable[[Request], Awaitable[Response]]:
-    """The route of an endpoint that computes on replicas."""
+class _Computed:
+    """The ASGI application of one endpoint that computes on replicas."""
 
-    async def route(request: Request) -> Response:
-        client = Client(
-            reservation=reservation_of(request),
-            request_id=request.state.request_id,
-            has_own_id="x-request-id" in request.headers,
-            headers=request.headers,
-            is_strict=is_strict(request.headers),
-            arrived_at=handler.metrics.arrived(),
-            while_connected=partial(unless_disconnected, request.receive),
-        )
-        with handler.counting_refusals():
-            body = with_deadline(await read_json_object(request, handler.limits), request.headers)
-        try:
-            pending = await handler.handle(endpoint, body, client)
-        finally:
-            request.state.request_id = client.request_id
-        response: Response
-        if not pending.is_streamed:
-            whole = await unless_disconnected(request.receive, pending.whole())
-            response = Response(to_json(whole), media_type="application/json")
-        else:  # no header goes out before the first text or a long wait, so that a refusal still has a status
-            response = await begin_event_stream(
-                request.receive,
-                pending.events(),
-                heartbeat_s=handler.limits.heartbeat_s,
-                may_begin=pending.progress.open_if_queued,
-            )
-        response.headers.update(pending.headers(explain=wants_explanation(request.headers)))
-        return response
-
-    return route
-
-
-def _on_http_exception_of(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Writes the router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""
-    methods: dict[str, set[str]] = {}
-    for route in routes:
-        methods.setdefault(route.path, set()).update(route.methods or ())
-    allow = {route.endpoint: ", ".join(sorted(methods[route.path])) for route in routes}
-
-    async def respond(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for HTTPException only"
-        response = error_response(from_http_exception(error), request.state.request_id)
-        response.headers.update(error.headers or {})
-        if error.status_code == 405:  # the router itself names those of the first route with that path
-            response.headers["Allow"] = allow[request.scope["endpoint"]]
-        return response
-
-    return respond
-
-
-class _Border:
-    """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, endpoint: Endpoint, handler: RequestHandler) -> None:
+        self._endpoint = endpoint
+        self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler, state, headers = self._handler, scope["state"], headers_of(scope)
+        client = Client(
+            reservation=state["reservation"],
+            request_id=state["request_id"],
+            has_own_id="x-request-id" in headers,
+            headers=headers,
+            is_strict=is_strict(headers),
+            arrived_at=handler.metrics.arrived(),
+        )
+        with handler.counting_refusals():
+            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
+        async with WhileConnected(receive):
+            try:
+                pending = await handler.handle(self._endpoint, body, client)
+            finally:
+                state["request_id"] = client.request_id
+            response_headers = partial(pending.headers, explain=wants_explanation(headers))
+            if pending.is_streamed:
+                events = EventStream(
+                    pending.events(),
+                    headers=response_headers,
+                    heartbeat_s=handler.limits.heartbeat_s,
+                    may_begin=pending.progress.open_if_queued,
+                )
+                await events.send_to(send)
+            else:
+                content = to_json(await pending.whole())
+                response = Response(content, headers=response_headers(), media_type="application/json")
+                await response(scope, receive, send)
+
+
+class Application:
+    """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
+
+    def __init__(self, routes: Routes, authenticator: Authenticator) -> None:
+        self.router = routes.guarded_by(authenticator)
+        methods: dict[str, set[str]] = {}
+        for route in routes:
+            methods.setdefault(route.path, set()).update(route.methods or ())
+        self._allow = {route.endpoint: ", ".join(sorted(methods[route.path])) for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # for Starlette's router, which else writes its own 404 and 405
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.router(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(scope)
@@ -142,11 +125,14 @@ class _Border:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message).update({"x-request-id": state["request_id"]} | rate_limit_headers(state))
+                added = {"x-request-id": state["request_id"]} | rate_limit_headers(state)
+                message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self.router(scope, receive, send_with_id)
+        except HTTPException as error:
+            await self._routing_error(error, scope)(scope, receive, send_with_id)
         except Exception as error:
             log_error(error, state["request_id"])
             if not has_started:
@@ -154,11 +140,19 @@ class _Border:
             elif not isinstance(error, ClientGone):
                 raise
 
+    def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
+        """The router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""
+        response = error_response(from_http_exception(error), scope["state"]["request_id"])
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:  # the router itself names those of the first route with that path
+            response.headers["Allow"] = self._allow[scope["endpoint"]]
+        return response
+
 
 _PRINTABLE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def _request_id(scope: Scope) -> str:
     """The client's own id when it is printable, else a new one."""
-    given = Request(scope).headers.get("x-request-id", "")
+    given = headers_of(scope).get("x-request-id", "")
     return given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex

@@ -1,149 +1,156 @@
-"""Server-sent events: the framing, and a response that ends its events when the client goes away."""
+"""Server-sent events: the framing, and a stream of them that ends when its client goes away."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from pydantic_core import to_json
+from starlette.types import Receive, Send
 
 from app.api.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
 
-T = TypeVar("T")
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-def encoded(text: str) -> bytes:
-    """A text as the JSON of events has it."""
-    return _encode(text).encode()
-
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One event: the payload as JSON on one line."""
-    return f"data: {_encode(payload)}\n\n".encode()
+    return b"data: %b\n\n" % to_json(payload)
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """One event whose name is the payload's type."""
-    return f"event: {payload['type']}\n".encode() + event(payload)
+    """One event that has the payload's type as its name."""
+    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; when the client goes away first, cancel it, let it clean up and raise ClientGone.
+class WhileConnected:
+    """`async with` it around work for a client: a client that goes away cancels the work, and ClientGone is raised.
 
-    The request's body must have been read: afterwards a disconnect is all that `receive` can bring.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if watcher.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def begin_event_stream(
-    receive: Receive,
-    events: AsyncGenerator[bytes, None],
-    *,
-    heartbeat_s: float,
-    may_begin: Callable[[], bool],
-) -> Response:
-    """Wait for the first event, so that an error before it can still have a status of its own.
-
-    After `heartbeat_s` without one the stream begins all the same where it `may_begin`, for example when the request is
-    queued: its client and all that is between would else think that nobody is there. From then on a comment goes out
-    whenever nothing else has for `heartbeat_s`; that is also how a client that vanished without a word is noticed.
-    """
-    first = asyncio.ensure_future(anext(events))
-    try:
-        while True:
-            await unless_disconnected(receive, asyncio.wait({first}, timeout=heartbeat_s))
-            if first.done():
-                first.result()
-                break
-            if may_begin():
-                break
-    except BaseException:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
-        raise
-    return _EventStreamResponse(first, events, heartbeat_s=heartbeat_s)
-
-
-class _EventStreamResponse(Response):
-    """Sends a first event and those that follow as they come; closes their source whatever happens.
-
-    Raises ClientGone when the client goes away.
+    The request's body must have been read: afterwards a disconnect is all that `receive` can bring. The work runs in
+    the task that it is in, as under `asyncio.timeout`.
     """
 
-    media_type = "text/event-stream"
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = False
 
-    def __init__(self, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None], *, heartbeat_s: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "requests are served in tasks"
+        self._task = task
+        self._num_cancelled = task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        try:
+            await asyncio.wait({self._watcher})
+        except asyncio.CancelledError:
+            if not self._is_gone:
+                raise
+        if self._is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
+            raise ClientGone from None
+
+    async def _watch(self) -> None:
+        with suppress(Exception):  # a connection that cannot be read from is closed
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        self._is_gone = True
+        self._task.cancel()
+
+
+class EventStream:
+    """A response of server-sent events, sent as they come."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        headers: Callable[[], Mapping[str, str]],
+        heartbeat_s: float,
+        may_begin: Callable[[], bool],
+    ) -> None:
+        """No byte goes out before the first event, so that an error before it can still have a status of its own.
+
+        After `heartbeat_s` without an event the stream begins all the same where it `may_begin`, for example when the
+        request is queued: the client, and proxies before it, would close a connection that stays silent. From then on a
+        comment goes out whenever nothing else has for `heartbeat_s`. It also finds out clients that have vanished.
+        `headers` are asked for when the stream begins.
+        """
+        self._events = events
+        self._headers = headers
         self._heartbeat_s = heartbeat_s
+        self._may_begin = may_begin
+        self._has_begun = False
         self._sent_at = 0.0  # by the event loop's clock
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._sent_at = asyncio.get_running_loop().time()
-        keeping_open = asyncio.ensure_future(self._keep_open(send))
+    async def send_to(self, send: Send) -> None:
+        """Send all events. Raises what the events raise, and ClientGone when the client does not read any more."""
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        self._send = send
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = loop.call_later(self._heartbeat_s, self._beat)
         try:
-            async with aclosing(self._rest):
-                await unless_disconnected(receive, self._send_all(send))
-        finally:
-            self._first.cancel()
-            keeping_open.cancel()
-            await asyncio.gather(self._first, keeping_open, return_exceptions=True)
-
-    async def _send_all(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if not self._first.done():
-                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
-            self._sent_at = clock()
-            await send({"type": "http.response.body", "body": await self._first, "more_body": True})
-            async for data in self._rest:
-                # The streams that a frame has woken all write now, before the first of them sends: one after the
-                # other, their sends find the proxy awake, and a send that wakes somebody takes several times as long.
-                await asyncio.sleep(0)
-                self._sent_at = clock()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._sent_at = math.inf  # nothing may follow
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError as error:  # how newer ASGI servers say that nobody reads
+            async with aclosing(self._events):
+                await self._send_all()
+        except OSError as error:  # how newer ASGI servers say that a connection is closed
             raise ClientGone from error
+        finally:
+            self._timer.cancel()
+            if self._beating is not None:
+                self._beating.cancel()
+                await asyncio.wait({self._beating})
 
-    async def _keep_open(self, send: Send) -> None:
-        """Send a comment whenever nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
+    async def _send_all(self) -> None:
         clock = asyncio.get_running_loop().time
-        wait_s = self._heartbeat_s
-        while wait_s < math.inf:
-            await asyncio.sleep(wait_s)
-            wait_s = self._sent_at + self._heartbeat_s - clock()
-            if wait_s <= 0:
-                self._sent_at = clock()
-                wait_s = self._heartbeat_s
-                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+        async for data in self._events:
+            if not self._has_begun:
+                await self._begin()
+            else:
+                # All streams that a frame has woken write now, before the first of them sends: their sends, one after
+                # the other, find the proxy awake, and a send that wakes a process takes several times as long.
+                await asyncio.sleep(0)
+            if self._beating is not None and not self._beating.done():
+                await asyncio.wait({self._beating})
+            self._sent_at = clock()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sent_at = math.inf  # nothing may follow
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self) -> None:
+        self._has_begun = True
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **self._headers(),
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    def _beat(self) -> None:
+        """Send a comment if nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
+        loop = asyncio.get_running_loop()
+        if self._sent_at == math.inf:
+            return
+        wait_s = self._sent_at + self._heartbeat_s - loop.time()
+        if wait_s <= 0:
+            wait_s = self._heartbeat_s
+            if (self._beating is None or self._beating.done()) and (self._has_begun or self._may_begin()):
+                self._sent_at = loop.time()
+                self._beating = asyncio.create_task(self._send_heartbeat())
+        self._timer = loop.call_later(wait_s, self._beat)
+
+    async def _send_heartbeat(self) -> None:
+        with suppress(OSError):  # the client is gone, which the next event finds out too
+            if not self._has_begun:
+                await self._begin()
+            await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})

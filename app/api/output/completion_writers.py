@@ -9,9 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 from app.api.call import Call
 from app.api.http.errors import error_body, log_error
-from app.api.http.sse import DONE, encoded, event
+from app.api.http.sse import DONE, event
 from app.api.output.choices import Piece
 from app.api.output.details import DetailWriter
 from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs, completion_logprobs
@@ -363,12 +365,12 @@ class _TextEvents:
 
     def __init__(self, marked: bytes) -> None:
         # The last one: nothing that follows the text is a string, but a name before it might be the mark.
-        self._before, mark, self._after = marked.rpartition(encoded(_MARK))
+        self._before, mark, self._after = marked.rpartition(to_json(_MARK))
         assert mark, "the text of an event is in it"
 
     def write(self, text: str) -> bytes:
         """The event that says this text."""
-        return b"%b%b%b" % (self._before, encoded(text), self._after)
+        return b"%b%b%b" % (self._before, to_json(text), self._after)
 
 
 def _envelope(call: Call, object_name: str) -> Json:
