@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from app.fleet.frames import Frame, encode
 from app.fleet.outbox import Outbox
@@ -112,12 +112,12 @@ class _Connection(asyncio.Protocol):
         self.is_writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a TCP connection writes"
-        self._transport = transport
+        # Serve runs on uvloop, whose transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         if self._server.opened(self):
-            self._timer = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, transport.abort)
+            self._timer = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self._transport.abort)
         else:
-            transport.abort()
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._has_spoken:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+import uvloop
 
 from app.engine.request import FinishReason, TokenDelta
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
@@ -38,12 +39,23 @@ async def a_replica() -> AsyncIterator[tuple[Replica, Address]]:
         await replica.server.close()
 
 
+@pytest.fixture(autouse=True, params=["asyncio", "uvloop"])
+def new_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve runs on uvloop, whose transports differ from asyncio's."""
+    factory = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}[request.param]
+    monkeypatch.setattr(f"{__name__}.LOOP_FACTORY", factory)
+
+
+LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+
+
 def with_replica(test: Callable[[Replica, Address], Awaitable[None]]) -> None:
     async def main() -> None:
         async with a_replica() as (replica, address):
             await asyncio.wait_for(test(replica, address), 20)
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
+        runner.run(main())
 
 
 class Frames(asyncio.Protocol):
