@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from app.api.http.openapi import openapi_document
+from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, ApplicationConfig, leaves
 from app.metrics import BatchCounts, exposition
 from deployments.serve.settings import parse
@@ -89,7 +91,7 @@ def test_the_configuration_page_has_every_setting() -> None:
 
 def test_the_api_page_has_every_path_and_every_field() -> None:
     page = (PROJECT / "docs" / "reference" / "api.md").read_text()
-    document = openapi_document(ApiConfig(), has_batches=True)
+    document = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
     bodies = {title: each for title, each in document["components"]["schemas"].items() if title.endswith("Request")}
     missing = [path for path in document["paths"] if f"{path}`" not in page]
     missing += [
@@ -119,6 +121,18 @@ def test_the_architecture_page_names_every_package() -> None:
     page = (PROJECT / "docs" / "design" / "architecture.md").read_text()
     rooms = [path.parent for package in ("app", "deployments") for path in (PROJECT / package).rglob("__init__.py")]
     assert not [str(room.relative_to(PROJECT)) for room in rooms if f"{room.name}/" not in page]
+
+
+def test_the_page_of_dependencies_has_all_of_them() -> None:
+    page = (PROJECT / "docs" / "reference" / "dependencies.md").read_text()
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["plots"],
+    ]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in needed]
+    assert not [each for each in names if each != project["name"] and each.lower() not in page.lower()]
 
 
 def test_the_picture_of_the_packages_has_all_of_them() -> None:

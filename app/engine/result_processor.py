@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 from msgspec import structs
@@ -31,14 +32,16 @@ class ResultProcessor:
             token_id = next(drawn) if item.samples else None
             if sequence.status is finished:
                 continue  # aborted, expired or failed while the step ran
-            sequence.num_computed_tokens = end = item.end
+            sequence.num_computed_tokens = end = item.start + len(item.token_ids)  # `item.end`, sooner
             if end >= (len(sequence.prefix_ids) + 1) * block_size:
                 self._publish_full_blocks(sequence, end)
             if batch.has_pooling:
                 _pool(sequence, result)
             if token_id is not None:
                 likely = logprobs.get(item.request_id) if logprobs else None
-                deltas.append(self._append(sequence, token_id, likely))
+                generated = sequence.generated_token_ids
+                generated.append(token_id)
+                deltas.append(self._drawn(sequence, token_id, len(generated), likely))
             elif end == sequence.num_tokens:
                 deltas.append(self._computed(sequence))
         return _with_scores(deltas, scores) if scores else deltas
@@ -89,11 +92,6 @@ class ResultProcessor:
             content = sequence.token_ids(index * size, (index + 1) * size)
             sequence.prefix_ids.append(self._pool.publish(sequence.blocks[index], content, parent=parent))
 
-    def _append(self, sequence: Sequence, token_id: int, likely: TokenLogprobs | None) -> TokenDelta:
-        generated = sequence.generated_token_ids
-        generated.append(token_id)
-        return self._drawn(sequence, token_id, len(generated), likely)
-
     def _drawn(self, sequence: Sequence, token_id: int, num_generated: int, likely: TokenLogprobs | None) -> TokenDelta:
         """The delta of a new token; ends the sequence if it was the last."""
         request = sequence.request
@@ -104,10 +102,9 @@ class ResultProcessor:
             reason = FinishReason.STOP
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
-        else:  # by position: names take twice as long, and most tokens end here
-            return TokenDelta(
-                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
-            )
+        else:  # most tokens end here
+            return _delta_of((request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None,
+                              logprobs, (), None))  # fmt: skip
         self._end(sequence, num_generated)
         return TokenDelta(
             request_id=request.request_id,
@@ -129,6 +126,10 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
+
+
+# A TokenDelta of all its fields; as `_make`, without a Python frame: a step makes one for every token.
+_delta_of: Callable[[tuple[object, ...]], TokenDelta] = partial(tuple.__new__, TokenDelta)
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:

@@ -17,20 +17,16 @@ one JSON object:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bulk.bulk_run import ENGINE, BulkRun, own_engines, write_rows
 from benchmarks.harness.command import (
     BenchmarkError,
     add_json_option,
@@ -39,32 +35,10 @@ from benchmarks.harness.command import (
     report,
     tell,
 )
-from benchmarks.harness.processes import family
 
 PATIENCE_S = 180.0
 _LOOK_EVERY_S = 0.05
-_KINDS = {"engine": "ray::EngineActor", "reader": "ray::MapWorker"}
-
-# A bulk run whose engines count what they draw: one line of text for each step, appended by one system call.
-_COUNTING = """
-import os, sys
-from deployments.bulk import engine_actor, pool
-from deployments.bulk.__main__ import main
-
-class Counting(engine_actor.EngineActor):
-    def load(self):
-        facts = super().load()
-        book, count = self._rows._book, os.open({count!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        def counted(deltas):
-            os.write(count, b"%d\\n" % sum(len(delta.token_ids) for delta in deltas))
-            book(deltas)
-        self._rows._book = counted
-        return facts
-
-Counting.__name__ = Counting.__qualname__ = "EngineActor"
-pool.EngineActor = Counting
-sys.exit(main())
-"""
+DRIVER = "driver"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,26 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report(measured, given)
 
 
-def measure(folder: Path, given: argparse.Namespace, *, cluster_pid: int | None = None) -> dict[str, Any]:
-    """A run without kills, then one with them, on clusters of their own or on that of RAY_ADDRESS.
-
-    `cluster_pid` is where the processes of such a cluster come from. Raises BenchmarkError when a run does not come to
-    its end.
-    """
-    write_rows(folder / "rows.jsonl", given)
-    (folder / "serve.yaml").write_text(json.dumps(_serve_file(given)), encoding="utf-8")  # JSON is YAML
-    smooth = _Run(folder, "smooth", cluster_pid)
+def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """A run without kills, then one with them. Raises BenchmarkError when a run does not come to its end."""
+    write_rows(folder / "rows.jsonl", rows(given))
+    smooth = _run(folder, "smooth", given)
     began = time.monotonic()
     smooth.start()
     smooth.wait()
     tell(f"without kills: {time.monotonic() - began:.1f} s")
-    rough = _Run(folder, "rough", cluster_pid)
+    rough = _run(folder, "rough", given)
     killed = _kill_at_random(rough, given)
     return {
         "rows": given.rows,
         "kills": dict(killed),
         **judged(smooth.results(), rough.results(), given.rows),
-        **_costs(rough),
+        **_costs(rough.summary(), num_drawn=_num_drawn(folder / "rough.tokens")),
     }
 
 
@@ -112,85 +81,32 @@ def judged(smooth: Sequence[dict[str, Any]], rough: Sequence[dict[str, Any]], nu
     }
 
 
-def write_rows(path: Path, given: argparse.Namespace) -> None:
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of about the lengths that are asked for."""
     chance = random.Random(given.seed)
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(given.rows):
-            words = chance.randint(given.prompt // 2, given.prompt)
-            row = {
-                "id": f"row-{number}",
-                "prompt": f"Count {number} " + "and on " * words,
-                "max_tokens": chance.randint(max(1, given.output // 2), given.output * 3 // 2),
-                "ignore_eos": True,
-            }
-            file.write(json.dumps(row) + "\n")
+    for number in range(given.rows):
+        words = chance.randint(given.prompt // 2, given.prompt)
+        yield {
+            "id": f"row-{number}",
+            "prompt": f"Count {number} " + "and on " * words,
+            "max_tokens": chance.randint(max(1, given.output // 2), given.output * 3 // 2),
+            "ignore_eos": True,
+        }
 
 
-class _Run:
-    """One output folder, and the processes that work on it, one after the other."""
-
-    def __init__(self, folder: Path, name: str, cluster_pid: int | None) -> None:
-        self._folder = folder
-        self._cluster_pid = cluster_pid
-        self._out = folder / name
-        self._count = folder / f"{name}.tokens"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-c", _COUNTING.format(count=str(self._count)), "--resume"]
-        command += ["--input", str(self._folder / "rows.jsonl"), "--output", str(self._out)]
-        command += ["--config", str(self._folder / "serve.yaml")]
-        self._process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
-
-    def wait(self) -> None:
-        """Until it ends. Raises BenchmarkError when that is not its good end."""
-        status = self._running.wait()
-        if status:
-            raise BenchmarkError(f"the bulk run ended with status {status}")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._running.poll() is not None
-
-    @property
-    def num_done(self) -> int:
-        """Records so far."""
-        journal = self._out / "results.partial.jsonl"
-        return journal.read_bytes().count(b"\n") if journal.exists() else 0
-
-    def kill(self, kind: str, chance: random.Random) -> bool:
-        """Kill one of a kind; whether there was one."""
-        if kind == "driver":
-            for pid in family(self._running.pid):  # with the cluster that it has started: as when a node dies
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._running.wait()
-            return True
-        members = family(self._cluster_pid or self._running.pid).values()
-        found = [each.pid for each in members if each.title.startswith(_KINDS[kind])]
-        if found:
-            os.kill(chance.choice(found), signal.SIGKILL)
-        return bool(found)
-
-    def results(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self._out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-
-    def summary(self) -> dict[str, Any]:
-        return dict(json.loads((self._out / "summary.json").read_text(encoding="utf-8")))
-
-    def num_drawn(self) -> int:
-        """Tokens that any engine has drawn."""
-        return sum(map(int, self._count.read_text(encoding="utf-8").split()))
-
-    @property
-    def _running(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "started before it is used"
-        return self._process
+def _run(folder: Path, name: str, given: argparse.Namespace) -> BulkRun:
+    """A run that counts its tokens in `NAME.tokens`; started again, it goes on."""
+    model: dict[str, Any] = {"path": given.model}
+    if given.step_ms is not None:
+        model["simulated"] = {"step_ms": given.step_ms}
+    engine = {"model": model, "scheduler": {"max_running": given.slots}}
+    arguments = own_engines(folder, folder / "rows.jsonl", engine, num_engines=given.engines, num_cpus=0.1)
+    program = ("-m", "benchmarks.bulk.counted", str(folder / f"{name}.tokens"))
+    return BulkRun(folder / name, [*arguments, "--resume"], program=program)
 
 
-def _kill_at_random(run: _Run, given: argparse.Namespace) -> Counter[str]:
-    """Start the run and strike whenever it has got so many rows further; the moments are spread over all of it."""
+def _kill_at_random(run: BulkRun, given: argparse.Namespace) -> Counter[str]:
+    """Start the run and kill whenever it has got so many rows further; the moments are spread over all of it."""
     chance = random.Random(given.seed)
     moments = sorted(chance.sample(range(given.rows // 50, given.rows * 49 // 50), given.kills))
     kinds = [chance.choice(given.kinds.split(",")) for _ in moments]
@@ -198,24 +114,35 @@ def _kill_at_random(run: _Run, given: argparse.Namespace) -> Counter[str]:
     run.start()
     for moment, kind in zip(moments, kinds, strict=True):
         deadline = time.monotonic() + PATIENCE_S
-        while run.num_done < moment:
+        while run.num_records() < moment:
             if run.has_ended or time.monotonic() > deadline:
-                raise BenchmarkError(f"the run came to {run.num_done:,} rows and not to {moment:,}")
+                raise BenchmarkError(f"the run came to {run.num_records():,} rows and not to {moment:,}")
             time.sleep(_LOOK_EVERY_S)
-        while not run.kill(kind, chance):
-            kind = "engine" if kind == "reader" else kind  # everything may have been read by now
-            time.sleep(_LOOK_EVERY_S)
-        killed[kind] += 1
+        killed[_kill(run, kind, chance)] += 1
         tell(f"{moment:,} rows: killed: {kind}")
-        if kind == "driver":
-            run.start()
     run.wait()
     return killed
 
 
-def _costs(run: _Run) -> dict[str, Any]:
-    summary = run.summary()
-    num_kept, num_drawn = summary["completion_tokens"], run.num_drawn()
+def _kill(run: BulkRun, kind: str, chance: random.Random) -> str:
+    """Kill one of a kind, an engine where all rows have been read; returns the kind. A killed driver starts again."""
+    if kind == DRIVER:
+        run.kill_all()
+        run.start()
+        return kind
+    while not run.kill(kind, chance):
+        kind = ENGINE
+        time.sleep(_LOOK_EVERY_S)
+    return kind
+
+
+def _num_drawn(count: Path) -> int:
+    """Tokens that any engine has drawn."""
+    return sum(map(int, count.read_text(encoding="utf-8").split()))
+
+
+def _costs(summary: Mapping[str, Any], *, num_drawn: int) -> dict[str, Any]:
+    num_kept = summary["completion_tokens"]
     return {
         "tokens": num_kept,
         "tokens_again_share": round((num_drawn - num_kept) / num_kept, 5),
@@ -224,23 +151,6 @@ def _costs(run: _Run) -> dict[str, Any]:
         "engines_lost": summary["engines_lost"],
         "runs": summary["runs"],
     }
-
-
-def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
-    model: dict[str, Any] = {"path": given.model}
-    if given.step_ms is not None:
-        model["simulated"] = {"step_ms": given.step_ms}
-    served = {
-        "name": "bulk",
-        "engine": {"model": model, "scheduler": {"max_running": given.slots}},
-        "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
-    }
-    application = {
-        "name": "carousel",
-        "import_path": "deployments.serve.application:build",
-        "args": {"models": [served]},
-    }
-    return {"applications": [application]}
 
 
 def _parser() -> argparse.ArgumentParser:

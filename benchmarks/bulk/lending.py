@@ -18,17 +18,15 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bulk.bulk_run import BulkRun, write_rows
 from benchmarks.harness.command import (
-    BenchmarkError,
     add_json_option,
     command_parser,
     positive,
@@ -36,6 +34,7 @@ from benchmarks.harness.command import (
     tell,
 )
 from benchmarks.harness.service import Service, service
+from benchmarks.harness.turns import last_object, run_module
 from benchmarks.service.fleet import MODEL_NAME
 
 TIMES = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
@@ -68,24 +67,26 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
 def measure(running: Service, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """All rounds. Raises BenchmarkError when a part of it fails."""
     rows, requests = folder / "rows.jsonl", folder / "requests.jsonl"
-    _write(rows, _NUM_ROWS, ("id", "prompt"), given.bulk_prompt, given.bulk_output, seed="rows")
-    _write(requests, 500, ("id", "prompt_token_ids"), given.prompt, given.output, seed="requests")
+    write_rows(rows, rows_of(_NUM_ROWS, ("id", "prompt"), given.bulk_prompt, given.bulk_output, seed="rows"))
+    write_rows(requests, rows_of(500, ("id", "prompt_token_ids"), given.prompt, given.output, seed="requests"))
     url = f"http://{running.target.host}:{running.target.port}"
-    with bulk_run(rows, folder / "alone", url) as alone:
+    alone = bulk_run(rows, folder / "alone", url)
+    with alone.running():
         time.sleep(_FILL_S)
-        alone.mark()
+        pace = Pace(alone)
         time.sleep(given.seconds / 2)
-        alone_tokens, alone_s = alone.since_mark()
+        alone_tokens, alone_s = pace.so_far()
         alone_tokens_per_s = alone_tokens / alone_s
     tell(f"the bulk run alone: {alone_tokens_per_s:,.0f} tokens/s")
     off, on, bulk, left = [], [], [], []
     for number in range(given.rounds):
         off.append(online(url, requests, given, seed=number))
-        with bulk_run(rows, folder / f"beside-{number}", url) as beside:
+        beside = bulk_run(rows, folder / f"beside-{number}", url)
+        with beside.running():
             time.sleep(_FILL_S)
-            beside.mark()
+            pace = Pace(beside)
             on.append(online(url, requests, given, seed=number))
-            bulk_tokens, window_s = beside.since_mark()
+            bulk_tokens, window_s = pace.so_far()
         # Over one stretch of time, in which the client also starts and waits for its last answers.
         left.append(alone_tokens_per_s * window_s - on[-1]["num_output_tokens"])
         bulk.append(bulk_tokens)
@@ -101,65 +102,41 @@ def measure(running: Service, folder: Path, given: argparse.Namespace) -> dict[s
     }
 
 
-class BulkRun:
-    """A bulk run in a process of its own, and what its journal has."""
+class Pace:
+    """Tokens that a bulk run generates from a moment on."""
 
-    def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._marked_at, self._marked_tokens = 0.0, 0
+    def __init__(self, run: BulkRun) -> None:
+        self._run = run
+        self._began_at, self._began_with = time.perf_counter(), run.num_tokens()
 
-    def mark(self) -> None:
-        """From now on tokens count."""
-        self._marked_at, self._marked_tokens = time.perf_counter(), self._num_tokens()
-
-    def since_mark(self) -> tuple[int, float]:
+    def so_far(self) -> tuple[int, float]:
         """Tokens of rows that have ended since then, and the seconds."""
-        return self._num_tokens() - self._marked_tokens, time.perf_counter() - self._marked_at
-
-    def _num_tokens(self) -> int:
-        lines = self._journal.read_bytes().splitlines(keepends=True) if self._journal.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be torn
-        return sum(json.loads(line)["completion_tokens"] for line in whole)
+        return self._run.num_tokens() - self._began_with, time.perf_counter() - self._began_at
 
 
-@contextmanager
-def bulk_run(rows: Path, out: Path, url: str) -> Iterator[BulkRun]:
-    """Run it until the end of the block. Raises BenchmarkError when it ends before."""
-    command = [sys.executable, "-m", "deployments.bulk", "--through", "fleet", "--base-url", url]
-    process = subprocess.Popen([*command, "--input", str(rows), "--output", str(out)], stdout=sys.stderr)
-    try:
-        yield BulkRun(out / "results.partial.jsonl")
-        if process.poll() is not None:
-            raise BenchmarkError(f"the bulk run ended too soon, with status {process.returncode}")
-    finally:
-        process.kill()
-        process.wait()
+def bulk_run(rows: Path, out: Path, url: str) -> BulkRun:
+    return BulkRun(out, ["--through", "fleet", "--base-url", url, "--input", str(rows)])
 
 
 def online(url: str, requests: Path, given: argparse.Namespace, *, seed: int) -> dict[str, Any]:
     """The figures of `benchmarks.service.online`. Raises BenchmarkError when it fails."""
-    command = [sys.executable, "-m", "benchmarks.service.online", "--base-url", url, "--model", MODEL_NAME]
-    command += ["--workload", str(requests), "--rate", str(given.rate), "--duration", str(given.seconds)]
-    done = subprocess.run([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"the online client ended with status {done.returncode}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    arguments = ["--base-url", url, "--model", MODEL_NAME, "--workload", str(requests), "--seed", str(seed)]
+    arguments += ["--rate", str(given.rate), "--duration", str(given.seconds)]
+    return last_object(run_module("benchmarks.service.online", arguments))
 
 
-def _write(path: Path, number: int, names: tuple[str, str], prompt: int, output: int, *, seed: str) -> None:
+def rows_of(number: int, names: tuple[str, str], prompt: int, output: int, *, seed: str) -> Iterator[dict[str, Any]]:
     """Rows of random tokens: prompts and outputs of half to one and a half times the length that is asked for."""
     chance = random.Random(seed)
     row_id, tokens = names
-    with path.open("w", encoding="utf-8") as file:
-        for index in range(number):
-            length = chance.randint(max(1, prompt // 2), prompt * 3 // 2)
-            row = {
-                row_id: f"{seed}-{index}",
-                tokens: chance.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=length),
-                "max_tokens": chance.randint(max(1, output // 2), output * 3 // 2),
-                "ignore_eos": True,
-            }
-            file.write(json.dumps(row) + "\n")
+    for index in range(number):
+        length = chance.randint(max(1, prompt // 2), prompt * 3 // 2)
+        yield {
+            row_id: f"{seed}-{index}",
+            tokens: chance.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=length),
+            "max_tokens": chance.randint(max(1, output // 2), output * 3 // 2),
+            "ignore_eos": True,
+        }
 
 
 def _median(runs: Sequence[dict[str, Any]], name: str) -> float:

@@ -14,10 +14,7 @@ object:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,18 +26,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bulk.bulk_run import ENGINE, READER, BulkRun, own_engines, write_rows
 from benchmarks.harness.command import (
-    BenchmarkError,
     add_json_option,
     command_parser,
     positive,
     report,
     tell,
 )
-from benchmarks.harness.processes import Process, family, resident_bytes
-
-_KINDS = {"readers": "ray::MapWorker", "engines": "ray::EngineActor"}
-_READ_BYTES = 1 << 20
+from benchmarks.harness.processes import Process, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """One run. Raises BenchmarkError when it does not come to its end."""
-    write_rows(folder / "rows.jsonl", given)
-    (folder / "serve.yaml").write_text(json.dumps(_serve_file(given)), encoding="utf-8")  # JSON is YAML
-    command = [sys.executable, "-m", "deployments.bulk", "--input", str(folder / "rows.jsonl")]
-    command += ["--output", str(folder / "out"), "--config", str(folder / "serve.yaml")]
-    process = subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL, start_new_session=True)
+    write_rows(folder / "rows.jsonl", rows(given))
+    engine = {
+        "model": {"path": given.model, "simulated": {"step_ms": 0}},
+        "scheduler": {"max_running": given.slots},
+    }
+    arguments = own_engines(folder, folder / "rows.jsonl", engine, num_engines=given.engines, num_cpus=0.1)
+    run = BulkRun(folder / "out", arguments)
+    run.start()
     try:
-        looks = list(_looks(process, folder / "out", given.every))
+        looks = list(_looks(run, given.every))
+        run.wait()
     finally:
-        for pid in family(process.pid) if process.poll() is None else ():  # this page was broken off
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if process.wait():
-        raise BenchmarkError(f"the bulk run ended with status {process.returncode}")
-    summary = json.loads((folder / "out" / "summary.json").read_text(encoding="utf-8"))
+        run.kill_all()
+    summary = run.summary()
     return {
         "rows": summary["rows"],
         "rows_failed": summary["failed"],
@@ -92,13 +86,11 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, given: argparse.Namespace) -> None:
+def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows that cost an engine next to nothing."""
     chance = random.Random(given.seed)
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(given.rows):
-            row = {"id": f"row-{number}", "prompt": f"Count {number}", "max_tokens": chance.randint(1, given.output)}
-            file.write(json.dumps(row) + "\n")
+    for number in range(given.rows):
+        yield {"id": f"row-{number}", "prompt": f"Count {number}", "max_tokens": chance.randint(1, given.output)}
 
 
 def growth(looks: Sequence[Look], num_rows: int) -> float | None:
@@ -110,61 +102,23 @@ def growth(looks: Sequence[Look], num_rows: int) -> float | None:
     return round(line.slope, 2)
 
 
-def _looks(process: subprocess.Popen[bytes], out: Path, every_s: float) -> Iterator[Look]:
-    began, records = time.monotonic(), _Records(out)
+def _looks(run: BulkRun, every_s: float) -> Iterator[Look]:
+    began = time.monotonic()
     tell(f"{'seconds':>8} {'rows':>10} {'driver':>8} {'readers':>8} {'engines':>8}  MiB")
-    while process.poll() is None:
-        members = list(family(process.pid).values())
+    while not run.has_ended:
         look = Look(
             round(time.monotonic() - began, 1),
-            records.number(),
-            _mib([each for each in members if each.pid == process.pid]),
-            *(_mib([each for each in members if each.title.startswith(title)]) for title in _KINDS.values()),
+            run.num_records(),
+            *(_mib(run.processes(kind)) for kind in (None, READER, ENGINE)),
         )
         tell(f"{look.seconds:8.1f} {look.rows:10,} {look.driver:8.1f} {look.readers:8.1f} {look.engines:8.1f}")
         yield look
-        try:
-            process.wait(every_s)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-class _Records:
-    """Counts the records that are written, reading each once."""
-
-    def __init__(self, out: Path) -> None:
-        self._journal = out / "results.partial.jsonl"
-        self._offset = self._number = 0
-
-    def number(self) -> int:
-        if self._journal.exists():
-            with self._journal.open("rb") as file:
-                file.seek(self._offset)
-                while content := file.read(_READ_BYTES):
-                    self._number += content.count(b"\n")
-                self._offset = file.tell()
-        return self._number
+        with suppress(subprocess.TimeoutExpired):
+            run.process.wait(every_s)
 
 
 def _mib(processes: Sequence[Process]) -> float:
     return round(sum(resident_bytes(each.pid) for each in processes) / 1024**2, 1)
-
-
-def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
-    served = {
-        "name": "bulk",
-        "engine": {
-            "model": {"path": given.model, "simulated": {"step_ms": 0}},
-            "scheduler": {"max_running": given.slots},
-        },
-        "replicas": {"num_replicas": given.engines, "num_cpus": 0.1},
-    }
-    application = {
-        "name": "carousel",
-        "import_path": "deployments.serve.application:build",
-        "args": {"models": [served]},
-    }
-    return {"applications": [application]}
 
 
 def _parser() -> argparse.ArgumentParser:

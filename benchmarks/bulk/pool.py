@@ -3,7 +3,7 @@
     python -m benchmarks.make_workload uniform --vocab 763 --requests 10000 --out rows.jsonl
     python -m benchmarks.bulk.pool --model models/demo --workload rows.jsonl --rounds 3
 
-Both get the same rows, threads and settings, in one process each, one after the other. The bulk run's time goes from
+Both get the same rows, threads and settings, in one process each, in turn. The bulk run's time goes from
 the moment its engine has loaded to the last record; it reads, checks and decodes rows beside the engine and writes
 records, which the loop does not. Progress goes to stderr; the last line of stdout is one JSON object with the medians
 of generated tokens a second and their ratio.
@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bulk.bulk_run import BulkRun, own_engines, write_rows
 from benchmarks.harness.command import (
-    BenchmarkError,
     add_json_option,
     command_parser,
     num_usable_cores,
@@ -30,6 +29,7 @@ from benchmarks.harness.command import (
     report,
     tell,
 )
+from benchmarks.harness.turns import last_object, run_module, turns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,69 +44,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """All rounds. Raises BenchmarkError when a run fails."""
-    (folder / "rows.jsonl").write_text(rows_of(Path(given.workload)), encoding="utf-8")
-    (folder / "serve.yaml").write_text(json.dumps(_serve_file(given)), encoding="utf-8")  # JSON is YAML
-    loop, pool = [], []
-    for number in range(1, given.rounds + 1):
-        loop.append(_loop_tokens_per_s(given))
-        pool.append(_pool_tokens_per_s(folder, number))
-        tell(f"round {number}: loop {loop[-1]:,.0f} tokens/s, pool {pool[-1]:,.0f}")
+    write_rows(folder / "rows.jsonl", rows_of(Path(given.workload)))
+    kinds = {
+        "loop": lambda number: loop_tokens_per_s(given),
+        "pool": lambda number: pool_tokens_per_s(folder, number, given),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number, name in turns(list(kinds), rounds=given.rounds):
+        speeds[name].append(kinds[name](number))
+        tell(f"round {number}: {name} {speeds[name][-1]:,.0f} tokens/s")
+    medians = {name: statistics.median(each) for name, each in speeds.items()}
     return {
-        "loop_tokens_per_s": statistics.median(loop),
-        "pool_tokens_per_s": statistics.median(pool),
-        "ratio": round(statistics.median(pool) / statistics.median(loop), 4),
-        "all_loop_tokens_per_s": loop,
-        "all_pool_tokens_per_s": pool,
+        "loop_tokens_per_s": medians["loop"],
+        "pool_tokens_per_s": medians["pool"],
+        "ratio": round(medians["pool"] / medians["loop"], 4),
+        "all_tokens_per_s": speeds,
     }
 
 
-def rows_of(workload: Path) -> str:
+def rows_of(workload: Path) -> Iterator[dict[str, Any]]:
     """The lines of a workload as rows of a bulk run: greedy, as `benchmarks.engine.throughput` draws."""
-    lines = []
     for text in workload.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         line["prompt"] = line.pop("prompt_token_ids")
-        lines.append(json.dumps(line | {"temperature": 0}) + "\n")
-    return "".join(lines)
+        yield line | {"temperature": 0}
 
 
-def _loop_tokens_per_s(given: argparse.Namespace) -> float:
-    command = ["benchmarks.engine.throughput", "--model", given.model, "--workload", given.workload, "--repeat", "1"]
-    command += ["--threads", str(given.threads), "--set", f"scheduler.max_running={given.slots}"]
-    command += [f"cache.memory_gib={given.memory_gib}"]
-    return float(json.loads(_run(command).splitlines()[-1])["output_tokens_per_s"])
+def loop_tokens_per_s(given: argparse.Namespace) -> float:
+    arguments = ["--model", given.model, "--workload", given.workload, "--repeat", "1", "--threads", str(given.threads)]
+    arguments += ["--set", f"scheduler.max_running={given.slots}", f"cache.memory_gib={given.memory_gib}"]
+    return float(last_object(run_module("benchmarks.engine.throughput", arguments))["output_tokens_per_s"])
 
 
-def _pool_tokens_per_s(folder: Path, number: int) -> float:
-    out = folder / f"out-{number}"
-    command = ["deployments.bulk", "--input", str(folder / "rows.jsonl"), "--output", str(out)]
-    _run([*command, "--config", str(folder / "serve.yaml"), "--fail-on-row-errors"])
-    return float(json.loads((out / "summary.json").read_text(encoding="utf-8"))["tokens_per_s"])
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"{command[0]} ended with status {done.returncode}")
-    return done.stdout
-
-
-def _serve_file(given: argparse.Namespace) -> dict[str, Any]:
-    served = {
-        "name": "bulk",
-        "engine": {
-            "model": {"path": str(Path(given.model).absolute()), "num_threads": given.threads},
-            "cache": {"memory_gib": given.memory_gib},
-            "scheduler": {"max_running": given.slots},
-        },
-        "replicas": {"num_replicas": 1, "num_cpus": 1},
+def pool_tokens_per_s(folder: Path, number: int, given: argparse.Namespace) -> float:
+    engine = {
+        "model": {"path": str(Path(given.model).absolute()), "num_threads": given.threads},
+        "cache": {"memory_gib": given.memory_gib},
+        "scheduler": {"max_running": given.slots},
     }
-    application = {
-        "name": "carousel",
-        "import_path": "deployments.serve.application:build",
-        "args": {"models": [served]},
-    }
-    return {"applications": [application]}
+    arguments = own_engines(folder, folder / "rows.jsonl", engine, num_engines=1, num_cpus=1)
+    run = BulkRun(folder / f"out-{number}", [*arguments, "--fail-on-row-errors"])
+    run.start()
+    run.wait()
+    return float(run.summary()["tokens_per_s"])
 
 
 def _parser() -> argparse.ArgumentParser:

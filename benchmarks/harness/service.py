@@ -73,7 +73,7 @@ class Service:
         `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
-            json.dump(_serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
+            json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
             config.flush()
             command = [sys.executable, "-m", "ray.serve.scripts", "deploy", config.name, "-a", _DASHBOARD]
             done = subprocess.run(command, env=_environment(self.token), capture_output=True, text=True, check=False)
@@ -99,7 +99,7 @@ def service(
     port, layout = _free_port(), layout or Layout()
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         config = Path(folder) / "serve.json"
-        config.write_text(json.dumps(_serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
+        config.write_text(json.dumps(serve_file(application, port, layout)), encoding="utf-8")  # JSON is YAML
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
@@ -130,10 +130,14 @@ def _environment(token: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
-def _serve_file(
-    application: Mapping[str, Any], port: int, layout: Layout, num_replicas: Mapping[str, int] = MappingProxyType({})
+def serve_file(
+    application: Mapping[str, Any],
+    port: int = 8000,
+    layout: Layout | None = None,
+    num_replicas: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """As deployments/serve.yaml, with another application."""
+    """As deployments/serve.yaml, with another application (`args`)."""
+    layout = layout or Layout()
     options = {"num_replicas": num_replicas, "max_replicas_per_node": layout.max_replicas_per_node}
     named = sorted({name for numbers in options.values() for name in numbers})
     return {

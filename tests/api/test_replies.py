@@ -12,7 +12,8 @@ import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, StepFailed
-from app.jobs.line import InputLine, result_of
+from app.jobs import Item
+from app.jobs.outputs import BatchFormat
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
 from tests.api.fakes import Answer, Service, Step, say
@@ -261,7 +262,7 @@ def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
 def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:
     answered = asyncio.run(service.handler.handle_item("", "/v1/responses", {"input": "Hi"}))
     assert (answered.status_code, answered.body["output"][0]["content"][0]["text"]) == (200, "3 4 5.")
-    result = result_of("batch_1", InputLine(number=1, custom_id="a", body={}), answered)
+    result = BatchFormat().answered(Item(number=0, id="a", url="/v1/responses", body={}), answered)
     usage = answered.body["usage"]
     counted = (result.num_input_tokens, result.num_cached_tokens, result.num_output_tokens)
     assert counted == (usage["input_tokens"], 2, 5)

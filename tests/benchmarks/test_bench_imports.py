@@ -15,6 +15,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 # Nobody imports these pages before they are asked for. The first is of the extra `plots`; the others are run by `make
 # clients`, each in an environment of its own.
 EXTRA = {
+    "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     "pictures": ("matplotlib",),
     "with_langchain": ("langchain_openai",),
     "with_litellm": ("litellm",),

@@ -24,7 +24,7 @@ from app.api.schemas.requests import (
 )
 from app.api.schemas.responses import ResponsesRequest
 from app.config import ApiConfig
-from app.jobs import Status
+from app.jobs import JobState
 from app.versions import versions
 
 Json = dict[str, Any]
@@ -293,7 +293,7 @@ def _answers() -> Json:
 
 def _batch_answers() -> Json:
     counts = _object(total=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER)
-    status = {"enum": [status.value for status in Status]}
+    status = {"enum": [status.value for status in JobState]}
     or_nothing = {"type": ["string", "null"]}
     either: Json = {"type": ["object", "null"]}
     file = _object(id=_TEXT, object={"const": "file"}, bytes=_WHOLE_NUMBER, filename=_TEXT, purpose=_TEXT)
@@ -317,7 +317,7 @@ def _batch_answers() -> Json:
         "BatchResults": _object(id=or_nothing, **batch, progress={"type": "number"}, results=results),
         "BatchStats": _object(
             object={"const": "batch.stats"},
-            batches=_object(**{status.value: _WHOLE_NUMBER for status in Status}),
+            batches=_object(**{status.value: _WHOLE_NUMBER for status in JobState}),
             requests=_object(
                 queued=_WHOLE_NUMBER, running=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER
             ),

@@ -1,4 +1,4 @@
-"""The pages about bulk runs: their inputs and judgements. The runs themselves are tested with the Ray tests."""
+"""The benchmarks of bulk runs: their inputs and verdicts. The runs themselves are tested with the Ray tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from app.config import ApplicationConfig
+from app.jobs.results import JOURNAL
 from benchmarks.bulk import kills, lending, memory, pool
+from benchmarks.bulk.bulk_run import BulkRun
 
 
 def record(row: int, text: str = "so", error: str | None = None) -> dict[str, Any]:
@@ -24,10 +26,9 @@ def test_rows_are_judged_by_a_run_in_which_nothing_died() -> None:
     }  # fmt: skip
 
 
-def test_the_rows_to_kill_have_ids_of_their_own_and_the_lengths_asked_for(tmp_path: Path) -> None:
+def test_the_rows_to_kill_have_ids_of_their_own_and_the_lengths_asked_for() -> None:
     given = kills._parser().parse_args(["--rows", "50", "--output", "8"])
-    kills.write_rows(tmp_path / "rows.jsonl", given)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = list(kills.rows(given))
     assert len({row["id"] for row in rows}) == 50
     assert all(4 <= row["max_tokens"] <= 12 for row in rows)
 
@@ -35,7 +36,7 @@ def test_the_rows_to_kill_have_ids_of_their_own_and_the_lengths_asked_for(tmp_pa
 def test_a_workload_becomes_rows_that_ask_the_same(tmp_path: Path) -> None:
     line = {"id": "a", "prompt_token_ids": [5, 6], "max_tokens": 3, "ignore_eos": True}
     (tmp_path / "workload.jsonl").write_text(json.dumps(line) + "\n")
-    [row] = map(json.loads, pool.rows_of(tmp_path / "workload.jsonl").splitlines())
+    [row] = pool.rows_of(tmp_path / "workload.jsonl")
     assert row == {"id": "a", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "temperature": 0}
 
 
@@ -47,17 +48,18 @@ def test_the_service_that_lends_takes_further_settings_of_the_scheduler() -> Non
     assert model.engine.model.simulated.per_token_ms == 0.5
 
 
-def test_a_bulk_runs_pace_counts_whole_records_since_the_mark(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    run = lending.BulkRun(journal)
-    run.mark()
-    assert run.since_mark()[0] == 0
+def test_the_pace_of_a_bulk_run_counts_whole_records_from_a_moment_on(tmp_path: Path) -> None:
+    journal = tmp_path / JOURNAL
+    run = BulkRun(tmp_path, [])
+    assert lending.Pace(run).so_far()[0] == 0
     journal.write_text('{"completion_tokens": 5}\n{"completion_tokens": 7}\n{"completion_tok')
-    run.mark()
+    assert (run.num_records(), run.num_tokens()) == (2, 12)
+    pace = lending.Pace(run)
     with journal.open("a") as file:
         file.write('ens": 4}\n{"completion_tokens": 2}\n')
-    tokens, seconds = run.since_mark()
+    tokens, seconds = pace.so_far()
     assert tokens == 6
+    assert run.num_records() == 4
     assert seconds > 0
 
 
@@ -71,7 +73,7 @@ def test_growth_is_that_of_the_second_half_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("page", [kills, lending, memory, pool])
-def test_every_page_says_what_it_takes(page: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_its_options(page: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         page.main(["--help"])
     assert ended.value.code == 0

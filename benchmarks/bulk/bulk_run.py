@@ -1,0 +1,125 @@
+"""A bulk run in processes of its own: started, watched, killed; what it has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from app.jobs.results import JOURNAL
+from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.processes import Process, family
+from benchmarks.harness.service import serve_file
+
+ENGINE, READER = "engine", "reader"
+_PROGRAM = ("-m", "deployments.bulk")
+_TITLES = {ENGINE: "ray::EngineActor", READER: "ray::MapWorker"}
+_READ_BYTES = 1 << 20
+
+
+class BulkRun:
+    """One output folder, and the processes that work on it, one after the other."""
+
+    def __init__(
+        self, out: Path, arguments: Sequence[str], *, program: Sequence[str] = ("-m", "deployments.bulk")
+    ) -> None:
+        """`program`: what the interpreter runs; `arguments`: beside the output folder."""
+        self._out = out
+        self._command = [sys.executable, *program, "--output", str(out), *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._offset = self._num_records = 0
+
+    def start(self, *more: str) -> None:
+        self._process = subprocess.Popen([*self._command, *more], stdout=sys.stderr, start_new_session=True)
+
+    def wait(self) -> None:
+        """Until it ends. Raises BenchmarkError when it fails."""
+        status = self.process.wait()
+        if status:
+            raise BenchmarkError(f"the bulk run ended with status {status}")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs beside the block and is killed at its end. Raises BenchmarkError when it ends before."""
+        self.start()
+        try:
+            yield
+            if self.has_ended:
+                raise BenchmarkError(f"the bulk run ended too soon, with status {self.process.returncode}")
+        finally:
+            self.kill_all()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "started before it is used"
+        return self._process
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def processes(self, kind: str | None = None) -> list[Process]:
+        """Those of a kind, or the driver."""
+        members = family(self.process.pid).values()
+        if kind is None:
+            return [each for each in members if each.pid == self.process.pid]
+        return [each for each in members if each.title.startswith(_TITLES[kind])]
+
+    def kill(self, kind: str, chance: random.Random) -> bool:
+        """Kill one process of a kind; returns whether there was one."""
+        found = [each.pid for each in self.processes(kind)]
+        if found:
+            os.kill(chance.choice(found), signal.SIGKILL)
+        return bool(found)
+
+    def kill_all(self) -> None:
+        """Kill the driver with the cluster that it has started: as when a node dies."""
+        for pid in family(self.process.pid) if not self.has_ended else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def num_records(self) -> int:
+        """Whole records so far; each is read once."""
+        journal = self._out / JOURNAL
+        if journal.exists():
+            with journal.open("rb") as file:
+                file.seek(self._offset)
+                while content := file.read(_READ_BYTES):
+                    self._num_records += content.count(b"\n")
+                self._offset = file.tell()
+        return self._num_records
+
+    def num_tokens(self) -> int:
+        """Generated tokens of the records so far; the last record may be torn and does not count."""
+        journal = self._out / JOURNAL
+        lines = journal.read_bytes().splitlines(keepends=True) if journal.exists() else []
+        return sum(json.loads(line)["completion_tokens"] for line in lines if line.endswith(b"\n"))
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self._out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self._out / "summary.json").read_text(encoding="utf-8")))
+
+
+def own_engines(folder: Path, rows: Path, engine: Mapping[str, Any], *, num_engines: int, num_cpus: float) -> list[str]:
+    """The arguments of a bulk run on engines of its own; writes its configuration into the folder."""
+    replicas = {"num_replicas": num_engines, "num_cpus": num_cpus}
+    config = folder / "serve.yaml"
+    served = serve_file({"models": [{"name": "bulk", "engine": dict(engine), "replicas": replicas}]})
+    config.write_text(json.dumps(served), encoding="utf-8")  # JSON is YAML
+    return ["--input", str(rows), "--config", str(config)]
+
+
+def write_rows(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
