@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 
 from msgspec import structs
@@ -103,8 +102,9 @@ class ResultProcessor:
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # most tokens end here
-            return _delta_of((request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None,
-                              logprobs, (), None))  # fmt: skip
+            return TokenDelta(
+                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
+            )
         self._end(sequence, num_generated)
         return TokenDelta(
             request_id=request.request_id,
@@ -126,10 +126,6 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
-
-
-# A TokenDelta of all its fields; as `_make`, without a Python frame: a step makes one for every token.
-_delta_of: Callable[[tuple[object, ...]], TokenDelta] = partial(tuple.__new__, TokenDelta)
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:

@@ -203,6 +203,7 @@ def test_no_other_part_of_the_fleet_or_of_the_deployments_handles_a_token(
         "app/fleet/frame_server.py",  # the socket
         "app/fleet/replica_registry.py", "app/fleet/dispatch/ledger.py",  # the replica's load
         "app/fleet/dispatch/affinity.py",
+        "deployments/serve/replica.py",  # its report
     }  # fmt: skip
     on_the_page = {station.file for station in stations("Back")}
     files = {each.station.file for each in passed[sent[0] : sent[1]]}
