@@ -27,6 +27,7 @@ from tests.fleet.replicas import Counts
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "design" / "request-path.md"
+STEP_MS = 100
 MAX_STATIONS = {"In": 12, "Back": 8}
 # Functions on the way of a token that pass it on unchanged, or wait for it.
 PULLED = {"Fleet.generate", "_choice_pieces", "ChoiceWriter.events"}
@@ -100,14 +101,21 @@ def fleet_of(replica: Any) -> Fleet:
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The deployment's own class around the bundled model, outside of Serve."""
+    """The deployment's own class around a simulated model, outside of Serve."""
     context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(replica_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(replica_module, "log_where_serve_does", lambda: None)
     monkeypatch.setattr(replica_module, "keep_calls_on_loopback", lambda: None)
     model = ServedModelConfig.model_validate(
-        {"name": "demo", "engine": {"model": {"path": "models/demo"}, "cache": {"num_blocks": 64}}}
+        {
+            "name": "demo",
+            # Steps that last: the first event is sent before the second token is there.
+            "engine": {
+                "model": {"path": "models/demo", "simulated": {"step_ms": STEP_MS}},
+                "cache": {"num_blocks": 64},
+            },
+        }
     )
     built = replica_module.Replica(model)
     yield built
@@ -177,8 +185,7 @@ def test_a_request_and_its_tokens_pass_the_stations_of_the_page(recorded: tuple[
     assert_passes(passed, [Passed("call", station) for station in inward])
     # The second token: its frame holds nothing else, and every part of the stream has begun.
     delivered = Passed("call", back[0])
-    second = [index for index in range(sent[0], sent[1]) if passed[index] == delivered]
-    of_token = passed[(second or [passed.index(delivered)])[0] : sent[1]]
+    of_token = passed[passed.index(delivered, sent[0]) : sent[1]]
     expected = [Passed("return" if each.function in PULLED else "call", each) for each in back]
     assert_passes(of_token, expected[:-1])
     assert back[-1] in {each.station for each in passed[sent[0] : sent[1]]}
