@@ -127,15 +127,15 @@ class SimulatedReplica:
         return Step(progressed, ended)
 
     def report(self) -> ReplicaReport:
-        everyone = [*self._running, *self._waiting]
+        jobs = [*self._running, *self._waiting]
         return ReplicaReport(
             group="",
-            num_requests=len(everyone),
+            num_requests=len(jobs),
             num_background=0,
             num_staying_background=0,
             max_requests=_MAX_REQUESTS,
             max_running=self._capability.max_running,
-            num_waiting_tokens=sum(len(job.prompt) - job.num_computed for job in everyone),
+            num_waiting_tokens=sum(len(job.prompt) - job.num_computed for job in jobs),
             num_kv_tokens=self._kv_tokens,
             tokens_per_s=self._pace.tokens_per_s_at(self._capability.max_running),
             ended_per_s=0.0,
@@ -194,7 +194,7 @@ class _Event:
     at_s: float
     number: int  # equal times in the order in which they were put
     job: Job | None = field(compare=False, default=None)  # that arrives
-    replica: SimulatedReplica | None = field(compare=False, default=None)  # whose step ends
+    replica: SimulatedReplica | None = field(compare=False, default=None)  # that ends a step
 
 
 class SimulatedFleet:
