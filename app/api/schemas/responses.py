@@ -20,7 +20,7 @@ from app.api.schemas.requests import (
     FunctionName,
     GenerationRequest,
     Schema,
-    whole,
+    as_int,
 )
 from app.errors import InvalidRequest
 
@@ -201,7 +201,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("max_output_tokens", "top_logprobs", mode="before")
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
-        return whole(value)
+        return as_int(value)
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
