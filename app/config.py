@@ -536,13 +536,12 @@ class WebhooksConfig(Settings):
 
 
 class JobsConfig(Settings):
-    """Batches that run as Ray jobs: on engines of their own, beside the replicas."""
+    """Batches on engines of their own, beside the replicas."""
 
-    server: str | None = Field(
-        None, pattern=r"^https?://", description="jobs: URL of Ray's job server (its dashboard); default: the cluster's"
+    engines: int = Field(1, ge=1, le=1000, description="jobs: engines of one batch, with the model's own settings")
+    max_at_once: int = Field(
+        1, ge=1, le=64, description="jobs: as many batches have engines at the same time; others wait"
     )
-    engines: int = Field(1, ge=1, le=1000, description="jobs: engines of one, with the model's own settings")
-    max_at_once: int = Field(1, ge=1, le=64, description="jobs: as many run at the same time; other batches wait")
 
 
 class BatchesConfig(Settings):
@@ -570,7 +569,7 @@ class BatchesConfig(Settings):
     )
     num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
     run_as: Literal["fleet", "ray_job"] = Field(
-        "fleet", description="batches: who answers their lines: the replicas, in the lowest class, or a Ray job each"
+        "fleet", description="batches: what answers items: the replicas, in the lowest class, or engines of their own"
     )
     jobs: JobsConfig = JobsConfig()
     webhooks: WebhooksConfig = WebhooksConfig()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
-from benchmarks.harness.table import cell, table
+from benchmarks.harness.figures import cell, table
 from benchmarks.harness.turns import PROJECT, last_object, median_of_ratios, numbers_of, run_module, turns
 
 HERE, BASE = "here", "base"

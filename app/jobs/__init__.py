@@ -1,29 +1,23 @@
-"""Files and batches: kept in SQLite and a folder, worked off through whoever answers a line. No HTTP, no Ray here."""
+"""Offline work: batches of a service and bulk runs, each item answered once. No HTTP routes and no Ray here.
 
-from app.jobs.job import Batch, LineError, Status, StoredFile
-from app.jobs.line import Answer, Answered, InputLine, Json, LineResult, failed_line, result_of
-from app.jobs.local_service import LocalBatchService
+This is what the API's routes need; request handling is not imported from here, see `preparation.py`.
+"""
+
+from app.jobs.job import Answer, Answered, Item, ItemError, Job, JobState, Json, StoredFile
 from app.jobs.service import BatchService, NewBatch, NewFile, NewWebhook, PageOf
-from app.jobs.worker import BatchWork, BatchWorker
 
 __all__ = [
     "Answer",
     "Answered",
-    "Batch",
     "BatchService",
-    "BatchWork",
-    "BatchWorker",
-    "InputLine",
+    "Item",
+    "ItemError",
+    "Job",
+    "JobState",
     "Json",
-    "LineError",
-    "LineResult",
-    "LocalBatchService",
     "NewBatch",
     "NewFile",
     "NewWebhook",
     "PageOf",
-    "Status",
     "StoredFile",
-    "failed_line",
-    "result_of",
 ]

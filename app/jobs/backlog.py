@@ -1,7 +1,8 @@
-"""Which rows wait, which are on which engine, and what becomes of those whose engine dies. Plain bookkeeping.
+"""Which items wait, which are on which engine, and what becomes of those whose engine dies. Plain bookkeeping.
 
-A row is blamed for every engine that died with it. From the second time on it runs alone, after all others, so that the
-row at fault is found without its neighbours; whoever has lost its engine four times, twice alone, is given up.
+An item is suspected after each death of an engine that had it. From the second death on it runs alone, after all
+others, so that the item at fault is found without its neighbours. An item that has lost its engine four times, twice
+alone, is given up.
 """
 
 from __future__ import annotations
@@ -11,28 +12,29 @@ from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from app.jobs.item_set import RowSet
-from app.jobs.record import Record
+from app.jobs.job import InvalidItem
+from app.jobs.results import ItemSet
 
 DEATHS_BEFORE_ALONE = 2
 MAX_DEATHS = 4
 
 
-class WaitingRow(Protocol):
-    """A row that can be computed, in whatever form: `PreparedRow` for an engine, `Question` for a service."""
+class WaitingItem(Protocol):
+    """An item that can be computed, in whatever form: `Item` for a service, `PreparedItem` for an engine."""
 
     @property
     def number(self) -> int: ...
 
-    def failed(self, reason: str) -> Record: ...
+    @property
+    def id(self) -> str: ...
 
 
-RowT = TypeVar("RowT", bound=WaitingRow)
+ItemT = TypeVar("ItemT", bound=WaitingItem)
 
 
 @dataclass(slots=True)
-class _OnEngine(Generic[RowT]):
-    rows: dict[int, RowT] = field(default_factory=dict)
+class _OnEngine(Generic[ItemT]):
+    items: dict[int, ItemT] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     is_alone: bool = False
 
@@ -41,21 +43,21 @@ class _OnEngine(Generic[RowT]):
 class Loss:
     """What the death of an engine comes to."""
 
-    given_up: tuple[Record, ...]  # rows that are not tried again
-    begun: tuple[int, ...]  # rows that had begun and are tried again
+    given_up: tuple[InvalidItem, ...]  # items that are not tried again
+    begun: tuple[int, ...]  # items that had begun and are tried again
 
 
-class Backlog(Generic[RowT]):
-    """The rows of a run between the input and their records. One event loop uses it."""
+class Backlog(Generic[ItemT]):
+    """The items of a run between the input and their records. One event loop uses it."""
 
-    def __init__(self, settled: RowSet) -> None:
-        """`settled` are the rows that have a record; the caller adds to it, this class only asks."""
-        self._settled = settled
-        self._waiting: deque[RowT] = deque()
-        self._suspects: deque[RowT] = deque()
-        self._engines: dict[int, _OnEngine[RowT]] = {}
+    def __init__(self, ended: ItemSet) -> None:
+        """`ended` are the items that have a record; the caller adds to it, this class only asks."""
+        self._ended = ended
+        self._waiting: deque[ItemT] = deque()
+        self._suspects: deque[ItemT] = deque()
+        self._engines: dict[int, _OnEngine[ItemT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
-        self._deaths: dict[int, int] = {}  # row → engines that died with it
+        self._deaths: dict[int, int] = {}  # item → engines that died with it
 
     @property
     def num_waiting(self) -> int:
@@ -71,77 +73,80 @@ class Backlog(Generic[RowT]):
         """Neither waiting nor on an engine."""
         return not self._known
 
-    def add(self, rows: Iterable[RowT]) -> None:
-        """Rows from the input; one that is settled or known already is passed over."""
-        for row in rows:
-            if row.number not in self._settled and row.number not in self._known:
-                self._known.add(row.number)
-                self._waiting.append(row)
+    def add(self, items: Iterable[ItemT]) -> None:
+        """Rows from the input; one that is ended or known already is passed over."""
+        for item in items:
+            if item.number not in self._ended and item.number not in self._known:
+                self._known.add(item.number)
+                self._waiting.append(item)
 
-    def rows_on(self, engine: int) -> KeysView[int]:
-        """The rows that an engine has and has not given back."""
-        return self._on(engine).rows.keys()
+    def items_on(self, engine: int) -> KeysView[int]:
+        """The items that an engine has and has not given back."""
+        return self._on(engine).items.keys()
 
-    def has_rows_for(self, engine: int, *, input_is_over: bool) -> bool:
-        """Whether `take` would give an engine with room any rows."""
+    def has_items_for(self, engine: int, *, input_is_over: bool) -> bool:
+        """Whether `take` would give an engine with room any items."""
         on_engine = self._on(engine)
-        takes_suspect = input_is_over and bool(self._suspects) and not on_engine.rows
+        takes_suspect = input_is_over and bool(self._suspects) and not on_engine.items
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
-    def take(self, engine: int, *, room: int, input_is_over: bool) -> list[RowT]:
-        """The next rows for an engine that has room for so many; a suspect only for an empty engine, and alone."""
-        if not self.has_rows_for(engine, input_is_over=input_is_over):
+    def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
+        """The next items for an engine that has room for so many; a suspect only for an empty engine, and alone."""
+        if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
         on_engine = self._on(engine)
         if self._waiting:
             taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         else:
             taken, on_engine.is_alone = [self._suspects.popleft()], True
-        on_engine.rows.update((row.number, row) for row in taken)
+        on_engine.items.update((item.number, item) for item in taken)
         return taken
 
-    def begin(self, engine: int, rows: Iterable[int]) -> None:
-        """These rows have their first token."""
-        self._on(engine).begun.update(rows)
+    def begin(self, engine: int, items: Iterable[int]) -> None:
+        """These items have their first token."""
+        self._on(engine).begun.update(items)
 
-    def settle(self, engine: int, rows: Iterable[int]) -> None:
-        """These rows have come back from the engine."""
+    def settle(self, engine: int, items: Iterable[int]) -> None:
+        """These items have come back from the engine."""
         on_engine = self._on(engine)
-        for number in rows:
-            del on_engine.rows[number]
+        for number in items:
+            del on_engine.items[number]
             on_engine.begun.discard(number)
             self._forget(number)
-        on_engine.is_alone = on_engine.is_alone and bool(on_engine.rows)
+        on_engine.is_alone = on_engine.is_alone and bool(on_engine.items)
 
-    def give_back(self, engine: int, row: int) -> bool:
-        """The row waits again, before others; nobody is blamed. Whether it had begun."""
+    def give_back(self, engine: int, item: int) -> bool:
+        """The item waits again, behind the others, so that one which is refused often holds up none.
+
+        Returns whether it had begun.
+        """
         on_engine = self._on(engine)
-        had_begun = row in on_engine.begun
-        on_engine.begun.discard(row)
-        self._waiting.appendleft(on_engine.rows.pop(row))
+        had_begun = item in on_engine.begun
+        on_engine.begun.discard(item)
+        self._waiting.append(on_engine.items.pop(item))
         return had_begun
 
     def lose(self, engine: int) -> Loss:
-        """The engine is dead: its rows wait again, those that were there first first."""
+        """The engine is dead: its items wait again, those that were there first first."""
         on_engine = self._engines.pop(engine, _OnEngine())
         given_up, again = [], []
-        for number, row in on_engine.rows.items():
+        for number, item in on_engine.items.items():
             deaths = self._deaths[number] = self._deaths.get(number, 0) + 1
             if deaths >= MAX_DEATHS:
                 self._forget(number)
-                reason = f"the engine died {deaths} times while it computed this row, twice with nothing else on it"
-                given_up.append(row.failed(reason))
+                reason = f"the engine died {deaths} times while it computed this item, twice with nothing else on it"
+                given_up.append(InvalidItem(number=number, id=item.id, reason=reason))
             elif deaths >= DEATHS_BEFORE_ALONE:
-                self._suspects.append(row)
+                self._suspects.append(item)
             else:
-                again.append(row)
+                again.append(item)
         self._waiting.extendleft(reversed(again))
-        begun = on_engine.begun - {record.row for record in given_up}
+        begun = on_engine.begun - {invalid.number for invalid in given_up}
         return Loss(given_up=tuple(given_up), begun=tuple(begun))
 
     def _forget(self, number: int) -> None:
         self._known.discard(number)
         self._deaths.pop(number, None)
 
-    def _on(self, engine: int) -> _OnEngine[RowT]:
+    def _on(self, engine: int) -> _OnEngine[ItemT]:
         return self._engines.setdefault(engine, _OnEngine())

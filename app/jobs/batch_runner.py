@@ -1,291 +1,394 @@
-"""Works batches off: from `validating` to their end, from wherever a crash has left them."""
+"""Works batches off: from `validating` to their end, from wherever a crash has left them.
+
+A storage that fails pauses a batch: it is tried again until it works, and no result is deleted meanwhile. What is done
+by then, or by the batch's expiry, is in its output file.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
+import math
+import shutil
 import sqlite3
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, closing
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from app.config import BatchesConfig
-from app.errors import EngineStopped, LimitReached, Overloaded, Unavailable
-from app.jobs.catalog import Store
-from app.jobs.files import FileFolder
-from app.jobs.items import InputRules, OpenFile, check, read_lines
-from app.jobs.job import OUTPUT_PURPOSE, Batch, LineError, Status, StoredFile
-from app.jobs.line import Answer, Answered, InputLine, Json, LineResult, result_of
+from app.jobs.catalog import Catalog
+from app.jobs.executors import FleetClient, RequestExecutor, Window
+from app.jobs.files import FileStore
+from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
+from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
 from app.jobs.one_thread import OneThread
-from app.jobs.outputs import WrittenFile, write_files
-from app.jobs.places import Place, Places
-from app.jobs.recorder import Recorder
-from app.jobs.token_rate import TokenRate
-from app.jobs.worker import BatchWork, BatchWorker
+from app.jobs.outputs import BatchFiles, BatchFormat, KeptFile, write_batch_files
+from app.jobs.results import ResultStore
+from app.jobs.runner import JobRun, read_in_thread
 
 logger = logging.getLogger(__name__)
 
 STORAGE_FAILURES = (OSError, sqlite3.Error)
-STORAGE_ATTEMPTS = 3
 STORAGE_PAUSE_S = 5.0
-LINE_ATTEMPTS = 3  # of a line that the server fails on; the engine itself has set the guilty apart by then
-UNAVAILABLE_PAUSE_S = 2.0
-MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 30.0
+RATE_WINDOW_S = 60
 
-# What a batch becomes at its end, by what it was when its lines stopped.
+# What a batch becomes at its end, by what it was when its items stopped.
 _ENDS = {
-    Status.FINALIZING: Status.COMPLETED,
-    Status.CANCELLING: Status.CANCELLED,
-    Status.IN_PROGRESS: Status.EXPIRED,
+    JobState.FINALIZING: JobState.COMPLETED,
+    JobState.CANCELLING: JobState.CANCELLED,
+    JobState.IN_PROGRESS: JobState.EXPIRED,
 }
 
 
-class Runner:
-    """One task for each batch that has not ended; all of them share the places for lines in flight."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWork:
+    """A batch as its execution sees it."""
+
+    job: Job
+    results: ResultStore
+    pieces: Callable[[], AsyncGenerator[list[Item], None]]  # the items that have not ended, some at a time
+    on_results: Callable[[Sequence[ItemResult]], None]
+    on_tokens: Callable[[int], None]
+
+
+class Execution(Protocol):
+    """How the items of batches are computed."""
+
+    endpoints: Sequence[str] | None  # whose items it can answer; None for all
+
+    def num_in_flight(self, owner: str) -> int:
+        """Items of this owner that are computed."""
+
+    async def run(self, work: BatchWork) -> None:
+        """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
+
+
+class FleetExecution:
+    """`Execution` by the replicas of this service, in their lowest class."""
+
+    endpoints: Sequence[str] | None = None
+
+    def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
+        """As many items are in flight at once over all batches as `max_in_flight` says; batches take turns."""
+        self._answer = answer
+        self._max_in_flight = max_in_flight
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
+
+    def num_in_flight(self, owner: str) -> int:
+        """See `Execution`."""
+        return sum(executor.num_sent for each, executor in self._executors.values() if each == owner)
+
+    async def run(self, work: BatchWork) -> None:
+        """See `Execution`."""
+        job = work.job
+        run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
+        executor = RequestExecutor(
+            run,
+            FleetClient(self._answer, job.owner),
+            window=Window(self._max_in_flight, limit=self._max_in_flight),
+            slots=self._slots,
+            patience_s=math.inf,
+        )
+        self._executors[job.id] = job.owner, executor
+        try:
+            await run.run(executor, work.pieces)
+        finally:
+            del self._executors[job.id]
+
+
+class TokenRate:
+    """How fast an owner's tokens have come in the last minute, in whole seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._seconds: dict[str, deque[tuple[int, int]]] = {}  # (second, tokens) by owner
+
+    def add(self, owner: str, num_tokens: int) -> None:
+        """Count tokens that have come now."""
+        second = int(self._clock())
+        seconds = self._seconds.setdefault(owner, deque(maxlen=RATE_WINDOW_S))
+        if seconds and seconds[-1][0] == second:
+            num_tokens += seconds.pop()[1]
+        seconds.append((second, num_tokens))
+
+    def per_second(self, owner: str) -> float:
+        """Tokens a second over the last minute, or since it began to count if that was later."""
+        now = self._clock()
+        counted_s = min(max(now - self._began_at, 1.0), RATE_WINDOW_S)
+        return sum(num for second, num in self._seconds.get(owner, ()) if second > now - RATE_WINDOW_S) / counted_s
+
+
+class BatchRunner:
+    """One task for each batch that has not ended."""
 
     def __init__(
         self,
-        store: Store,
-        folder: FileFolder,
+        catalog: Catalog,
+        files: FileStore,
+        folder: Path,
         thread: OneThread,
-        answer: Answer,
+        execution: Execution,
         config: BatchesConfig,
         clock: Callable[[], float],
         on_end: Callable[[], None],
-        worker: BatchWorker | None = None,
     ) -> None:
-        """`store` is used in `thread` only; `clock` gives seconds since 1970; `on_end` hears of each batch's end.
+        """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        Where there is a `worker` it gets whole batches, and `answer` no lines.
+        `clock` gives seconds since 1970; `on_end` is called at each batch's end.
         """
-        self._store = store
+        self._catalog = catalog
+        self._files = files
         self._folder = folder
         self._thread = thread
-        self._answer = answer
+        self._execution = execution
         self._config = config
         self._clock = clock
-        self._places = Places(config.max_in_flight)
         self._on_end = on_end
-        self._worker = worker
         self._rate = TokenRate(clock)
-        self.recorder = Recorder(lambda results: thread.run(store.record, results))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
+        self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
+        self.num_completed = 0  # items of this process, and with an error
+        self.num_failed = 0
 
     @property
     def num_batches(self) -> int:
         """Batches that have not ended."""
         return len(self._tasks)
 
+    @property
+    def num_result_bytes(self) -> int:
+        """What the results of batches that have not ended take on the disk."""
+        return sum(results.num_bytes for results in self._results.values())
+
     def num_in_flight(self, owner: str) -> int:
-        """Lines of this owner that somebody computes or that wait for it."""
-        return self._places.num_taken(owner) + (self._worker.num_in_flight(owner) if self._worker else 0)
+        """Items of this owner that are computed."""
+        return self._execution.num_in_flight(owner)
 
     def tokens_per_second(self, owner: str) -> float:
-        """Output tokens of this owner's lines over the last minute."""
+        """Output tokens of this owner's items over the last minute."""
         return self._rate.per_second(owner)
 
-    def start(self, batch_id: str) -> None:
-        """Work off a batch that the store knows."""
-        self._stops[batch_id] = asyncio.Event()
+    def counts(self, job_id: str) -> Counts | None:
+        """What has come of a batch that has begun and not ended."""
+        results = self._results.get(job_id)
+        return None if results is None else results.counts
+
+    async def sweep(self, unfinished: Sequence[str]) -> None:
+        """Remove the results of batches that have ended: they are in their output files. For use before any work."""
+        await asyncio.to_thread(_delete_all_but, self._folder, unfinished)
+
+    def start(self, job_id: str) -> None:
+        """Work off a batch that the catalog knows."""
+        self._stops[job_id] = asyncio.Event()
         # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
         # the context; calls with the same id, waiting for a replica at the same time, displace one another.
-        task = self._tasks[batch_id] = asyncio.create_task(self._run(batch_id), context=Context())
-        task.add_done_callback(lambda _: (self._tasks.pop(batch_id), self._stops.pop(batch_id), self._on_end()))
+        task = self._tasks[job_id] = asyncio.create_task(self._run(job_id), context=Context())
+        task.add_done_callback(lambda _: self._ended(job_id))
 
-    def stop(self, batch_id: str) -> None:
-        """The batch was set to `cancelling`: its lines in flight are aborted."""
-        if batch_id in self._stops:
-            self._stops[batch_id].set()
+    def stop(self, job_id: str) -> None:
+        """The batch was set to `cancelling`: its items in flight are aborted."""
+        if job_id in self._stops:
+            self._stops[job_id].set()
 
     async def close(self) -> None:
-        """Stop all work. What was not done is as after a crash: it goes on when the store is opened again."""
+        """Stop all work. What was not done is as after a crash: it goes on when the folder is opened again."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.recorder.drained()
 
-    async def _run(self, batch_id: str) -> None:
-        for attempt in range(1, STORAGE_ATTEMPTS + 1):
+    def _ended(self, job_id: str) -> None:
+        del self._tasks[job_id], self._stops[job_id]
+        self._results.pop(job_id, None)
+        self._on_end()
+
+    async def _run(self, job_id: str) -> None:
+        steps: list[Callable[[str], Awaitable[None]]] = [self._give_up, self._fail, self._advance]
+        while steps:
             try:
-                await self._advance(batch_id)
+                await steps[-1](job_id)
                 return
+            except FileNotFoundError:
+                logger.exception("batch %s: a file that it needs is gone", job_id)
+                steps.pop()
             except STORAGE_FAILURES:
-                logger.exception("batch %s: the storage failed, attempt %d of %d", batch_id, attempt, STORAGE_ATTEMPTS)
-                if attempt < STORAGE_ATTEMPTS:
-                    await asyncio.sleep(STORAGE_PAUSE_S)
+                logger.exception("batch %s: the storage failed, and is tried again in %g s", job_id, STORAGE_PAUSE_S)
+                await asyncio.sleep(STORAGE_PAUSE_S)
             except Exception:
-                logger.exception("batch %s failed", batch_id)
-                break
-        with suppress(*STORAGE_FAILURES):  # then it stays as it is, and goes on after a restart
-            await self._fail(batch_id)
+                logger.exception("batch %s failed", job_id)
+                steps.pop()
 
-    async def _advance(self, batch_id: str) -> None:
-        batch = await self._thread.run(self._store.batch, batch_id)
-        if batch.status is Status.VALIDATING:
-            batch = await self._validate(batch)
-        if batch.status is Status.IN_PROGRESS:
-            batch = await self._work(batch)
-        if batch.status in _ENDS:
-            await self._finish(batch, _ENDS[batch.status])
+    async def _advance(self, job_id: str) -> None:
+        job = await self._thread.run(self._catalog.job, job_id)
+        if job.status is JobState.VALIDATING:
+            job = await self._validate(job)
+        if job.status is JobState.IN_PROGRESS:
+            job = await self._work(job)
+        if job.status in _ENDS:
+            await self._finish(job, _ENDS[job.status])
 
-    async def _validate(self, batch: Batch) -> Batch:
-        checked = await asyncio.to_thread(check, self._opener(batch), self._rules(batch))
-        logger.info("batch %s: %d lines, %d errors", batch.id, checked.num_lines, len(checked.errors))
+    async def _fail(self, job_id: str) -> None:
+        """End a batch on which the server has failed, with what is done."""
+        job = await self._thread.run(self._catalog.job, job_id)
+        if not job.status.has_ended:
+            await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
+
+    async def _give_up(self, job_id: str) -> None:
+        """End a batch whose files cannot be written, for another reason than the storage."""
+        failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
+        await self._thread.run(self._catalog.end_job, job_id, [], **failed)
+
+    async def _validate(self, job: Job) -> Job:
+        checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
+        logger.info("batch %s: %d items, %d errors", job.id, checked.num_items, len(checked.errors))
         if checked.errors:
             return await self._change(
-                batch, status=Status.FAILED, failed_at=self._now(), errors=checked.errors, model=checked.model
+                job, status=JobState.FAILED, failed_at=self._now(), errors=checked.errors, model=checked.model
             )
         return await self._change(
-            batch,
-            status=Status.IN_PROGRESS,
+            job,
+            status=JobState.IN_PROGRESS,
             in_progress_at=self._now(),
-            num_lines=checked.num_lines,
+            num_items=checked.num_items,
             model=checked.model,
         )
 
-    async def _work(self, batch: Batch) -> Batch:
-        """Work lines off until all have ended, the batch is cancelled or its time is over."""
-        work = asyncio.create_task(
-            self._work_off(batch) if self._worker is None else self._worker.work_off(self._work_of(batch))
-        )
-        stopped = asyncio.create_task(self._stops[batch.id].wait())
-        try:
-            await asyncio.wait(
-                {work, stopped},
-                timeout=max(0.0, batch.expires_at - self._clock()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            is_done = work.done()
-            if is_done:
-                work.result()
-        finally:
-            work.cancel()
-            stopped.cancel()
-            await asyncio.gather(work, stopped, return_exceptions=True)
-            await self.recorder.drained()  # a line that was being booked has ended
+    async def _work(self, job: Job) -> Job:
+        """Work items off until all have ended, the batch is cancelled or its time is over."""
+        results = await self._open_results(job)
+        with closing(results):
+            if results.counts.num_items:
+                logger.info(
+                    "batch %s goes on: %d of %d items have ended", job.id, results.counts.num_items, job.num_items
+                )
+            is_done = await self._run_until_stopped(job, results)
+            await asyncio.to_thread(results.sync)
         if is_done:
-            return await self._change(batch, status=Status.FINALIZING, finalizing_at=self._now())
-        return await self._thread.run(self._store.batch, batch.id)
+            return await self._change(job, status=JobState.FINALIZING, finalizing_at=self._now())
+        return await self._thread.run(self._catalog.job, job.id)
 
-    async def _work_off(self, batch: Batch) -> None:
-        ended = await self._thread.run(self._store.ended_lines, batch.id)
-        if ended:
-            logger.info("batch %s goes on: %d of %d lines have ended", batch.id, len(ended), batch.num_lines)
-        lines, reader = read_lines(self._opener(batch), self._rules(batch)), OneThread()
+    async def _run_until_stopped(self, job: Job, results: ResultStore) -> bool:
+        """Whether every item has ended."""
+        if results.is_complete:
+            return True
+        run = asyncio.create_task(self._execution.run(self._work_of(job, results)))
+        stopped = asyncio.create_task(self._stops[job.id].wait())
         try:
-            async with asyncio.TaskGroup() as group:
-                while (line := await reader.run(next, lines, None)) is not None:
-                    assert isinstance(line, InputLine), "a batch in progress has a valid input file"
-                    if line.number in ended:
-                        continue
-                    place = await self._places.take(batch.owner)
-                    # Not in the task itself: one that is cancelled before it starts would keep its place.
-                    group.create_task(self._do(batch, line, place)).add_done_callback(place.done)
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            timeout_s = max(0.0, job.expires_at - self._clock())
+            await asyncio.wait({run, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if run.done():
+                run.result()
+            return run.done()
         finally:
-            await reader.run(lines.close)  # behind a line that is being read still
-            reader.close()
+            run.cancel()
+            stopped.cancel()
+            await asyncio.gather(run, stopped, return_exceptions=True)
 
-    async def _do(self, batch: Batch, line: InputLine, place: Place) -> None:
-        answered = await self._answered(batch, line.body, place)
-        result = result_of(batch.id, line, answered)
-        await self.recorder.record(result)
-        self._rate.add(batch.owner, result.num_output_tokens)
+    def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
+        async def pieces() -> AsyncGenerator[list[Item], None]:
+            items = read_items(self._opener(job), self._rules(job))
+            async with aclosing(read_in_thread(pieces_of(items))) as read:
+                async for piece in read:
+                    yield [item for item in piece if item.number not in results.ended]
 
-    async def _answered(self, batch: Batch, body: Json, place: Place) -> Answered:
-        """The answer to a line, however long it takes until somebody has room for it."""
-        num_failures = 0
-        while True:
-            try:
-                answered = await self._answer(batch.owner, batch.endpoint, body)
-            except LimitReached as error:
-                async with place.lent():
-                    # Not all at the same moment: what one of them may use the others may not.
-                    await asyncio.sleep(max(error.retry_after_s, MIN_PAUSE_S) * random.uniform(0.5, 1.5))
-                continue
-            except Overloaded as error:
-                pause_s = error.retry_after_s
-            except (Unavailable, EngineStopped):
-                pause_s = UNAVAILABLE_PAUSE_S
-            else:
-                num_failures += 1
-                if answered.status_code < 500 or num_failures == LINE_ATTEMPTS:
-                    return answered
-                pause_s = UNAVAILABLE_PAUSE_S
-            await asyncio.sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
-
-    def _work_of(self, batch: Batch) -> BatchWork:
-        def on_end(result: LineResult) -> None:
-            self._rate.add(batch.owner, result.num_output_tokens)
-
-        return BatchWork(batch, self._opener(batch), self._rules(batch), self._store, self._thread, on_end)
-
-    async def _finish(self, batch: Batch, end: Status) -> None:
-        if self._worker is not None and end is not Status.COMPLETED:
-            await self._worker.stop(self._work_of(batch))
-        written = await asyncio.to_thread(write_files, batch, end, self._store, self._folder, self._rules(batch))
-        now = self._now()
-        keep_s = batch.output_expires_after_s or self._config.keep_s
-        files = [
-            _stored(file, batch, f"{batch.id}_{kind}.jsonl", now, keep_s)
-            for kind, file in (("output", written.output), ("error", written.errors))
-            if file is not None
-        ]
-        try:
-            await self._thread.run(
-                self._store.end_batch,
-                batch.id,
-                files,
-                status=end,
-                output_file_id=written.output and written.output.id,
-                error_file_id=written.errors and written.errors.id,
-                **{f"{end.value}_at": now},
-            )
-        except STORAGE_FAILURES:
-            for file in files:  # nobody knows them
-                await self._thread.run(self._folder.delete, file.id)
-            raise
-        logger.info("batch %s: %s", batch.id, end.value)
-        if self._worker is not None:
-            await self._worker.forget(batch.id)
-
-    async def _fail(self, batch_id: str) -> None:
-        if self._worker is not None:
-            with suppress(*STORAGE_FAILURES):
-                await self._worker.stop(self._work_of(await self._thread.run(self._store.batch, batch_id)))
-        error = LineError(code="server_error", message="the server failed on this batch; its log has the reason")
-        await self._thread.run(
-            self._store.end_batch, batch_id, [], status=Status.FAILED, failed_at=self._now(), errors=(error,)
+        return BatchWork(
+            job=job,
+            results=results,
+            pieces=pieces,
+            on_results=self._count,
+            on_tokens=partial(self._rate.add, job.owner),
         )
 
-    async def _change(self, batch: Batch, **changes: object) -> Batch:
+    def _count(self, results: Sequence[ItemResult]) -> None:
+        num_failed = sum(result.is_error for result in results)
+        self.num_failed += num_failed
+        self.num_completed += len(results) - num_failed
+
+    async def _finish(self, job: Job, end: JobState, **changes: object) -> None:
+        results = await self._open_results(job)
+        with closing(results):
+            written = await asyncio.to_thread(self._write_files, job, end, results)
+            now = self._now()
+            keep_s = job.output_expires_after_s or self._config.keep_s
+            files = [
+                _stored(file, job, f"{job.id}_{kind}.jsonl", now, keep_s)
+                for kind, file in (("output", written.output), ("error", written.errors))
+                if file is not None
+            ]
+            try:
+                await self._thread.run(
+                    self._catalog.end_job,
+                    job.id,
+                    files,
+                    status=end,
+                    output_file_id=written.output and written.output.id,
+                    error_file_id=written.errors and written.errors.id,
+                    **counted(results.counts),
+                    **changes,
+                    **{f"{end.value}_at": now},
+                )
+            except STORAGE_FAILURES:
+                await self._delete_unknown(job, files)
+                raise
+        logger.info("batch %s: %s", job.id, end.value)
+        await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
+
+    async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
+        """Of a batch whose end was not written, as far as can be told: they are written again."""
+        if not (await self._thread.run(self._catalog.job, job.id)).status.has_ended:
+            for file in files:
+                await asyncio.to_thread(self._files.delete, file.id)
+
+    def _write_files(self, job: Job, end: JobState, results: ResultStore) -> BatchFiles:
+        with closing(read_items(self._opener(job), self._rules(job))) as items:
+            return write_batch_files(job, end, results, items, self._files)
+
+    async def _open_results(self, job: Job) -> ResultStore:
+        results = await asyncio.to_thread(ResultStore, self._folder / job.id, job.num_items)
+        self._results[job.id] = results
+        return results
+
+    async def _change(self, job: Job, **changes: object) -> Job:
         """Change the batch unless it was cancelled meanwhile; the batch as it is then."""
-        return await self._thread.run(self._store.change_batch, batch.id, batch.status, **changes)
+        return await self._thread.run(self._catalog.change_job, job.id, job.status, **changes)
 
-    def _opener(self, batch: Batch) -> OpenFile:
-        return partial(self._folder.open, batch.input_file_id)
+    def _opener(self, job: Job) -> OpenFile:
+        return partial(self._files.open, job.input_file_id)
 
-    def _rules(self, batch: Batch) -> InputRules:
+    def _rules(self, job: Job) -> InputRules:
         return InputRules(
-            endpoint=batch.endpoint, max_lines=self._config.max_lines, max_line_bytes=self._config.max_line_bytes
+            endpoint=job.endpoint, max_items=self._config.max_lines, max_line_bytes=self._config.max_line_bytes
         )
 
     def _now(self) -> int:
         return int(self._clock())
 
 
-def _stored(file: WrittenFile, batch: Batch, name: str, now: int, keep_s: int | None) -> StoredFile:
+_SERVER_ERROR = ItemError(code="server_error", message="the server failed on this batch; its log has the reason")
+
+
+def _stored(file: KeptFile, job: Job, name: str, now: int, keep_s: int | None) -> StoredFile:
     return StoredFile(
         id=file.id,
-        owner=batch.owner,
+        owner=job.owner,
         bytes=file.num_bytes,
         created_at=now,
         expires_at=None if keep_s is None else now + keep_s,
         filename=name,
         purpose=OUTPUT_PURPOSE,
     )
+
+
+def _delete_all_but(folder: Path, kept: Sequence[str]) -> None:
+    if folder.exists():
+        for each in folder.iterdir():
+            if each.name not in kept:
+                shutil.rmtree(each, ignore_errors=True)

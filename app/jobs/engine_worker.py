@@ -1,22 +1,22 @@
-"""Runs any number of rows on one engine at once, in a thread that steps it: each row ends when it is done.
+"""Runs any number of items on one engine at once, in a thread that steps it: each item ends when it is done.
 
 `AsyncEngine` wakes a task for every token of every request, which readers of streams need. Nobody reads along here:
-rows are handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
+items are handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import EngineStopped, InvalidRequest
-from app.jobs.preparation import PreparedRow
-from app.jobs.record import Record
+from app.jobs.job import EngineOutput, ItemOutput
+from app.jobs.preparation import PreparedItem
 from app.text import GeneratedText, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,18 +38,8 @@ class SteppedEngine(Protocol):
     def step(self) -> list[TokenDelta]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Harvest:
-    """What has come of an engine's rows since the harvest before. Crosses processes."""
-
-    records: tuple[Record, ...]
-    begun: tuple[int, ...]  # rows that have their first token
-    token_ids: Mapping[int, tuple[int, ...]]  # by row, of those that have not ended
-    num_tokens: int  # generated, of rows that have not ended too
-
-
-class RowGenerator:
-    """One engine, its thread and the rows it computes."""
+class EngineWorker:
+    """One engine, its thread and the items it computes."""
 
     def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer, matchers: Matchers) -> None:
         """Start the thread. From here on nobody else may use the engine. `matchers` are closed with this."""
@@ -66,22 +56,22 @@ class RowGenerator:
         self._failure: str | None = None
         self._is_stopping = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="rows", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="items", daemon=True)
         self._thread.start()
 
-    def add(self, rows: Sequence[PreparedRow]) -> None:
-        """Queue rows, once they are checked and their grammars compiled. Each comes back in a harvest, once."""
-        entering = [self._checked(row) for row in rows]  # here, not in the thread that steps
+    def add(self, items: Sequence[PreparedItem]) -> None:
+        """Queue items, once they are checked and their grammars compiled. Each comes back in a collection, once."""
+        entering = [self._checked(item) for item in items]  # here, not in the thread that steps
         with self._changed:
             self._entering.extend(entering)
-            self._num_open += len(rows)
+            self._num_open += len(items)
             self._changed.notify_all()
 
-    def harvest(self, *, at_least: int, within_s: float) -> Harvest:
-        """Wait until so many rows have ended, all have, or the time is over; then take what there is.
+    def collect(self, *, at_least: int, within_s: float) -> EngineOutput:
+        """Wait until so many items have ended, all have, or the time is over; then take what there is.
 
         Raises:
-            EngineStopped: the engine has failed on every row it had; it is of no more use.
+            EngineStopped: the engine has failed on every item it had; it is of no more use.
         """
         with self._changed:
             self._wanted = at_least
@@ -91,11 +81,11 @@ class RowGenerator:
             ended, self._ended = self._ended, []
             begun, self._begun = self._begun, []
             num_tokens, self._num_tokens = self._num_tokens, 0
-            news = {answer.row.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
+            news = {answer.item.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
             self._num_open -= len(ended)
         # Text is made here and not in the thread that steps: the next steps are computed meanwhile.
-        records = tuple(answer.record(self._tokenizer) for answer in ended)
-        return Harvest(records=records, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
+        outputs = tuple(answer.output(self._tokenizer) for answer in ended)
+        return EngineOutput(outputs=outputs, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
 
     def close(self) -> None:
         """Stop after the current step. What has not ended never will."""
@@ -105,12 +95,12 @@ class RowGenerator:
         self._thread.join()
         self._matchers.close()
 
-    def _checked(self, row: PreparedRow) -> _Entering:
+    def _checked(self, item: PreparedItem) -> _Entering:
         try:
-            self._engine.check(row.request)
-            return _Entering(row, self._matchers.matcher_of(row.request).result())
+            self._engine.check(item.request)
+            return _Entering(item, self._matchers.matcher_of(item.request).result())
         except InvalidRequest as error:
-            return _Entering(row, refusal=error.message)
+            return _Entering(item, refusal=error.message)
 
     def _is_worth_taking(self, at_least: int) -> bool:
         num_ended = len(self._ended)
@@ -120,51 +110,51 @@ class RowGenerator:
 
     def _run(self) -> None:
         try:
-            while (rows := self._next_rows()) is not None:
-                for row in rows:
-                    self._enter(row)
+            while (items := self._next_items()) is not None:
+                for item in items:
+                    self._enter(item)
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
-        except Exception as error:  # a device that fails on all it has: whoever feeds it takes the rows elsewhere
-            logger.exception("the engine failed with %d rows", len(self._answers))
+        except Exception as error:  # a device that fails on all it has: whoever feeds it takes the items elsewhere
+            logger.exception("the engine failed with %d items", len(self._answers))
             with self._changed:
-                self._failure = f"the engine failed with {len(self._answers):,} rows: {error}"
+                self._failure = f"the engine failed with {len(self._answers):,} items: {error}"
                 self._changed.notify_all()
 
-    def _next_rows(self) -> list[_Entering] | None:
+    def _next_items(self) -> list[_Entering] | None:
         """What has come, waiting for it while there is nothing to compute; None to stop."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
             if self._is_stopping:
                 return None
-            rows, self._entering = self._entering, []
-            return rows
+            items, self._entering = self._entering, []
+            return items
 
     def _enter(self, entering: _Entering) -> None:
-        row = entering.row
-        answer = _Answer(row, self._tokenizer)
+        item = entering.item
+        answer = _Answer(item, self._tokenizer)
         if entering.refusal is not None:
             answer.fail(entering.refusal)
         else:
             try:
-                self._engine.add_checked(row.request, matcher=entering.matcher)
+                self._engine.add_checked(item.request, matcher=entering.matcher)
             except InvalidRequest as error:
                 answer.fail(error.message)
         with self._changed:
             if answer.is_ended:
                 self._ended.append(answer)
             else:
-                self._answers[row.request.request_id] = answer
+                self._answers[item.request.request_id] = answer
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
-        """What a step has brought. Whoever harvests sees all of it or nothing: `_changed` is held."""
+        """What a step has brought. Whoever collects sees all of it or nothing: `_changed` is held."""
         for delta in deltas:
             answer = self._answers[delta.request_id]
             self._num_tokens += len(delta.token_ids)
             if not answer.has_begun:
-                self._begun.append(answer.row.number)
+                self._begun.append(answer.item.number)
             answer.push(delta)
             if answer.is_ended:
                 del self._answers[delta.request_id]
@@ -177,29 +167,29 @@ class RowGenerator:
 
 @dataclass(frozen=True, slots=True)
 class _Entering:
-    """A row on its way to the engine, or why it cannot get there."""
+    """A item on its way to the engine, or why it cannot get there."""
 
-    row: PreparedRow
+    item: PreparedItem
     matcher: Matcher | None = None
     refusal: str | None = None
 
 
 class _Answer:
-    """One row's tokens as they come. With stop strings text is made as they come too, else once, at the end."""
+    """One item's tokens as they come. With stop strings text is made as they come too, else once, at the end."""
 
-    def __init__(self, row: PreparedRow, tokenizer: Tokenizer) -> None:
-        self.row = row
+    def __init__(self, item: PreparedItem, tokenizer: Tokenizer) -> None:
+        self.item = item
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
-        self._num_told = len(row.request.generated_token_ids)
+        self._num_told = len(item.request.generated_token_ids)
         self._num_tokens = 0
-        self._stopping = _stopping_text(row, tokenizer) if row.stop else None
+        self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
-        if row.request.generated_token_ids:  # on another engine, which is gone
-            self._take(TokenDelta(row.request.request_id, row.request.generated_token_ids))
+        if item.request.generated_token_ids:  # on another engine, which is gone
+            self._take(TokenDelta(item.request.request_id, item.request.generated_token_ids))
 
     def push(self, delta: TokenDelta) -> None:
         self.has_begun = True
@@ -216,7 +206,7 @@ class _Answer:
         return news
 
     def _take(self, delta: TokenDelta) -> None:
-        is_shown = delta.stop_token_id is None or self.row.include_stop
+        is_shown = delta.stop_token_id is None or self.item.include_stop
         self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
@@ -231,32 +221,32 @@ class _Answer:
         self._error = reason
         self.is_ended = True
 
-    def record(self, tokenizer: Tokenizer) -> Record:
+    def output(self, tokenizer: Tokenizer) -> ItemOutput:
         if self._error is not None:
-            return self.row.failed(self._error)
-        assert self._finish_reason is not None, "a row without an error ends with a reason"
-        return Record(
-            row=self.row.number,
-            id=self.row.row_id,
+            return self.item.failed(self._error)
+        assert self._finish_reason is not None, "a item without an error ends with a reason"
+        return ItemOutput(
+            number=self.item.number,
+            id=self.item.id,
             text=self._text(tokenizer),
             finish_reason=self._finish_reason.value,
-            prompt_tokens=len(self.row.request.prompt_token_ids),
+            prompt_tokens=len(self.item.request.prompt_token_ids),
             completion_tokens=self._num_tokens,
         )
 
     def _text(self, tokenizer: Tokenizer) -> str:
         if self._stopping is not None:
             return "".join(self._pieces)
-        hidden = tokenizer.special_token_ids if self.row.skip_special_tokens else frozenset[int]()
+        hidden = tokenizer.special_token_ids if self.item.skip_special_tokens else frozenset[int]()
         shown = [token_id for token_id in self._token_ids if token_id not in hidden]
         return tokenizer.decode(shown, skip_special_tokens=False)
 
 
-def _stopping_text(row: PreparedRow, tokenizer: Tokenizer) -> GeneratedText:
+def _stopping_text(item: PreparedItem, tokenizer: Tokenizer) -> GeneratedText:
     return GeneratedText(
         tokenizer,
-        stop=row.stop,
-        min_tokens=row.request.sampling.min_tokens,
-        skip_special_tokens=row.skip_special_tokens,
-        include_stop=row.include_stop,
+        stop=item.stop,
+        min_tokens=item.request.sampling.min_tokens,
+        skip_special_tokens=item.skip_special_tokens,
+        include_stop=item.include_stop,
     )

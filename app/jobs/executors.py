@@ -1,88 +1,267 @@
-"""Sends the rows of a backlog to a service, each by a request of its own, as many at once as fill its idle slots."""
+"""What computes the items of a job: an `Executor` takes them from a backlog and reports what becomes of them.
+
+`RequestExecutor` sends each item as a request of its own, to the fleet of this service or to a remote service. The
+other one, a pool of engines, is in `deployments/bulk/pool.py`: it needs Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Generic, Protocol
 
-from app.errors import Failure
-from app.jobs.backlog import Backlog
-from app.jobs.engine_worker import Harvest
-from app.jobs.http_client import RowFailed, Service, ServiceFull, ServiceGone
-from app.jobs.questions import Question
-from app.jobs.record import Record
-from app.jobs.window import Window
-from app.jobs.workers import Account, Workers
+from app.errors import EngineStopped, Failure, Overloaded, Unavailable
+from app.jobs.backlog import Backlog, ItemT, Loss
+from app.jobs.job import Answer, Answered, EngineOutput, Item
+from app.jobs.outputs import ITEM_ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-BEGUN_AFTER_S = 1.0  # a row that was not refused by then is computed
-# Who is under way for longer is neither refused nor waits for a replica, so the service is there. It must be more than
-# replicas.place_timeout_s of the service.
+BEGUN_AFTER_S = 1.0  # an item that was not refused by then is computed
+# An item that is under way for longer is neither refused nor waits for a replica, so the service is there. It must be
+# more than replicas.place_timeout_s of the service.
 ALIVE_AFTER_S = 60.0
-MAX_FAILURES = 3  # of one row, at a service that answers others
-_SERVICE = 0  # the one engine that the backlog knows
+FAILURE_PAUSE_S = 2.0  # before an item that the server failed on is sent again
+UNAVAILABLE_PAUSE_S = 2.0
+MAX_PAUSE_S = 30.0  # a full fleet is asked again after at most so long
+TRY_EVERY_S = 0.2
+MAX_OUTAGE_PAUSE_S = 5.0
+_MIN_READ_AHEAD = 16  # items
+_SERVICE = 0  # the one engine that the backlog of a `RequestExecutor` knows
 
 
-class Sender(Workers[Question]):
-    """One service as the engine of a run."""
+class RunReports(Protocol):
+    """Where executors report: the run of a job."""
+
+    backlog: Backlog[Any]
+
+    def ready(self) -> None:
+        """Items are computed from now on."""
+
+    def begun(self, items: Sequence[int]) -> None:
+        """Items are computed; some may have been named before."""
+
+    def answered(self, item: Item, answered: Answered) -> None:
+        """A response has come. Raises ResultsUnwritable when it cannot be kept."""
+
+    def generated(self, output: EngineOutput) -> None:
+        """Outputs and tokens have come from an engine. Raises ResultsUnwritable when they cannot be kept."""
+
+    def lost(self, loss: Loss) -> None:
+        """An engine has died. Raises ResultsUnwritable when that cannot be kept."""
+
+    def interrupted(self, items: Sequence[int]) -> None:
+        """Items that had begun begin again: the service that computed them is gone and comes back."""
+
+
+class Executor(ABC, Generic[ItemT]):
+    """Computes the items of a run. Everything happens in one event loop."""
+
+    def __init__(self, run: RunReports) -> None:
+        self._run = run
+        self._backlog: Backlog[ItemT] = run.backlog
+        self._input_is_over = False
+        self._changed = asyncio.Condition()
+
+    @abstractmethod
+    def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What runs side by side until the run is over. The first error of any ends the run."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """In words, for the line of progress."""
+
+    @property
+    @abstractmethod
+    def num_wanted(self) -> int:
+        """As many items should wait in the backlog, so that no engine waits for the input."""
+
+    async def wait_for_room(self) -> None:
+        """Return when the backlog is shorter than what is taken next."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.num_wanted)
+
+    async def has_changed(self) -> None:
+        """Wake what waits: items were added or taken, or the input is over."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end_of_input(self) -> None:
+        """No more items will be added."""
+        self._input_is_over = True
+        await self.has_changed()
+
+    async def over(self) -> None:
+        """Return when the input is over and no item waits or is under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_over)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._input_is_over and self._backlog.is_empty
+
+
+class ServiceFull(Exception):
+    """There is no room for this item now, or its owner has used up a limit."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the service is full for {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class ServiceGone(Exception):
+    """The service does not answer, or says that it cannot serve; the item is not the cause."""
+
+
+class RequestClient(Protocol):
+    """Sends items, each as a request in the lowest class."""
+
+    async def answer(self, item: Item) -> Answered:
+        """The response to an item; one with status 500 or more means that the server failed on it.
+
+        Raises ServiceFull or ServiceGone when the item can be sent again later, Failure when none ever can.
+        """
+
+
+class FleetClient:
+    """The replicas of this service, by the handler of its requests."""
+
+    def __init__(self, answer: Answer, owner: str) -> None:
+        self._answer = answer
+        self._owner = owner
+
+    async def answer(self, item: Item) -> Answered:
+        """See `RequestClient`."""
+        try:
+            return await self._answer(self._owner, item.url, item.body)
+        except Overloaded as error:
+            raise ServiceFull(min(error.retry_after_s, MAX_PAUSE_S)) from error
+        except (Unavailable, EngineStopped) as error:
+            # Not `ServiceGone`: it may be one model of several, and the items of the others go on.
+            raise ServiceFull(UNAVAILABLE_PAUSE_S) from error
+
+
+class Window:
+    """`limit` items may be under way. It grows while they are, the faster the longer none is refused. No clock here.
+
+    A service that has no idle slot refuses at once. So an item that has not been refused is computed, and a refusal
+    gives the exact number of those; there is nothing to halve, as TCP must, which learns of a full queue by its losses.
+    """
+
+    def __init__(self, max_limit: int, limit: int = 1) -> None:
+        self._max_limit = max_limit
+        self.limit = limit
+        self._increase = 1
+        self._grows_at = 0.0
+        self.gone_since: float | None = None  # when the service was heard of last, while it does not answer
+
+    def grow(self, now: float, num_under_way: int) -> None:
+        """Called now and then, when there are items to send. Times are in seconds of one clock."""
+        if num_under_way < self.limit or now < self._grows_at:
+            return
+        self.limit = min(self.limit + self._increase, self._max_limit)
+        self._increase *= 2
+        self._grows_at = now + TRY_EVERY_S
+
+    def refused(self, now: float, num_under_way: int, *, retry_after_s: float) -> None:
+        """One was refused, and so many others were not: the service has room for those and should be asked later."""
+        self.limit = min(self.limit, num_under_way)
+        self._increase = 1
+        self._grows_at = max(self._grows_at, now + max(retry_after_s, TRY_EVERY_S))
+        self.gone_since = None
+
+    def answered(self) -> None:
+        """The service has answered an item."""
+        self.gone_since = None
+
+    def gone(self, now: float) -> None:
+        """The service does not answer: one item tries again after a pause, the longer the longer that lasts."""
+        if self.gone_since is None:
+            self.gone_since = now
+        self.limit, self._increase = 0, 1
+        self._grows_at = now + min(max(TRY_EVERY_S, (now - self.gone_since) / 2), MAX_OUTAGE_PAUSE_S)
+
+
+class RequestExecutor(Executor[Item]):
+    """One service as the engine of a run: as many items are under way as it has idle slots, found out by trying."""
 
     def __init__(
-        self, backlog: Backlog[Question], account: Account, service: Service, *, max_under_way: int, patience_s: float
+        self,
+        run: RunReports,
+        client: RequestClient,
+        *,
+        window: Window,
+        slots: asyncio.Semaphore,
+        patience_s: float,
     ) -> None:
-        """A service that does not answer is waited for, at most `patience_s` seconds at a time."""
-        super().__init__(backlog, account)
-        self._service = service
-        self._window = Window(max_under_way)
+        """`slots` bound the requests of all runs that share them, which take turns.
+
+        A service that does not answer is waited for, at most `patience_s` seconds at a time.
+        """
+        super().__init__(run)
+        self._client = client
+        self._window = window
+        self._slots = slots
         self._patience_s = patience_s
-        self._sent_at: dict[int, float] = {}  # rows under way
-        self._num_failures: dict[int, int] = {}  # by row
+        self._sent_at: dict[int, float] = {}  # items under way
+        self._num_failures: dict[int, int] = {}  # by item
+        self._looked_at = 0.0
         self._trouble = ""
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """See `Workers`."""
+        """See `Executor`."""
         return [self._send()]
 
     @property
     def num_wanted(self) -> int:
-        """See `Workers`."""
-        return max(64, 2 * self._window.limit)
+        """See `Executor`."""
+        return max(_MIN_READ_AHEAD, self._window.limit)
 
     @property
     def state(self) -> str:
-        """See `Workers`."""
+        """See `Executor`."""
         if self._window.gone_since is not None:
             return f"waiting for the service: {self._trouble}"
-        return f"{self._num_under_way:,} under way"
+        return f"{self.num_sent:,} under way"
+
+    @property
+    def num_sent(self) -> int:
+        """Items that the service has and has not answered."""
+        return len(self._sent_at)
 
     @property
     def _num_under_way(self) -> int:
-        return len(self._backlog.rows_on(_SERVICE))
+        return len(self._backlog.items_on(_SERVICE))
 
     async def _send(self) -> None:
         """Until nothing is left to do. Raises Failure when the service stays away, or does not take the key."""
-        self._account.ready()
+        self._run.ready()
         try:
             async with asyncio.TaskGroup() as group:
                 while not self._is_over:
                     self._look_at_the_clock(time.monotonic())
-                    for question in self._next():
-                        group.create_task(self._ask(question))
+                    for item in self._next():
+                        group.create_task(self._ask(item))
                     await self._wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
     def _look_at_the_clock(self, now: float) -> None:
-        self._check_patience(now)
-        begun = [row for row, sent_at in self._sent_at.items() if now - sent_at > BEGUN_AFTER_S]
-        self._backlog.begin(_SERVICE, begun)
-        self._account.begun(begun)
         if self._backlog.num_waiting:
             self._window.grow(now, self._num_under_way)
+        if now - self._looked_at < TICK_S:
+            return
+        self._looked_at = now
+        self._check_patience(now)
+        begun = [number for number, sent_at in self._sent_at.items() if now - sent_at > BEGUN_AFTER_S]
+        self._backlog.begin(_SERVICE, begun)
+        self._run.begun(begun)
 
     def _check_patience(self, now: float) -> None:
         gone_since = self._window.gone_since
@@ -96,56 +275,52 @@ class Sender(Workers[Question]):
                 f"on with --resume once it is back"
             )
 
-    def _next(self) -> list[Question]:
+    def _next(self) -> list[Item]:
         room = self._window.limit - self._num_under_way
         if room <= 0:
             return []
-        questions = self._backlog.take(_SERVICE, room=room, input_is_over=self._input_is_over)
-        now = time.monotonic()
-        self._sent_at.update((question.number, now) for question in questions)
-        return questions
+        return self._backlog.take(_SERVICE, room=room, input_is_over=self._input_is_over)
 
     async def _wait(self) -> None:
         """Return when something has changed, or the clock should be looked at."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), TICK_S)
-            except TimeoutError:
-                return
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with what it waits for.
+        with suppress(TimeoutError):
+            async with self._changed, asyncio.timeout(TICK_S):
+                await self._changed.wait()
 
-    async def _ask(self, question: Question) -> None:
+    async def _ask(self, item: Item) -> None:
         try:
-            record = await self._service.ask(question)
+            async with self._slots:
+                self._sent_at[item.number] = time.monotonic()
+                try:
+                    answered = await self._client.answer(item)
+                finally:
+                    del self._sent_at[item.number]
         except ServiceFull as full:
-            self._take_back(question)
+            self._take_back(item)
             self._window.refused(time.monotonic(), self._num_under_way, retry_after_s=full.retry_after_s)
         except ServiceGone as gone:
             self._note_outage(str(gone))
-            self._take_back(question)
-        except RowFailed as failed:
-            self._note_failure(question, str(failed))
+            self._take_back(item)
         else:
-            self._settle(question, record)
+            self._window.answered()
+            if self._is_to_be_tried_again(item, answered):
+                await asyncio.sleep(FAILURE_PAUSE_S)
+                self._take_back(item)
+            else:
+                self._settle(item, answered)
         await self.has_changed()
 
-    def _settle(self, question: Question, record: Record) -> None:
-        self._window.answered()
-        del self._sent_at[question.number]
-        self._num_failures.pop(question.number, None)
-        harvest = Harvest(
-            records=(record,), begun=(question.number,), token_ids={}, num_tokens=record.completion_tokens
-        )
-        self._account.book(harvest)
-        self._backlog.settle(_SERVICE, [question.number])
+    def _is_to_be_tried_again(self, item: Item, answered: Answered) -> bool:
+        if answered.status_code < 500:
+            return False
+        num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
+        return num_failures < ITEM_ATTEMPTS
 
-    def _note_failure(self, question: Question, reason: str) -> None:
-        self._window.answered()
-        num_failures = self._num_failures[question.number] = self._num_failures.get(question.number, 0) + 1
-        if num_failures < MAX_FAILURES:
-            self._take_back(question)
-        else:
-            reason = f"the service failed on this row {num_failures} times, the last time: {reason}"
-            self._settle(question, question.failed(reason))
+    def _settle(self, item: Item, answered: Answered) -> None:
+        self._num_failures.pop(item.number, None)
+        self._run.answered(item, answered)
+        self._backlog.settle(_SERVICE, [item.number])
 
     def _note_outage(self, reason: str) -> None:
         if self._window.gone_since is None:
@@ -153,8 +328,7 @@ class Sender(Workers[Question]):
         self._trouble = reason
         self._window.gone(time.monotonic())
 
-    def _take_back(self, question: Question) -> None:
-        """The row waits again."""
-        del self._sent_at[question.number]
-        if self._backlog.give_back(_SERVICE, question.number):
-            self._account.interrupted([question.number])
+    def _take_back(self, item: Item) -> None:
+        """The item waits again."""
+        if self._backlog.give_back(_SERVICE, item.number):
+            self._run.interrupted([item.number])

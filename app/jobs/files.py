@@ -1,21 +1,21 @@
-"""Files under names that we make, whole or not at all, and who may write. Blocks: call it in a thread."""
+"""Files under names that we make, whole or not at all. Blocks: call it in a thread."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from app.jobs.contents import Contents, LocalContents
+from app.disk import sync_folder
 from app.jobs.job import new_file_id
 from app.jobs.remote_contents import RemoteContents
 
 
-class FileFolder:
+class FileStore:
     """The drafts and contents of all files. Only ids that `FileDraft` made are ever names in it."""
 
     def __init__(self, folder: Path, files_url: str | None = None) -> None:
@@ -31,11 +31,11 @@ class FileFolder:
             self._contents = RemoteContents(files_url, _own_name(folder))
 
     def draft(self) -> FileDraft:
-        """Begin a file that nobody sees until it is kept."""
+        """Begin a file that is in no list until it is kept."""
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
-        """A file's content, from its beginning. The id must be one that the store knows: it becomes a path."""
+        """A file's content, from its beginning. The id must be one that the catalog knows: it becomes a path."""
         return self._contents.open(file_id)
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
@@ -47,7 +47,7 @@ class FileFolder:
         self._contents.delete(file_id)
 
     def sweep(self, known: Iterable[str]) -> None:
-        """Remove what a crash has left: drafts, and files that the store does not know. For use before any work."""
+        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work."""
         for draft in self._drafts.iterdir():
             draft.unlink()
         kept = set(known)
@@ -88,28 +88,60 @@ class FileDraft:
 
     def abandon(self) -> None:
         """Remove it, unless it was kept."""
-        self._file.close()
+        with suppress(OSError):  # on a full disk what is buffered cannot be written, and need not be
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
 
-class FolderLock:
-    """Only one process may write: whoever holds this. The system frees it when its holder dies, however."""
+class Contents(Protocol):
+    """Contents by the ids of their files. Every method raises OSError when the storage fails."""
+
+    def keep(self, draft: Path, file_id: str) -> None:
+        """Take over a written file, whole, so that it survives a crash of the machine."""
+
+    def open(self, file_id: str) -> BinaryIO:
+        """To be read from its beginning. Raises FileNotFoundError."""
+
+    def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
+        """A piece that begins before its end. Raises FileNotFoundError."""
+
+    def delete(self, file_id: str) -> None:
+        """Remove it, if it is there."""
+
+    def ids(self) -> Iterator[str]:
+        """Of all that are there."""
+
+
+class LocalContents:
+    """A folder of this machine, or one that is mounted on it."""
 
     def __init__(self, folder: Path) -> None:
+        """Make it where there is none; only this user may look into it."""
+        self._folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = (folder / "lock").open("a")
 
-    def try_acquire(self) -> bool:
-        """Whether it is ours now."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def keep(self, draft: Path, file_id: str) -> None:
+        """See `Contents`."""
+        draft.replace(self._folder / file_id)
+        sync_folder(self._folder)
 
-    def release(self) -> None:
-        """Give it back; it cannot be acquired again."""
-        self._file.close()
+    def open(self, file_id: str) -> BinaryIO:
+        """See `Contents`."""
+        return (self._folder / file_id).open("rb")
+
+    def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
+        """See `Contents`."""
+        with self.open(file_id) as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+
+    def delete(self, file_id: str) -> None:
+        """See `Contents`."""
+        (self._folder / file_id).unlink(missing_ok=True)
+
+    def ids(self) -> Iterator[str]:
+        """See `Contents`."""
+        return (path.name for path in self._folder.iterdir())
 
 
 def _own_name(folder: Path) -> str:

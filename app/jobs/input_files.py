@@ -23,7 +23,7 @@ import pyarrow
 from pyarrow import fs, parquet
 
 from app.errors import InvalidSetup
-from app.jobs.preparation import Row, RowSettings, has_question, row_from_fields, row_from_line
+from app.jobs.items import Row, RowSettings, has_question, row_from_fields, row_from_line
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 ROWS_IN_A_PIECE = 512
@@ -41,7 +41,7 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class InputPiece:
     """Neighbouring rows of one file, as one task reads them."""
 
     file: InputFile
@@ -53,11 +53,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
+class InputRows:
     """What was found by looking through all files."""
 
     files: tuple[InputFile, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[InputPiece, ...]
     num_rows: int
     fingerprint: str
 
@@ -80,14 +80,14 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     return tuple(InputFile(uri=uri, name=os.path.relpath(uri, folder), format=_format(uri)) for uri in uris)
 
 
-def look_through(files: Sequence[InputFile], settings: RowSettings) -> Input:
+def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows:
     """Read everything once.
 
     Raises:
         InvalidSetup: there are no rows, two have the same id (their lines are named), or no row asks anything.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
-    pieces: list[Piece] = []
+    pieces: list[InputPiece] = []
     num_rows, asks_something, sample = 0, False, None
     for file in files:
         try:
@@ -95,7 +95,7 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> Input:
                 pieces.append(piece)
                 num_rows += piece.num_rows
                 for row in read_piece(piece):
-                    id_hashes.append(_hash(row.row_id))
+                    id_hashes.append(_hash(row.id))
                     sample = sample or row.fields
                     asks_something = asks_something or has_question(row, settings)
         except (OSError, pyarrow.ArrowException) as error:
@@ -108,15 +108,15 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> Input:
             f"no row has {settings.wanted_column}; the first has {', '.join(map(str, sample))[:300]}: name the column "
             f"with --prompt-column or --messages-column"
         )
-    return Input(files=tuple(files), pieces=tuple(pieces), num_rows=num_rows, fingerprint=digest.hexdigest())
+    return InputRows(files=tuple(files), pieces=tuple(pieces), num_rows=num_rows, fingerprint=digest.hexdigest())
 
 
-def read_piece(piece: Piece) -> Iterator[Row]:
+def read_piece(piece: InputPiece) -> Iterator[Row]:
     """The rows of a piece, in order; a line that cannot be read is a row with an error."""
     return _read_parquet(piece) if piece.file.format == "parquet" else _read_lines(piece)
 
 
-def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[Piece]:
+def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
     """The pieces of a file; its bytes go into the digest on the way."""
     digest.update(file.name.encode() + b"\0")
     if file.format == "parquet":
@@ -128,7 +128,7 @@ def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> I
         yield from _line_pieces(file, first_number, digest)
 
 
-def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[Piece]:
+def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
     offset = at = 0
     first_line, num_rows, line_number = 1, 0, 0
     with _open(file) as stream:
@@ -137,22 +137,22 @@ def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) ->
             at += len(line)
             num_rows += not line.isspace()
             if num_rows == ROWS_IN_A_PIECE:
-                yield Piece(
+                yield InputPiece(
                     file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset
                 )
                 first_number += num_rows
                 offset, first_line, num_rows = at, line_number + 1, 0
     if num_rows:
-        yield Piece(file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset)
+        yield InputPiece(file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset)
 
 
-def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[Piece]:
+def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[InputPiece]:
     first_line = 1
     with _parquet(file) as table:
         for row_group in range(table.metadata.num_row_groups):
             num_rows = table.metadata.row_group(row_group).num_rows
             if num_rows:
-                yield Piece(
+                yield InputPiece(
                     file=file,
                     first_number=first_number,
                     num_rows=num_rows,
@@ -162,7 +162,7 @@ def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[Piece]:
             first_number, first_line = first_number + num_rows, first_line + num_rows
 
 
-def _read_lines(piece: Piece) -> Iterator[Row]:
+def _read_lines(piece: InputPiece) -> Iterator[Row]:
     number = piece.first_number
     with _open(piece.file, piece.offset) as stream:
         for line_number, line in enumerate(stream, start=piece.first_line):
@@ -173,7 +173,7 @@ def _read_lines(piece: Piece) -> Iterator[Row]:
                 number += 1
 
 
-def _read_parquet(piece: Piece) -> Iterator[Row]:
+def _read_parquet(piece: InputPiece) -> Iterator[Row]:
     index = 0
     with _parquet(piece.file) as table:
         for batch in table.iter_batches(batch_size=ROWS_IN_A_PIECE, row_groups=[piece.row_group]):
@@ -190,7 +190,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_ids(pieces: Sequence[Piece], id_hashes: array[int]) -> None:
+def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
     """Raise InvalidSetup when two rows have the same id. Only those whose hashes are equal are looked at twice."""
     hashes = numpy.sort(numpy.frombuffer(id_hashes, dtype=numpy.uint64))
     twice = {int(value) for value in hashes[1:][hashes[1:] == hashes[:-1]]}
@@ -199,8 +199,8 @@ def _check_ids(pieces: Sequence[Piece], id_hashes: array[int]) -> None:
     places: dict[str, list[str]] = {}
     for piece in pieces:
         for row in read_piece(piece):
-            if _hash(row.row_id) in twice:
-                places.setdefault(row.row_id, []).append(row.place)
+            if _hash(row.id) in twice:
+                places.setdefault(row.id, []).append(row.place)
     duplicates = {row_id: where for row_id, where in places.items() if len(where) > 1}
     if duplicates:
         shown = list(duplicates.items())[:MAX_NAMED_DUPLICATES]

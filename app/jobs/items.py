@@ -1,34 +1,108 @@
-"""Reads an input file line by line, in bounded memory: what is wrong with it, or the lines to work off.
+"""Items from what users send: lines of an upload, rows of files, lists of prompts. The validator of an item is here.
 
-Streaming for files of hundreds of megabytes. Blocks: call it in a thread.
+Uploads are read line by line in bounded memory, for files of hundreds of megabytes. Blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
-from app.jobs.job import LineError
-from app.jobs.line import InputLine
+from app.jobs.job import InvalidItem, Item, ItemError
 
 OpenFile = Callable[[], BinaryIO]
 
+CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+GENERATION_URLS = (CHAT_URL, COMPLETIONS_URL)  # what engines can answer without the API's other endpoints
+MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
-MAX_CUSTOM_ID_LENGTH = 512
-_PIECE_BYTES = 1024 * 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEED_MASK = (1 << 63) - 1
+_PIECE_BYTES = 1024 * 1024
+_ITEMS_AT_ONCE = 16  # a thread reads so many before it returns; each may have megabytes
+
+# Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
+SAMPLING_COLUMNS = (
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
+    "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+# One item
+
+
+class NotAnItem(Exception):
+    """What is wrong with an item."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = ItemError(code=code, message=message, param=param)
+
+
+def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
+    """(custom_id, url, body) of a line of OpenAI's batches. Raises NotAnItem for the first thing wrong with it.
+
+    What the body asks for is checked when it runs.
+    """
+    for param in ("custom_id", "method", "url", "body"):
+        if value.get(param) is None:
+            raise NotAnItem("missing_required_parameter", f"{param} is required", param)
+    custom_id, method, url, body = (value[param] for param in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_LENGTH:
+        message = f"custom_id should be a string of 1 to {MAX_ID_LENGTH} characters"
+        raise NotAnItem("invalid_custom_id", message, "custom_id")
+    if method != "POST":
+        raise NotAnItem("invalid_method", f"method should be 'POST'; got {_short(method)}", "method")
+    if url not in urls:
+        raise NotAnItem("invalid_url", f"url should be one of {', '.join(urls)}; got {_short(url)}", "url")
+    if not isinstance(body, dict):
+        raise NotAnItem("invalid_body", "body should be an object, the request to send", "body")
+    if body.get("stream") not in (None, False):
+        message = "an item of a batch is not streamed to a client; leave stream out"
+        raise NotAnItem("stream_not_supported", message, "body.stream")
+    return custom_id, url, body
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object in a line of JSON. Raises NotAnItem."""
+    try:
+        value = from_json(line, allow_inf_nan=False)
+    except ValueError as error:
+        raise NotAnItem("invalid_json_line", f"the line is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise NotAnItem("invalid_json_line", "the line should be a JSON object")
+    return value
+
+
+def refuse_many_answers(body: Mapping[str, Any]) -> None:
+    """Raise NotAnItem for a body that asks for several answers where the output has one text for each item."""
+    if body.get("n") not in (None, 1):
+        raise NotAnItem(
+            "several_answers", f"n is {_short(body['n'])}; an item has one answer: write an item for each", "n"
+        )
+
+
+def seed_of(item_id: str) -> int:
+    """An item without a seed has one that follows from its id: computed again after a crash, it says the same."""
+    return int.from_bytes(_hash(item_id), "big") & _SEED_MASK
+
+
+# Uploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """What the lines of a batch must have in common, and how much of it there may be."""
+    """What the lines of an upload must have in common, and how much of it there may be."""
 
     endpoint: str
-    max_lines: int
+    max_items: int
     max_line_bytes: int
 
 
@@ -36,59 +110,85 @@ class InputRules:
 class Checked:
     """What is known of a file that was read to its end, or to its hundredth error."""
 
-    num_lines: int
+    num_items: int
     model: str | None
-    errors: tuple[LineError, ...]
+    errors: tuple[ItemError, ...]
 
 
 def check(open_file: OpenFile, rules: InputRules) -> Checked:
     """Read the whole file and say what is wrong with it. Any error means that nothing of it may run."""
-    custom_ids: dict[str, int] = {}
+    first_lines: dict[bytes, int] = {}  # by a hash of the custom id
     models: set[object] = set()
-    errors: list[LineError] = []
-    num_lines = 0
-    with closing(read_lines(open_file, rules)) as lines:
-        for line in lines:
-            num_lines += 1
-            if num_lines > rules.max_lines:
-                errors.append(
-                    LineError(code="too_many_lines", message=f"the file has more than {rules.max_lines:,} lines")
-                )
-            elif isinstance(line, LineError):
-                errors.append(line)
+    errors: list[ItemError] = []
+    num_items = 0
+    with closing(_read_lines(open_file, rules)) as lines:
+        for line_number, read in lines:
+            num_items += 1
+            if num_items > rules.max_items:
+                message = f"the file has more than {rules.max_items:,} lines"
+                errors.append(ItemError(code="too_many_lines", message=message))
+            elif isinstance(read, ItemError):
+                errors.append(read)
             else:
-                models.add(line.body.get("model") if isinstance(line.body.get("model"), str) else None)
-                first = custom_ids.setdefault(line.custom_id, line.number)
-                if first != line.number:
-                    errors.append(_duplicate(line, first))
-            if num_lines > rules.max_lines or len(errors) == MAX_LISTED_ERRORS:
+                models.add(read.body.get("model") if isinstance(read.body.get("model"), str) else None)
+                first = first_lines.setdefault(_hash(read.id, 16), line_number)
+                if first != line_number:
+                    errors.append(_duplicate(read, line_number, first))
+            if num_items > rules.max_items or len(errors) == MAX_LISTED_ERRORS:
                 break
-    if not num_lines:
-        errors.append(LineError(code="empty_file", message="the file has no lines; give at least one request"))
+    if not num_items:
+        errors.append(ItemError(code="empty_file", message="the file has no lines; give at least one request"))
     model = models.pop() if len(models) == 1 else None
-    return Checked(num_lines=num_lines, model=model if isinstance(model, str) else None, errors=tuple(errors))
+    return Checked(num_items=num_items, model=model if isinstance(model, str) else None, errors=tuple(errors))
 
 
-def read_lines(open_file: OpenFile, rules: InputRules) -> Generator[InputLine | LineError, None, None]:
-    """The lines that are not blank, in their order, each valid or with the first thing wrong with it.
+def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, None]:
+    """The items of a file that `check` has found no error in. Close it when you stop before its end."""
+    with closing(_read_lines(open_file, rules)) as lines:
+        for _, read in lines:
+            assert isinstance(read, Item), "a batch in progress has a valid input file"
+            yield read
 
-    Close it when you stop before its end: it has the file open.
-    """
+
+def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
+    """The items some at a time."""
+    while some := list(islice(items, _ITEMS_AT_ONCE)):
+        yield some
+
+
+def items_of_prompts(endpoint: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
+    """A list of prompts, whose ids are their places in the list."""
+    return (Item(number=index, id=str(index), url=endpoint, body=body) for index, body in enumerate(bodies))
+
+
+def as_batch_line(item: Item) -> dict[str, Any]:
+    """An item as a line of an upload."""
+    return {"custom_id": item.id, "method": "POST", "url": item.url, "body": item.body}
+
+
+def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, Item | ItemError], None, None]:
+    """(line number, item) of the lines that are not blank, in order, or the first thing wrong with each."""
     with open_file() as file:
-        number = 0
+        line_number = number = 0
         while raw := file.readline(rules.max_line_bytes + 1):
-            number += 1
+            line_number += 1
             if len(raw) > rules.max_line_bytes and not raw.endswith(b"\n"):
                 _skip_rest(file)
-                yield LineError(
-                    code="line_too_long",
-                    line=number,
-                    message=f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have",
-                )
+                message = f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have"
+                yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
-            text = raw.removeprefix(BYTE_ORDER_MARK) if number == 1 else raw
+            text = raw.removeprefix(BYTE_ORDER_MARK) if line_number == 1 else raw
             if text.strip():
-                yield _parse(text, number, rules.endpoint)
+                yield line_number, _read_line(text, number, line_number, rules.endpoint)
+                number += 1
+
+
+def _read_line(text: bytes, number: int, line_number: int, endpoint: str) -> Item | ItemError:
+    try:
+        custom_id, url, body = batch_line(json_object(text), (endpoint,))
+    except NotAnItem as problem:
+        return replace(problem.error, line=line_number)
+    return Item(number=number, id=custom_id, url=url, body=body)
 
 
 def _skip_rest(file: BinaryIO) -> None:
@@ -96,64 +196,130 @@ def _skip_rest(file: BinaryIO) -> None:
         pass
 
 
-def _parse(raw: bytes, number: int, endpoint: str) -> InputLine | LineError:
-    try:
-        value = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        return LineError(code="invalid_json_line", line=number, message=f"the line is not valid JSON: {error}")
-    if not isinstance(value, dict):
-        return LineError(code="invalid_json_line", line=number, message="the line should be a JSON object")
-    return _first_error(value, number, endpoint) or InputLine(
-        number=number, custom_id=value["custom_id"], body=value["body"]
+def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
+    return ItemError(
+        code="duplicate_custom_id",
+        line=line_number,
+        param="custom_id",
+        message=f"custom_id {_short(item.id)} is that of line {first:,} too; every line needs its own",
     )
 
 
-def _first_error(value: dict[str, Any], number: int, endpoint: str) -> LineError | None:
-    for param in ("custom_id", "method", "url", "body"):
-        if value.get(param) is None:
-            return LineError(
-                code="missing_required_parameter", line=number, param=param, message=f"{param} is required"
-            )
-    custom_id, method, url, body = (value[param] for param in ("custom_id", "method", "url", "body"))
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_LENGTH:
-        return LineError(
-            code="invalid_custom_id",
-            line=number,
-            param="custom_id",
-            message=f"custom_id should be a string of 1 to {MAX_CUSTOM_ID_LENGTH} characters",
-        )
-    if method != "POST":
-        return LineError(
-            code="invalid_method", line=number, param="method", message=f"method should be 'POST'; got {_short(method)}"
-        )
-    if url != endpoint:
-        return LineError(
-            code="invalid_url",
-            line=number,
-            param="url",
-            message=f"url should be the batch's endpoint, {endpoint!r}; got {_short(url)}",
-        )
-    if not isinstance(body, dict):
-        return LineError(
-            code="invalid_body", line=number, param="body", message="body should be an object, the request to send"
-        )
-    if body.get("stream") not in (None, False):
-        return LineError(
-            code="stream_not_supported",
-            line=number,
-            param="body.stream",
-            message="a batch has nobody to stream to; leave stream out",
-        )
+# Rows of files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """How rows are read: the same for a whole run."""
+
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    max_tokens: int | None = None  # where a row has none
+    temperature: float | None = None  # where a row has none
+
+    @property
+    def wanted_column(self) -> str:
+        """In words, what a plain row must have."""
+        if self.messages_column is not None:
+            return f"a column {self.messages_column!r}"
+        return f"a column {self.prompt_column!r}" if self.prompt_column is not None else "a prompt or messages column"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row as it was read. `fields` is None when it could not be, and `error` says why."""
+
+    number: int  # in the whole input, from 0
+    id: str
+    place: str  # file and line
+    fields: Mapping[str, Any] | None
+    error: str = ""
+
+
+def row_from_line(line: bytes, *, number: int, place: str) -> Row:
+    """The row in a line of JSON. `place` (file and line) is the id of a row that has none of its own."""
+    try:
+        return row_from_fields(json_object(line), number=number, place=place)
+    except NotAnItem as problem:
+        return Row(number=number, id=place, place=place, fields=None, error=f"{place}: {problem}")
+
+
+def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Row:
+    """The row in a mapping of columns."""
+    return Row(number=number, id=own_id(fields) or place, place=place, fields=fields)
+
+
+def own_id(fields: Mapping[str, Any]) -> str | None:
+    """The row's `custom_id` or `id` when it is a text or a whole number; else None."""
+    for name in ("custom_id", "id"):
+        value = fields.get(name)
+        if isinstance(value, str | int) and not isinstance(value, bool) and 0 < len(str(value)) <= MAX_ID_LENGTH:
+            return str(value)
     return None
 
 
-def _duplicate(line: InputLine, first: int) -> LineError:
-    return LineError(
-        code="duplicate_custom_id",
-        line=line.number,
-        param="custom_id",
-        message=f"custom_id {_short(line.custom_id)} is that of line {first:,} too; every line needs its own",
-    )
+def has_question(row: Row, settings: RowSettings) -> bool:
+    """Whether there is anything to answer in it; whether it can be answered is another question."""
+    if row.fields is None:
+        return False
+    names = [name for name in (settings.messages_column, settings.prompt_column) if name] or ["prompt", "messages"]
+    return _is_batch_line(row.fields) or any(row.fields.get(name) is not None for name in names)
+
+
+def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
+    """The item that means the same as a row: an OpenAI batch line, or a plain row with a prompt or messages column."""
+    if row.fields is None:
+        return InvalidItem(number=row.number, id=row.id, reason=row.error)
+    try:
+        if _is_batch_line(row.fields):
+            _, url, body = batch_line(
+                {"method": "POST", **row.fields, "custom_id": own_id({"custom_id": row.fields["custom_id"]})},
+                GENERATION_URLS,
+            )
+        else:
+            url, body = _plain_row(row.fields, settings)
+        refuse_many_answers(body)
+    except NotAnItem as problem:
+        return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
+    return Item(number=row.number, id=row.id, url=url, body=_with_defaults(body, row.id, settings))
+
+
+def _is_batch_line(fields: Mapping[str, Any]) -> bool:
+    return "custom_id" in fields and "body" in fields
+
+
+def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) -> dict[str, Any]:
+    given = {name: value for name, value in body.items() if value is not None}
+    if settings.max_tokens is not None and "max_completion_tokens" not in given:
+        given.setdefault("max_tokens", settings.max_tokens)
+    if settings.temperature is not None:
+        given.setdefault("temperature", settings.temperature)
+    given.setdefault("seed", seed_of(row_id))
+    return given
+
+
+def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, dict[str, Any]]:
+    sampling = {name: fields[name] for name in SAMPLING_COLUMNS if name in fields}
+    has_messages = settings.prompt_column is None and fields.get("messages") is not None
+    if settings.messages_column is not None or has_messages:
+        messages = _column(fields, settings.messages_column or "messages")
+        if isinstance(messages, str):  # one turn of a user
+            messages = [{"role": "user", "content": messages}]
+        return CHAT_URL, sampling | {"messages": messages}
+    prompt = _column(fields, settings.prompt_column or "prompt")
+    return COMPLETIONS_URL, sampling | {"prompt": prompt}
+
+
+def _column(fields: Mapping[str, Any], name: str) -> Any:
+    value = fields.get(name)
+    if value is None:
+        there = ", ".join(sorted(map(str, fields)))[:200] or "none"
+        raise NotAnItem("missing_column", f"the row has no column {name!r}; it has {there}", name)
+    return value
+
+
+def _hash(text: str, num_bytes: int = 8) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=num_bytes).digest()
 
 
 def _short(value: object) -> str:

@@ -1,20 +1,124 @@
-"""What is kept of files and batches, and how OpenAI's clients read them."""
+"""The nouns of offline work: an item, its answer, its result; the batch and the files as clients read them."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
-from app.jobs.line import Json
+Json = dict[str, Any]
 
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 COMPLETION_WINDOW = "24h"
 
 
-class Status(StrEnum):
+# Items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request of a job, as its body would be sent over HTTP."""
+
+    number: int  # in the whole input, from 0; blank lines have no number
+    id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemError:
+    """Why an item, or a whole input file, cannot run. Clients read all of it but `number` and `id`."""
+
+    code: str
+    message: str
+    line: int | None = None  # of its file, from 1
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvalidItem:
+    """An item of a job that is not run: it ends with this reason."""
+
+    number: int
+    id: str
+    reason: str
+    code: str = "line_failed"  # as clients of batches read it
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The response to an item: what an HTTP client would have got."""
+
+    status_code: int
+    body: Json
+
+
+# Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve
+# it now: the item is tried again later. Cancelling it aborts the request.
+Answer = Callable[[str, str, Mapping[str, Any]], Awaitable[Answered]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemOutput:
+    """What an engine has made of an item. With an `error` there is no text and no finish reason."""
+
+    number: int
+    id: str
+    text: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What has come of an engine's items since it was last asked. Crosses processes."""
+
+    outputs: tuple[ItemOutput, ...]  # of items that have ended
+    begun: tuple[int, ...]  # items that have their first token
+    token_ids: Mapping[int, tuple[int, ...]]  # by item, of those that have not ended
+    num_tokens: int  # generated, of items that have not ended too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemResult:
+    """How an item has ended: one line of an output file."""
+
+    number: int
+    is_error: bool
+    line: bytes  # JSON in UTF-8 without a line end
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over results."""
+
+    num_items: int = 0
+    num_failed: int = 0
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def add(self, result: ItemResult) -> None:
+        """Count one more."""
+        self.num_items += 1
+        self.num_failed += result.is_error
+        self.num_input_tokens += result.num_input_tokens
+        self.num_cached_tokens += result.num_cached_tokens
+        self.num_output_tokens += result.num_output_tokens
+
+
+# Files and batches
+
+
+class JobState(StrEnum):
     """`validating` → `failed` | `in_progress` → `finalizing` → `completed`; by request `cancelling` → `cancelled`; by
     time `expired`.
     """
@@ -30,7 +134,7 @@ class Status(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        return self in (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
+        return self in (JobState.FAILED, JobState.COMPLETED, JobState.EXPIRED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +151,17 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineError:
-    """What is wrong with an input file, and in which line if in one."""
+class Job:
+    """A batch: the items of one uploaded file. A time is None until it has come.
 
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A batch as far as it has come. A time is None until it has come."""
+    The counts are those at the job's end; until then the store of its results has them.
+    """
 
     id: str
     owner: str
     endpoint: str
     input_file_id: str
-    status: Status
+    status: JobState
     created_at: int
     expires_at: int
     metadata: Mapping[str, str] | None = None
@@ -76,11 +173,11 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    model: str | None = None  # when all lines name the same
-    errors: Sequence[LineError] = ()
+    model: str | None = None  # when all items name the same
+    errors: Sequence[ItemError] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
-    num_lines: int = 0
+    num_items: int = 0
     num_completed: int = 0
     num_failed: int = 0
     num_input_tokens: int = 0
@@ -88,11 +185,22 @@ class Batch:
     num_output_tokens: int = 0
 
 
+def counted(counts: Counts) -> dict[str, Any]:
+    """The counting fields of a `Job`."""
+    return {
+        "num_completed": counts.num_items - counts.num_failed,
+        "num_failed": counts.num_failed,
+        "num_input_tokens": counts.num_input_tokens,
+        "num_cached_tokens": counts.num_cached_tokens,
+        "num_output_tokens": counts.num_output_tokens,
+    }
+
+
 def new_file_id() -> str:
     return f"file-{uuid.uuid4().hex}"
 
 
-def new_batch_id() -> str:
+def new_job_id() -> str:
     return f"batch_{uuid.uuid4().hex}"
 
 
@@ -102,39 +210,63 @@ def file_object(file: StoredFile) -> Json:
     return shown | {"object": "file", "status": "processed", "status_details": None}
 
 
-def batch_object(batch: Batch) -> Json:
+def batch_object(job: Job) -> Json:
     """The `batch` of OpenAI's API."""
     return {
-        "id": batch.id,
+        "id": job.id,
         "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model,
-        "errors": {"object": "list", "data": [asdict(error) for error in batch.errors]} if batch.errors else None,
-        "input_file_id": batch.input_file_id,
+        "endpoint": job.endpoint,
+        "model": job.model,
+        "errors": {"object": "list", "data": [asdict(error) for error in job.errors]} if job.errors else None,
+        "input_file_id": job.input_file_id,
         "completion_window": COMPLETION_WINDOW,
-        "status": batch.status.value,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "in_progress_at": batch.in_progress_at,
-        "expires_at": batch.expires_at,
-        "finalizing_at": batch.finalizing_at,
-        "completed_at": batch.completed_at,
-        "failed_at": batch.failed_at,
-        "expired_at": batch.expired_at,
-        "cancelling_at": batch.cancelling_at,
-        "cancelled_at": batch.cancelled_at,
+        "status": job.status.value,
+        "output_file_id": job.output_file_id,
+        "error_file_id": job.error_file_id,
+        "created_at": job.created_at,
+        "in_progress_at": job.in_progress_at,
+        "expires_at": job.expires_at,
+        "finalizing_at": job.finalizing_at,
+        "completed_at": job.completed_at,
+        "failed_at": job.failed_at,
+        "expired_at": job.expired_at,
+        "cancelling_at": job.cancelling_at,
+        "cancelled_at": job.cancelled_at,
         "request_counts": {
-            "total": batch.num_lines,
-            "completed": batch.num_completed,
-            "failed": batch.num_failed,
+            "total": job.num_items,
+            "completed": job.num_completed,
+            "failed": job.num_failed,
         },
         "usage": {
-            "input_tokens": batch.num_input_tokens,
-            "input_tokens_details": {"cached_tokens": batch.num_cached_tokens},
-            "output_tokens": batch.num_output_tokens,
+            "input_tokens": job.num_input_tokens,
+            "input_tokens_details": {"cached_tokens": job.num_cached_tokens},
+            "output_tokens": job.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": batch.num_input_tokens + batch.num_output_tokens,
+            "total_tokens": job.num_input_tokens + job.num_output_tokens,
         },
-        "metadata": None if batch.metadata is None else dict(batch.metadata),
+        "metadata": None if job.metadata is None else dict(job.metadata),
+    }
+
+
+def stats_object(jobs: Sequence[tuple[Job, int]], num_running: int, tokens_per_second: float) -> Json:
+    """What an owner's batches have to do and have done: batches by status, requests by what became of them, tokens.
+
+    `jobs` are sums over batches of the same status, with how many they are. A batch that is still validated has no
+    requests.
+    """
+    unfinished = sum(job.num_items - job.num_completed - job.num_failed for job, _ in jobs if not job.status.has_ended)
+    return {
+        "object": "batch.stats",
+        "batches": {status.value: sum(number for job, number in jobs if job.status is status) for status in JobState},
+        "requests": {
+            "queued": max(0, unfinished - num_running),
+            "running": num_running,
+            "completed": sum(job.num_completed for job, _ in jobs),
+            "failed": sum(job.num_failed for job, _ in jobs),
+        },
+        "tokens": {
+            "input": sum(job.num_input_tokens for job, _ in jobs),
+            "output": sum(job.num_output_tokens for job, _ in jobs),
+        },
+        "output_tokens_per_second": round(tokens_per_second, 3),
     }

@@ -1,38 +1,41 @@
-"""Files and batches kept by this process: the lock on its folder, the store, the runner, uploads that are under way."""
+"""Files and batches kept by this process: the lock on its folder, the catalog, the runner, unfinished uploads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from app.config import BatchesConfig
+from app.disk import take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs.batch_runner import STORAGE_FAILURES, Runner
-from app.jobs.catalog import Store
-from app.jobs.files import FileDraft, FileFolder, FolderLock
+from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
+from app.jobs.catalog import Catalog
+from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
-    Batch,
-    Status,
+    Job,
+    JobState,
+    Json,
     StoredFile,
     batch_object,
+    counted,
     file_object,
-    new_batch_id,
+    new_job_id,
+    stats_object,
 )
-from app.jobs.line import Answer, Json
 from app.jobs.one_thread import OneThread
 from app.jobs.service import NewBatch, NewFile, NewWebhook, PageOf
-from app.jobs.stats import stats_object
-from app.jobs.webhook_dispatcher import Postman
-from app.jobs.webhook_outbox import NewLetter
-from app.jobs.worker import BatchWorker
-from app.webhooks import Courier, new_message_id
+from app.jobs.webhook_dispatcher import WebhookDispatcher
+from app.jobs.webhook_outbox import NewMessage
+from app.webhooks import WebhookClient, new_message_id
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ HOUSEKEEPING_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
 MAX_UPLOADS = 64
 RETRY_AFTER_S = 5.0
+LOCK = "lock"  # in `path`, as all below
+RESULTS_FOLDER = "jobs"  # a store of results for each batch that has not ended
 
 
 @dataclass(slots=True)
@@ -56,10 +61,10 @@ class _Upload:
 class _Open:
     """What there is while this process holds the folder."""
 
-    store: Store
-    folder: FileFolder
-    runner: Runner
-    postman: Postman
+    catalog: Catalog
+    files: FileStore
+    runner: BatchRunner
+    dispatcher: WebhookDispatcher
 
 
 class LocalBatchService:
@@ -69,23 +74,20 @@ class LocalBatchService:
         self,
         path: Path,
         config: BatchesConfig,
-        answer: Answer,
+        execution: Execution,
         *,
         clock: Callable[[], float] = time.time,
-        courier: Courier | None = None,
-        worker: BatchWorker | None = None,
+        client: WebhookClient | None = None,
     ) -> None:
         """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
 
-        `courier` brings webhooks to their receivers; by default as the settings say. Where there is a `worker` it works
-        batches off as a whole, and `answer` is not asked.
+        `execution` computes items. `client` sends webhooks to their receivers; by default as the settings say.
         """
         self._path = path
         self._config = config
-        self._answer = answer
+        self._execution = execution
         self._clock = clock
-        self._courier = courier or Courier(config.webhooks)
-        self._worker = worker
+        self._client = client or WebhookClient(config.webhooks)
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
@@ -122,18 +124,18 @@ class LocalBatchService:
             self._life.result()
 
     async def counts(self) -> dict[str, int]:
-        """What this process has done since it opened the folder, and how many letters are still to arrive."""
+        """What this process has done since it opened the folder, and how many messages are still to arrive."""
         opened = self._open
         if opened is None:
             return {}
-        recorder, postman = opened.runner.recorder, opened.postman
+        runner, dispatcher = opened.runner, opened.dispatcher
         return {
-            "num_lines_completed": recorder.num_completed,
-            "num_lines_failed": recorder.num_failed,
-            "num_webhook_attempts": postman.num_attempts,
-            "num_webhooks_delivered": postman.num_delivered,
-            "num_webhooks_given_up": postman.num_given_up,
-            "num_webhooks_pending": await self._thread.run(opened.store.letters.num_pending),
+            "num_lines_completed": runner.num_completed,
+            "num_lines_failed": runner.num_failed,
+            "num_webhook_attempts": dispatcher.num_attempts,
+            "num_webhooks_delivered": dispatcher.num_delivered,
+            "num_webhooks_given_up": dispatcher.num_given_up,
+            "num_webhooks_pending": await self._thread.run(opened.catalog.outbox.num_pending),
         }
 
     async def close(self) -> None:
@@ -141,38 +143,40 @@ class LocalBatchService:
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
-        self._courier.close()
+        self._client.close()
         self._thread.close()
 
     async def _live(self) -> None:
-        lock = await self._thread.run(FolderLock, self._path)
+        await self._thread.run(partial(self._path.mkdir, mode=0o700, parents=True, exist_ok=True))
+        lock = take_lock(self._path / LOCK)
+        if lock is None:
+            logger.warning("the batches folder %s is another process's; waiting for it", self._path)
+        while lock is None:  # the system does not report that another process lets go
+            await asyncio.sleep(LOCK_RETRY_S)
+            lock = take_lock(self._path / LOCK)
         try:
-            if not lock.try_acquire():
-                logger.warning("the batches folder %s is another process's; waiting for it", self._path)
-                while not lock.try_acquire():  # noqa: ASYNC110 (nobody is told when another process lets go)
-                    await asyncio.sleep(LOCK_RETRY_S)
             await self._hold()
         finally:
-            lock.release()
+            os.close(lock)
 
     async def _hold(self) -> None:
-        store, folder = await self._thread.run(_open_folder, self._path, self._config.files)
-        webhooks = self._config.webhooks
-        postman = Postman(store.letters, self._thread, self._courier, webhooks, self._clock, random.Random())
-        runner = Runner(
-            store, folder, self._thread, self._answer, self._config, self._clock, postman.wake, self._worker
+        config, thread = self._config, self._thread
+        catalog, files = await thread.run(_open_folder, self._path, config.files)
+        dispatcher = WebhookDispatcher(
+            catalog.outbox, thread, self._client, config.webhooks, self._clock, random.Random()
         )
+        results = self._path / RESULTS_FOLDER
+        runner = BatchRunner(catalog, files, results, thread, self._execution, config, self._clock, dispatcher.wake)
         try:
-            unfinished = await self._thread.run(store.unfinished)
-            if self._worker is not None:
-                await self._worker.sweep([batch.id for batch in unfinished])
-            for batch in unfinished:
-                logger.info("batch %s goes on: %s", batch.id, batch.status.value)
-                runner.start(batch.id)
-            self._open = _Open(store, folder, runner, postman)
+            unfinished = await thread.run(catalog.unfinished)
+            await runner.sweep([job.id for job in unfinished])
+            for job in unfinished:
+                logger.info("batch %s goes on: %s", job.id, job.status.value)
+                runner.start(job.id)
+            self._open = _Open(catalog, files, runner, dispatcher)
             self._opened.set()
             async with asyncio.TaskGroup() as group:
-                group.create_task(postman.work())
+                group.create_task(dispatcher.work())
                 while True:
                     await self._keep_house(self._open)
                     await asyncio.sleep(HOUSEKEEPING_S)
@@ -183,16 +187,16 @@ class LocalBatchService:
             for upload in self._uploads.values():
                 upload.draft.abandon()
             self._uploads.clear()
-            await self._thread.run(store.close)
+            await thread.run(catalog.close)
 
     async def _keep_house(self, opened: _Open) -> None:
-        """Remove files whose time is over and uploads that nobody goes on with."""
+        """Remove files whose time is over and uploads that are not continued."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
-            for file_id in await self._thread.run(opened.store.expired_file_ids, self._clock()):
-                await self._thread.run(opened.store.remove_file, file_id)
+            for file_id in await self._thread.run(opened.catalog.expired_file_ids, self._clock()):
+                await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
             logger.exception("files and uploads whose time is over could not be removed")
@@ -203,7 +207,7 @@ class LocalBatchService:
         """See `BatchService`."""
         if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files are being sent now; try again", retry_after_s=RETRY_AFTER_S)
-        draft = await self._run(self._opened_now().folder.draft)
+        draft = await self._run(self._opened_now().files.draft)
         self._uploads[draft.id] = _Upload(draft, time.monotonic())
         return draft.id
 
@@ -218,7 +222,7 @@ class LocalBatchService:
         """See `BatchService`."""
         upload = self._upload(upload_id)
         opened = self._opened_now()
-        stored = await self._run(opened.store.total_bytes)
+        stored = await self._run(opened.catalog.total_bytes) + opened.runner.num_result_bytes
         if stored + upload.draft.num_bytes > self._config.max_total_bytes:
             raise InvalidRequest(
                 f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} "
@@ -237,7 +241,7 @@ class LocalBatchService:
             purpose=new.purpose,
         )
         del self._uploads[upload_id]
-        # To its end, whoever waits for it: a file is kept and known, or neither.
+        # To its end, though its client may go: a file is kept and known, or neither.
         keeping = asyncio.create_task(self._keep(opened, upload.draft, file))
         self._keeping.add(keeping)
         keeping.add_done_callback(self._keeping.discard)
@@ -245,22 +249,22 @@ class LocalBatchService:
         return file_object(file)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-        """Not in the store's thread: a large file on its way to a storage elsewhere would hold up all others."""
+        """Not in the catalog's thread: a large file on its way to a storage elsewhere would hold up all others."""
         try:
             await asyncio.to_thread(draft.keep)
         except STORAGE_FAILURES:
             await asyncio.to_thread(draft.abandon)
             raise
         try:
-            await self._thread.run(opened.store.add_file, file)
+            await self._thread.run(opened.catalog.add_file, file)
         except STORAGE_FAILURES:
             await self._delete_content(opened, file.id)
             raise
 
     async def _delete_content(self, opened: _Open, file_id: str) -> None:
-        """Of a file that the store does not know; when it fails it is swept away at the next start."""
+        """Of a file that the catalog does not know; when it fails it is swept away at the next start."""
         try:
-            await asyncio.to_thread(opened.folder.delete, file_id)
+            await asyncio.to_thread(opened.files.delete, file_id)
         except OSError:
             logger.exception("the content of %s could not be deleted", file_id)
 
@@ -276,21 +280,21 @@ class LocalBatchService:
 
     async def files(self, page: PageOf) -> Json:
         """See `BatchService`."""
-        files = await self._run(self._opened_now().store.files, page, self._clock())
+        files = await self._run(self._opened_now().catalog.files, page, self._clock())
         return _list([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         """See `BatchService`."""
         if offset >= (await self._file(owner, file_id)).bytes:
             return b""
-        return await self._translated(asyncio.to_thread(_read, self._opened_now().folder, file_id, offset, max_bytes))
+        return await self._translated(asyncio.to_thread(_read, self._opened_now().files, file_id, offset, max_bytes))
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         """See `BatchService`."""
         await self._file(owner, file_id)
         opened = self._opened_now()
-        # The store first: after a crash between the two the content is swept away.
-        await self._run(_forget_unread, opened.store, file_id)
+        # The catalog first: after a crash between the two the content is swept away.
+        await self._run(_forget_unread, opened.catalog, file_id)
         await self._delete_content(opened, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -304,67 +308,71 @@ class LocalBatchService:
                 f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self._worker is not None and new.endpoint not in self._worker.endpoints:
+        endpoints = self._execution.endpoints
+        if endpoints is not None and new.endpoint not in endpoints:
             raise InvalidRequest(
-                f"this server's batches run as jobs of their own, for {' and '.join(self._worker.endpoints)}; got "
+                f"this server's batches run as jobs of their own, for {' and '.join(endpoints)}; got "
                 f"{new.endpoint[:100]!r}",
                 param="endpoint",
             )
-        letter = self._letter(new.webhook)
+        message = self._message(new.webhook)
         now = self._now()
-        batch = Batch(
-            id=new_batch_id(),
+        job = Job(
+            id=new_job_id(),
             owner=new.owner,
             endpoint=new.endpoint,
             input_file_id=new.input_file_id,
-            status=Status.VALIDATING,
+            status=JobState.VALIDATING,
             created_at=now,
             expires_at=now + self._config.window_s,
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(_add_batch, opened.store, batch, letter, self._clock())
-        opened.runner.start(batch.id)
-        return await self.batch(new.owner, batch.id)
+        await self._run(_add_job, opened.catalog, job, message, self._clock())
+        opened.runner.start(job.id)
+        return await self.batch(new.owner, job.id)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
-        store = self._opened_now().store
-        [shown] = await self._shown([await self._run(store.batch, batch_id, owner)])
+        catalog = self._opened_now().catalog
+        [shown] = await self._shown([await self._run(catalog.job, batch_id, owner)])
         return shown
 
     async def batches(self, page: PageOf) -> Json:
         """See `BatchService`."""
-        return _list(await self._shown(await self._run(self._opened_now().store.batches, page)), page)
+        return _list(await self._shown(await self._run(self._opened_now().catalog.jobs, page)), page)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """See `BatchService`."""
         opened = self._opened_now()
-        batch = await self._run(_cancel, opened.store, owner, batch_id, self._now())
-        if batch.status not in (Status.CANCELLING, Status.CANCELLED):
-            raise InvalidRequest(f"the batch is {batch.status.value}; only one that has lines to do can be cancelled")
+        job = await self._run(_cancel, opened.catalog, owner, batch_id, self._now())
+        if job.status not in (JobState.CANCELLING, JobState.CANCELLED):
+            raise InvalidRequest(f"the batch is {job.status.value}; only one that has lines to do can be cancelled")
         opened.runner.stop(batch_id)
-        [shown] = await self._shown([batch])
+        [shown] = await self._shown([job])
         return shown
 
     async def stats(self, owner: str) -> Json:
         """See `BatchService`."""
         opened = self._opened_now()
-        counts = await self._run(opened.store.counts, owner)
+        ended = await self._run(opened.catalog.ended_counts, owner)
+        unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]
         runner = opened.runner
+        counts = [*ended, *((_as_it_is(job, runner), 1) for job in unfinished)]
         return stats_object(counts, runner.num_in_flight(owner), runner.tokens_per_second(owner))
 
-    async def _shown(self, batches: Sequence[Batch]) -> list[Json]:
+    async def _shown(self, jobs: Sequence[Job]) -> list[Json]:
         """The batches as clients read them, with what became of their webhooks."""
-        letters = await self._run(self._opened_now().store.letters.shown, [batch.id for batch in batches])
-        return [batch_object(batch) | {"webhook": letters.get(batch.id)} for batch in batches]
+        opened = self._opened_now()
+        messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
+        return [batch_object(_as_it_is(job, opened.runner)) | {"webhook": messages.get(job.id)} for job in jobs]
 
-    def _letter(self, webhook: NewWebhook | None) -> NewLetter | None:
-        """The letter that a new batch leaves behind. Raises InvalidRequest."""
+    def _message(self, webhook: NewWebhook | None) -> NewMessage | None:
+        """The message about the end of a new batch. Raises InvalidRequest."""
         if webhook is not None:
-            self._courier.check(webhook.url, webhook.secret)
-            return NewLetter(id=new_message_id(), receiver=webhook)
-        return NewLetter(id=new_message_id(), receiver=None) if self._config.webhooks.url is not None else None
+            self._client.check(webhook.url, webhook.secret)
+            return NewMessage(id=new_message_id(), receiver=webhook)
+        return NewMessage(id=new_message_id(), receiver=None) if self._config.webhooks.url is not None else None
 
     def _opened_now(self) -> _Open:
         if self._open is None:
@@ -384,7 +392,7 @@ class LocalBatchService:
             )
 
     async def _file(self, owner: str, file_id: str) -> StoredFile:
-        return await self._run(self._opened_now().store.file, owner, file_id, self._clock())
+        return await self._run(self._opened_now().catalog.file, owner, file_id, self._clock())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
@@ -401,43 +409,49 @@ class LocalBatchService:
         return int(self._clock())
 
 
-# In the store's thread, each in one go:
+# In the catalog's thread, each in one go:
 
 
-def _open_folder(path: Path, files_url: str | None) -> tuple[Store, FileFolder]:
-    folder = FileFolder(path, files_url)
-    store = Store(path)
-    folder.sweep(store.file_ids())
-    return store, folder
+def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]:
+    files = FileStore(path, files_url)
+    catalog = Catalog(path)
+    files.sweep(catalog.file_ids())
+    return catalog, files
 
 
-def _forget_unread(store: Store, file_id: str) -> None:
-    readers = store.readers(file_id)
+def _forget_unread(catalog: Catalog, file_id: str) -> None:
+    readers = catalog.readers(file_id)
     if readers:
         raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
-    store.remove_file(file_id)
+    catalog.remove_file(file_id)
 
 
-def _add_batch(store: Store, batch: Batch, letter: NewLetter | None, now: float) -> None:
-    file = store.file(batch.owner, batch.input_file_id, now)
+def _add_job(catalog: Catalog, job: Job, message: NewMessage | None, now: float) -> None:
+    file = catalog.file(job.owner, job.input_file_id, now)
     if file.purpose != INPUT_PURPOSE:
         raise InvalidRequest(
             f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
             param="input_file_id",
         )
-    store.add_batch(batch, letter)
+    catalog.add_job(job, message)
 
 
-def _cancel(store: Store, owner: str, batch_id: str, now: int) -> Batch:
-    batch = store.batch(batch_id, owner)
-    if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
-        return store.change_batch(batch_id, batch.status, status=Status.CANCELLING, cancelling_at=now)
-    return batch
+def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:
+    job = catalog.job(batch_id, owner)
+    if job.status in (JobState.VALIDATING, JobState.IN_PROGRESS):
+        return catalog.change_job(batch_id, job.status, status=JobState.CANCELLING, cancelling_at=now)
+    return job
 
 
-def _read(folder: FileFolder, file_id: str, offset: int, max_bytes: int) -> bytes:
+def _as_it_is(job: Job, runner: BatchRunner) -> Job:
+    """The batch with the counts of now."""
+    counts = None if job.status.has_ended else runner.counts(job.id)
+    return job if counts is None else replace(job, **counted(counts))
+
+
+def _read(files: FileStore, file_id: str, offset: int, max_bytes: int) -> bytes:
     try:
-        return folder.read(file_id, offset, max_bytes)
+        return files.read(file_id, offset, max_bytes)
     except FileNotFoundError:
         raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
 

@@ -1,65 +1,233 @@
-"""Writes what came of a batch's lines into its output file and its error file. Blocks: call it in a thread."""
+"""What users read: the line of each result, and the output files that are made of them.
+
+`BatchFormat` writes the lines of OpenAI's output and error files, `RecordFormat` the records of a bulk run. A text that
+UTF-8 cannot encode (a lone surrogate) has question marks in its place: it costs no other item anything.
+Blocks: call `write_batch_files` and `write_records` in a thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import partial
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from app.jobs.catalog import Store
-from app.jobs.files import FileDraft, FileFolder
-from app.jobs.items import InputRules, read_lines
-from app.jobs.job import Batch, Status
-from app.jobs.line import InputLine, unfinished_line
+from app.disk import hidden_name, sync_folder
+from app.jobs.files import FileDraft, FileStore
+from app.jobs.job import Answered, InvalidItem, Item, ItemOutput, ItemResult, Job, JobState, Json
+from app.jobs.results import ResultStore
+
+# A record's columns in their order; `row` is the item's number.
+COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
+COUNTING_COLUMNS = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
+ITEM_ATTEMPTS = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
+_PARQUET_ROWS = 10_000
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 _WHY_UNFINISHED = {
-    Status.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line was done"),
-    Status.EXPIRED: ("batch_expired", "the batch's time was over before this line was done"),
+    JobState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line was done"),
+    JobState.EXPIRED: ("batch_expired", "the batch's time was over before this line was done"),
 }
 
 
+class Format(Protocol):
+    """Turns ends of items into results."""
+
+    def answered(self, item: Item, answered: Answered) -> ItemResult:
+        """Of a response over HTTP, or one that HTTP would have given."""
+
+    def generated(self, output: ItemOutput) -> ItemResult:
+        """Of what an engine has made."""
+
+    def invalid(self, item: InvalidItem) -> ItemResult:
+        """Of an item that cannot run, or is given up."""
+
+
+# Batches
+
+
+class BatchFormat:
+    """Lines as OpenAI's batches have them. Anything but a 200 belongs into the error file."""
+
+    def __init__(self, as_response: Callable[[ItemOutput], Json] | None = None) -> None:
+        """`as_response` makes the body of a completion; where no engine of the job's own computes there is none."""
+        self._as_response = as_response
+
+    def answered(self, item: Item, answered: Answered) -> ItemResult:
+        """See `Format`."""
+        response = {"status_code": answered.status_code, "request_id": uuid.uuid4().hex, "body": answered.body}
+        try:
+            line = _batch_line(item.id, response, None)
+        except (ValueError, RecursionError) as error:  # NaN, or nested too deeply: the answer of this item alone
+            line = _batch_line(item.id, None, {"code": "server_error", "message": f"not JSON: {error}"})
+            return ItemResult(number=item.number, is_error=True, line=line)
+        usage = answered.body.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        return ItemResult(
+            number=item.number,
+            is_error=answered.status_code != 200,
+            line=line,
+            # Of /v1/responses they have other names than of completions.
+            num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+            num_cached_tokens=details.get("cached_tokens", 0),
+            num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
+        )
+
+    def generated(self, output: ItemOutput) -> ItemResult:
+        """See `Format`."""
+        if output.error is not None:
+            return self.invalid(InvalidItem(number=output.number, id=output.id, reason=output.error))
+        assert self._as_response is not None, "only engines of the job's own generate"
+        item = Item(number=output.number, id=output.id, url="", body={})
+        return self.answered(item, Answered(200, self._as_response(output)))
+
+    def invalid(self, item: InvalidItem) -> ItemResult:
+        """See `Format`."""
+        line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
+        return ItemResult(number=item.number, is_error=True, line=line)
+
+
+def _batch_line(custom_id: str, response: Json | None, error: Json | None) -> bytes:
+    line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return _encode(line).encode("utf-8", errors="replace")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """A kept file that the store does not know yet."""
+class KeptFile:
+    """A kept file that the catalog does not know yet."""
 
     id: str
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class BatchFiles:
     """Both files of a batch; none where there are no lines for it."""
 
-    output: WrittenFile | None
-    errors: WrittenFile | None
+    output: KeptFile | None
+    errors: KeptFile | None
 
 
-def write_files(batch: Batch, end: Status, store: Store, folder: FileFolder, rules: InputRules) -> Written:
-    """Write every line of a batch that is about to `end`: into one of both files, once."""
+def write_batch_files(
+    job: Job, end: JobState, results: ResultStore, items: Iterable[Item], files: FileStore
+) -> BatchFiles:
+    """Write every item of a batch that is about to `end`: into one of both files, once. Raises OSError."""
     with ExitStack() as stack:
-        output, errors = (stack.enter_context(folder.draft()) for _ in range(2))
-        ended: set[int] = set()
-        for number, is_error, text in store.results(batch.id):
-            ended.add(number)
-            (errors if is_error else output).write(text.encode() + b"\n")
-        if end in _WHY_UNFINISHED and batch.in_progress_at is not None:
+        output, errors = (stack.enter_context(files.draft()) for _ in range(2))
+        for result in results.results():
+            (errors if result.is_error else output).write(result.line + b"\n")
+        if end in _WHY_UNFINISHED and not results.is_complete:
             code, message = _WHY_UNFINISHED[end]
-            for line in _unfinished(batch, folder, rules, ended):
-                errors.write(unfinished_line(line, code, message).encode() + b"\n")
-        return Written(output=_kept(output), errors=_kept(errors))
+            for item in items:
+                if item.number not in results.ended:
+                    errors.write(_batch_line(item.id, None, {"code": code, "message": message}) + b"\n")
+        return BatchFiles(output=_kept(output), errors=_kept(errors))
 
 
-def _unfinished(batch: Batch, folder: FileFolder, rules: InputRules, ended: set[int]) -> Iterator[InputLine]:
-    with closing(read_lines(partial(folder.open, batch.input_file_id), rules)) as lines:
-        for line in lines:
-            assert isinstance(line, InputLine), "a batch in progress has a valid input file"
-            if line.number not in ended:
-                yield line
-
-
-def _kept(draft: FileDraft) -> WrittenFile | None:
+def _kept(draft: FileDraft) -> KeptFile | None:
     if not draft.num_bytes:
         return None
     draft.keep()
-    return WrittenFile(id=draft.id, num_bytes=draft.num_bytes)
+    return KeptFile(id=draft.id, num_bytes=draft.num_bytes)
+
+
+# Bulk runs
+
+
+class RecordFormat:
+    """Records with one text each: see COLUMNS."""
+
+    def answered(self, item: Item, answered: Answered) -> ItemResult:
+        """See `Format`."""
+        if answered.status_code == 200:
+            try:
+                return self.generated(_output_of(item, answered.body))
+            except (KeyError, TypeError, AttributeError):
+                reason = f"the answer is no completion: {json.dumps(answered.body)[:200]}"
+        elif answered.status_code >= 500:
+            reason = (
+                f"the service failed on this item {ITEM_ATTEMPTS} times, the last time: {error_message(answered.body)}"
+            )
+        else:
+            reason = error_message(answered.body)
+        return self.invalid(InvalidItem(number=item.number, id=item.id, reason=reason))
+
+    def generated(self, output: ItemOutput) -> ItemResult:
+        """See `Format`."""
+        columns = {"row": output.number} | asdict(output)
+        record = {name: columns[name] for name in COLUMNS}
+        return ItemResult(
+            number=output.number,
+            is_error=output.error is not None,
+            line=json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace"),
+            num_input_tokens=output.prompt_tokens,
+            num_output_tokens=output.completion_tokens,
+        )
+
+    def invalid(self, item: InvalidItem) -> ItemResult:
+        """See `Format`."""
+        return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
+
+
+def error_message(body: Json) -> str:
+    """What the error object of a response has to say."""
+    error = body.get("error")
+    return str(error.get("message", ""))[:1000] if isinstance(error, dict) else ""
+
+
+def _output_of(item: Item, body: Json) -> ItemOutput:
+    choices, usage = body.get("choices") or [], body.get("usage") or {}
+    if len(choices) != 1:
+        reason = f"the answer has {len(choices)} choices; an item has one: write an item for each"
+        return ItemOutput(number=item.number, id=item.id, error=reason)
+    [choice] = choices
+    return ItemOutput(
+        number=item.number,
+        id=item.id,
+        text=choice["text"] if "text" in choice else _text(choice["message"]),
+        finish_reason=choice["finish_reason"],
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        completion_tokens=usage.get("completion_tokens", 0),
+    )
+
+
+def _text(message: Json) -> str:
+    """The content of a turn; of one that has no text (it calls a tool), all of it as JSON."""
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(message, ensure_ascii=False)
+
+
+def write_records(results: ResultStore, path: Path, output_format: str) -> None:
+    """Write all records into a file, whole or not at all: as JSONL, or as Parquet. Raises OSError."""
+    temporary = path.with_name(hidden_name(path.name))
+    if output_format == "parquet":
+        _write_parquet(results, temporary)
+    else:
+        with temporary.open("wb") as file:
+            file.writelines(result.line + b"\n" for result in results.results())
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
+    os.rename(temporary, path)
+    sync_folder(path.parent)
+
+
+def _write_parquet(results: ResultStore, path: Path) -> None:
+    import pyarrow  # here, as the service's processes have no use for it
+    from pyarrow import parquet
+
+    schema = pyarrow.schema(
+        [pyarrow.field(name, pyarrow.int64() if name in COUNTING_COLUMNS else pyarrow.string()) for name in COLUMNS]
+    )
+    with parquet.ParquetWriter(path, schema) as writer:
+        records: list[dict[str, Any]] = []
+        for result in results.results():
+            records.append(json.loads(result.line))
+            if len(records) == _PARQUET_ROWS:
+                writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))
+                records = []
+        writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))

@@ -5,25 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from app.jobs.record import Record
-
 RATE_WINDOW_S = 30.0
-
-
-@dataclass(slots=True)
-class Counts:
-    """Sums over records."""
-
-    rows: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, record: Record) -> None:
-        self.rows += 1
-        self.failed += record.error is not None
-        self.prompt_tokens += record.prompt_tokens
-        self.completion_tokens += record.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +39,7 @@ class Summary:
         return "\n".join(lines)
 
 
-class Pace:
+class RunProgress:
     """How fast a run is now, over the last half minute, and when it will be done."""
 
     def __init__(self, num_rows: int) -> None:
@@ -65,26 +47,26 @@ class Pace:
         self._num_tokens = 0
         self._marks: deque[tuple[float, int, int]] = deque()  # (time, rows, tokens)
 
-    def begin(self, now: float, num_settled: int) -> None:
+    def begin(self, now: float, num_ended: int) -> None:
         """The clock runs from here on."""
-        self._marks.append((now, num_settled, self._num_tokens))
+        self._marks.append((now, num_ended, self._num_tokens))
 
     def generated(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
 
-    def line(self, now: float, num_settled: int) -> str:
+    def line(self, now: float, num_ended: int) -> str:
         """One line of progress. `now` is in seconds, on any clock that does not go back."""
-        self._marks.append((now, num_settled, self._num_tokens))
+        self._marks.append((now, num_ended, self._num_tokens))
         while len(self._marks) > 2 and now - self._marks[0][0] > RATE_WINDOW_S:
             self._marks.popleft()
         began, rows, tokens = self._marks[0]
         seconds = max(now - began, 1e-9)
-        rows_per_s, tokens_per_s = (num_settled - rows) / seconds, (self._num_tokens - tokens) / seconds
-        left = self._num_rows - num_settled
+        rows_per_s, tokens_per_s = (num_ended - rows) / seconds, (self._num_tokens - tokens) / seconds
+        left = self._num_rows - num_ended
         eta = f"{_duration(left / rows_per_s)} left" if rows_per_s > 0 else "pace not known yet"
-        share = num_settled / self._num_rows
+        share = num_ended / self._num_rows
         return (
-            f"{num_settled:,} of {self._num_rows:,} rows ({share:.0%}), "
+            f"{num_ended:,} of {self._num_rows:,} rows ({share:.0%}), "
             f"{rows_per_s:,.1f} rows/s, {tokens_per_s:,.0f} tokens/s, {eta}"
         )
 

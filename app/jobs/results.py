@@ -1,45 +1,144 @@
-"""A run's folder: what the run is, the records as they come, and at the end the results.
+"""The store of a job's results: one folder with an append-only journal, in which each item ends once.
 
-    run.json               what runs here: the input's fingerprint and what the answers depend on
-    results.partial.jsonl  the journal: one record a line, appended; after a crash it is valid up to a torn last line
-    begun.bits             which rows have been begun, one bit each, kept by the kernel when this process is killed
-    under_way.tokens       what is known of rows that have begun and not ended, see `app/jobs/partial_outputs.py`
-    recovery.json          what deaths have cost so far
-    results.jsonl          the journal once it is whole (or results.parquet, made from it)
-    summary.json           written last: whoever sees it sees a finished run
+    journal         one line for each item that has ended: a checksum, the item's number, its counts, its output line
+    begun.bits      which items have been begun, one bit each, kept by the kernel when this process is killed
+    partial.tokens  the tokens of items that have begun and not ended
+    recovery.json   what deaths of processes have cost so far
 
-One process at a time has the folder, by a lock that ends with it.
+A line is in the journal when `append` returns: the death of the process cannot take it back. `sync` makes the same true
+for the death of the machine. Opening the store cuts off a torn end and finds the items that have ended. Nothing here
+deletes a result; output files are made from the journal, see `app/jobs/outputs.py`. One process at a time has a folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
+import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from zlib import crc32
 
-import pyarrow
-from pyarrow import parquet
+from app.disk import hidden_name, write_atomically
+from app.jobs.job import Counts, ItemResult
 
-from app.disk import sync_folder
-from app.errors import Failure, InvalidSetup
-from app.jobs.item_set import RowSet
-from app.jobs.partial_outputs import UnderWay
-from app.jobs.progress import Counts, Summary
-from app.jobs.record import COLUMNS, COUNTING_COLUMNS, Record
+JOURNAL, BEGUN, PARTIAL, RECOVERY = FILES = ("journal", "begun.bits", "partial.tokens", "recovery.json")
+_CHECKSUM_DIGITS = 8
+_PARTIAL_SHARE_OF_TIME = 0.02  # at most, for writing partial tokens: very many of them are written less often
+_PARTIAL_HEAD_BYTES = 8
 
-MANIFEST, JOURNAL, BEGUN, UNDER_WAY, RECOVERY, SUMMARY = (
-    "run.json", "results.partial.jsonl", "begun.bits", "under_way.tokens", "recovery.json", "summary.json",
-)  # fmt: skip
-RESULTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
-_PARQUET_ROWS = 10_000
-_SCHEMA = pyarrow.schema(
-    [pyarrow.field(name, pyarrow.int64() if name in COUNTING_COLUMNS else pyarrow.string()) for name in COLUMNS]
-)
+
+class ResultsUnwritable(OSError):
+    """The store cannot be written now. What it has stays."""
+
+
+class ItemSet:
+    """Which of the items 0 to num_items - 1 are in it, in one bit each: a million items take 125 kB."""
+
+    def __init__(self, num_items: int, bits: bytearray | mmap.mmap | None = None) -> None:
+        self._bits = bytearray(_num_bytes(num_items)) if bits is None else bits
+        self._count = sum(byte.bit_count() for byte in self._bits[:])
+
+    @classmethod
+    def in_file(cls, path: Path, num_items: int) -> ItemSet:
+        """A set that lives in a file: what was added is there after the death of this process, however it came."""
+        with path.open("a+b") as file:
+            # Given its blocks now: a write into a hole of a mapped file on a full disk kills the process.
+            os.posix_fallocate(file.fileno(), 0, _num_bytes(num_items))
+            return cls(num_items, mmap.mmap(file.fileno(), _num_bytes(num_items)))
+
+    @classmethod
+    def from_bytes(cls, bits: bytes) -> ItemSet:
+        """What `to_bytes` was called on."""
+        return cls(8 * len(bits), bytearray(bits))
+
+    def to_bytes(self) -> bytes:
+        return bytes(self._bits)
+
+    def add(self, item: int) -> None:
+        if item not in self:
+            self._bits[item >> 3] |= 1 << (item & 7)
+            self._count += 1
+
+    def update(self, items: Iterable[int]) -> None:
+        for item in items:
+            self.add(item)
+
+    def __contains__(self, item: int) -> bool:
+        return bool(self._bits[item >> 3] >> (item & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def has_all(self, first: int, num_items: int) -> bool:
+        """Whether so many items from `first` on are all in it."""
+        return all(item in self for item in range(first, first + num_items))
+
+    def minus(self, other: ItemSet) -> Iterator[int]:
+        """The items that are in this set and not in the other, in order."""
+        for place, (mine, others) in enumerate(zip(self.to_bytes(), other.to_bytes(), strict=True)):
+            if left := mine & ~others & 0xFF:
+                yield from (8 * place + bit for bit in range(8) if left >> bit & 1)
+
+
+class PartialOutputs:
+    """The tokens of items that have begun and not ended, so that another engine, or another run, continues after them.
+
+    A token is a function of the item, its seed and the tokens before it, so these are all the state there is. They are
+    in memory, and in a file that is renewed as a whole: after a crash it holds what was known a moment before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take up what an earlier run left in the file; nothing if it is torn."""
+        self._path = path
+        self._token_ids = dict(_read_partial(path))
+        self._has_changed = False
+        self._next_save_at = 0.0
+
+    def __contains__(self, item: int) -> bool:
+        return item in self._token_ids
+
+    def token_ids(self, item: int) -> tuple[int, ...]:
+        """What is known of an item."""
+        return tuple(self._token_ids.get(item, ()))
+
+    def add(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Items have got further tokens."""
+        self._has_changed = self._has_changed or bool(token_ids)
+        for item, more in token_ids.items():
+            self._token_ids.setdefault(item, array("q")).extend(more)
+
+    def drop(self, item: int) -> None:
+        """The item has ended."""
+        self._token_ids.pop(item, None)
+
+    def clear(self) -> None:
+        """Drop all of them. Raises OSError."""
+        self._token_ids.clear()
+        self._path.unlink(missing_ok=True)
+
+    def save(self) -> None:
+        """Write all of it, unless nothing is new, or that was done just now and takes long. Raises OSError."""
+        began_at = time.monotonic()
+        if not self._has_changed or began_at < self._next_save_at:
+            return
+        content = array("q")
+        for item, token_ids in self._token_ids.items():
+            content.extend((item, len(token_ids)))
+            content.extend(token_ids)
+        body = content.tobytes()
+        temporary = self._path.with_name(hidden_name(self._path.name))
+        # Not synced: the checksum shows whether the machine's death left it torn, and then those items begin again.
+        temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
+        os.rename(temporary, self._path)
+        self._has_changed = False
+        ended_at = time.monotonic()
+        self._next_save_at = ended_at + (ended_at - began_at) / _PARTIAL_SHARE_OF_TIME
 
 
 @dataclass(slots=True)
@@ -48,227 +147,158 @@ class Recovery:
 
     runs: int = 0
     engines_lost: int = 0
-    continued_rows: int = 0  # rows that had begun when their engine or the driver died, and went on after their tokens
-    recomputed_rows: int = 0  # such rows of which no token was known, so that they began again
+    continued_items: int = (
+        0  # items that had begun when their engine or the driver died, and continued after their tokens
+    )
+    recomputed_items: int = 0  # such items of which no token was known, so that they began again
 
 
-class OutputFolder:
-    """The folder of one run, held by this process. All rows that have a record are in `settled`."""
+class ResultStore:
+    """The results of one job. Items that have ended are in `ended`."""
 
-    def __init__(self, path: Path, *, num_rows: int, output_format: str, lock: int) -> None:
-        """Not for callers: `open_folder` checks and locks first."""
-        self._lock = lock
-        self._path = path
-        self.num_rows = num_rows
-        self._format = output_format
-        self.settled = RowSet(num_rows)
+    def __init__(self, folder: Path, num_items: int) -> None:
+        """Open it, or make it where there is none. Raises OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self.num_items = num_items
+        self.ended = ItemSet(num_items)
         self.counts = Counts()
-        self.under_way = UnderWay(path / UNDER_WAY)
-        self._journal = _open_journal(path, output_format)
-        self._end = self._recover()
-        self.begun = RowSet.in_file(path / BEGUN, num_rows)
-        self.recovery = _read_recovery(path)
-        self._saved_recovery = replace(self.recovery)
-        self.recovery.runs += 1
-        self.note_interrupted(self.begun.beside(self.settled))
-        self._save_recovery()
+        self.partial = PartialOutputs(folder / PARTIAL)
+        self._syncing = threading.Lock()
+        self._is_closed = False
+        self._journal = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._end = self._recover()
+            self.begun = ItemSet.in_file(folder / BEGUN, num_items)
+            self.recovery = _read_recovery(folder / RECOVERY)
+            self._saved_recovery = replace(self.recovery)
+            self.recovery.runs += 1
+            self.note_interrupted(self.begun.minus(self.ended))
+            self._save_recovery()
+        except BaseException:
+            os.close(self._journal)
+            raise
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every item has ended."""
+        return len(self.ended) == self.num_items
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the journal."""
+        return self._end
 
     def close(self) -> None:
-        """Let the folder go; the run in it can be resumed."""
-        os.close(self._journal)
-        os.close(self._lock)
+        """The job can be opened again. Waits for a `sync` in another thread."""
+        with self._syncing:
+            self._is_closed = True
+            os.close(self._journal)
 
-    def append(self, records: Iterable[Record]) -> None:
-        """Add records; when this returns the death of this process cannot take them back (`sync`: nor the machine's).
+    def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
+        """Write the ends of items, and return those that are new: an item that has ended stays as it was.
 
-        A row that has a record is passed over. Raises Failure when they cannot be written, and then none is.
+        Raises ResultsUnwritable, and then none of them has ended.
         """
-        new = {record.row: record for record in records if record.row not in self.settled}
-        content = b"".join(record.to_line() for record in new.values())
+        new = {result.number: result for result in results if result.number not in self.ended}
+        content = b"".join(map(_to_line, new.values()))
         try:
             _write_all(self._journal, content)
         except OSError as error:
-            with suppress(OSError):  # a torn end does no harm: the next run cuts it off
+            with suppress(OSError):  # a torn end does no harm: the next opening cuts it off
                 os.ftruncate(self._journal, self._end)
-            raise self._failure(error) from error
+            raise ResultsUnwritable(*error.args) from error
         self._end += len(content)
-        for record in new.values():
-            self._settle(record)
+        for result in new.values():
+            self._note_end(result)
+        return list(new.values())
 
     def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Rows that have not ended have got further tokens. Raises Failure when they cannot be written."""
-        self.under_way.add(token_ids)
+        """Items that have not ended have got further tokens. Raises ResultsUnwritable."""
+        self.partial.add(token_ids)
         try:
-            self.under_way.save()
+            self.partial.save()
         except OSError as error:
-            raise self._failure(error) from error
+            raise ResultsUnwritable(*error.args) from error
 
-    def note_interrupted(self, rows: Iterable[int]) -> None:
-        """Rows that had begun have lost whoever computed them."""
-        for row in rows:
-            if row in self.under_way:
-                self.recovery.continued_rows += 1
+    def note_interrupted(self, items: Iterable[int]) -> None:
+        """Items that had begun have lost their engine."""
+        for item in items:
+            if item in self.partial:
+                self.recovery.continued_items += 1
             else:
-                self.recovery.recomputed_rows += 1
+                self.recovery.recomputed_items += 1
 
     def sync(self) -> None:
-        """Bring what was appended, and `recovery`, to the disk. Raises Failure."""
+        """Bring what was appended, and `recovery`, to the disk. Any thread. Raises ResultsUnwritable."""
         try:
-            os.fsync(self._journal)
+            with self._syncing:
+                if not self._is_closed:
+                    os.fsync(self._journal)
+                    self._save_recovery()
         except OSError as error:
-            raise self._failure(error) from error
-        self._save_recovery()
+            raise ResultsUnwritable(*error.args) from error
 
-    def _save_recovery(self) -> None:
-        if self.recovery != self._saved_recovery:
-            self._write_json(RECOVERY, asdict(self.recovery))
-            self._saved_recovery = replace(self.recovery)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Every row is settled: turn the journal into the results and write the summary. Raises Failure."""
-        assert len(self.settled) == self.num_rows, "a run is finished when every row has its record"
-        self.sync()
-        try:
-            if self._format == "parquet":
-                _to_parquet(self._path / JOURNAL, self._path / RESULTS[self._format])
-            else:
-                os.rename(self._path / JOURNAL, self._path / RESULTS[self._format])
-            sync_folder(self._path)
-            self._write_json(SUMMARY, summary)
-            for name in (JOURNAL, BEGUN, UNDER_WAY, RECOVERY):
-                (self._path / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def _settle(self, record: Record) -> None:
-        self.settled.add(record.row)
-        self.counts.add(record)
-        self.under_way.drop(record.row)
+    def results(self) -> Iterator[ItemResult]:
+        """All of them, in the order of their ends. Any thread."""
+        with (self.folder / JOURNAL).open("rb") as journal:
+            left = self._end
+            for line in journal:
+                left -= len(line)
+                if left < 0:
+                    return
+                result = _from_line(line, self.num_items)
+                assert result is not None, "what was appended or recovered is whole"
+                yield result
 
     def _recover(self) -> int:
-        """Take up the records of earlier runs; what is behind the first unreadable line is cut off."""
+        """Take up the results of earlier runs; what is behind the first unreadable line is cut off."""
         end = 0
         with open(self._journal, "rb", closefd=False) as journal:
             for line in journal:
-                record = _record(line, self.num_rows)
-                if record is None or record.row in self.settled:
+                result = _from_line(line, self.num_items)
+                if result is None or result.number in self.ended:
                     break
-                self._settle(record)
+                self._note_end(result)
                 end += len(line)
         os.ftruncate(self._journal, end)
         return end
 
-    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        try:
-            write_atomically(self._path / name, json.dumps(content, indent=2).encode() + b"\n")
-        except OSError as error:
-            raise self._failure(error) from error
+    def _note_end(self, result: ItemResult) -> None:
+        self.ended.add(result.number)
+        self.counts.add(result)
+        self.partial.drop(result.number)
 
-    def _failure(self, error: OSError) -> Failure:
-        return Failure(
-            f"{self._path}: cannot be written to: {error.strerror}; {len(self.settled):,} of {self.num_rows:,} "
-            f"rows are safe there: make room, or whatever it needs, and go on with --resume"
-        )
-
-
-def open_folder(path: Path, *, run: Mapping[str, Any], num_rows: int, output_format: str, resume: bool) -> OutputFolder:
-    """Take the folder for the run that `run` describes, creating it if need be. Nothing is changed if this raises.
-
-    Raises:
-        InvalidSetup: it holds something else, another run, a finished run, or one that is running or not resumed.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
-            if (path / MANIFEST).exists():
-                _check_may_go_on(path, run, resume=resume)
-            else:
-                _check_is_empty(path)
-                write_atomically(path / MANIFEST, json.dumps(run, indent=2).encode() + b"\n")
-            return OutputFolder(path, num_rows=num_rows, output_format=output_format, lock=lock)
-        except BaseException:
-            os.close(lock)
-            raise
-    except OSError as error:
-        raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
+    def _save_recovery(self) -> None:
+        if self.recovery != self._saved_recovery:
+            now = replace(self.recovery)
+            write_atomically(self.folder / RECOVERY, json.dumps(asdict(now), indent=2).encode() + b"\n")
+            self._saved_recovery = now
 
 
-def written_lines(path: Path, offset: int, piece_bytes: int) -> bytes:
-    """Whole lines of a JSONL run's records from `offset` on, while it runs or after it: a piece of them, or one line.
-
-    After a run's death the next cuts off what is torn, so whoever reads along begins again with every run.
-    """
-    # The journal is renamed at the end, and back where a run was killed just then.
-    for name in (JOURNAL, RESULTS["jsonl"], JOURNAL):
-        try:
-            with (path / name).open("rb") as file:
-                file.seek(offset)
-                content = file.read(piece_bytes)
-                if b"\n" not in content:
-                    content += file.readline()
-        except FileNotFoundError:
-            continue
-        return content[: content.rfind(b"\n") + 1]
-    return b""
+def _to_line(result: ItemResult) -> bytes:
+    counts = (result.num_input_tokens, result.num_cached_tokens, result.num_output_tokens)
+    body = b"%d %d %d %d %d %b" % (result.number, result.is_error, *counts, result.line)
+    return b"%08x %b\n" % (crc32(body), body)
 
 
-def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
-    """The summary of this very run if it is finished; None if it is not, or not begun."""
-    if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != dict(run):
+def _from_line(line: bytes, num_items: int) -> ItemResult | None:
+    """The result in a line of the journal; None if it is torn."""
+    checksum, body = line[:_CHECKSUM_DIGITS], line[_CHECKSUM_DIGITS + 1 : -1]
+    if not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
         return None
-    return Summary(**_read_json(path / SUMMARY))
-
-
-def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> None:
-    there = _read_json(path / MANIFEST)
-    differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
-    if differing:
-        named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])
-        raise InvalidSetup(f"--output {path}: holds another run ({named[:600]}); use another folder")
-    if (path / SUMMARY).exists():
-        raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
-    if not resume:
-        raise InvalidSetup(f"--output {path}: holds this run, unfinished: go on with --resume, or use another folder")
-
-
-def _check_is_empty(path: Path) -> None:
-    strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    if set(strangers) - {_hidden_name(MANIFEST)}:  # what a death at the very beginning may have left
-        raise InvalidSetup(f"--output {path}: holds {', '.join(strangers[:3])} and no run; use an empty folder")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file has the old content or the new one, whatever happens."""
-    temporary = path.with_name(_hidden_name(path.name))
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    sync_folder(path.parent)
-
-
-def _hidden_name(name: str) -> str:
-    return f".{name}.tmp"
-
-
-def _lock(folder: Path) -> int:
-    """A lock on the folder itself, held by the descriptor that this gives: when a process ends, so does its lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise InvalidSetup(f"--output {folder}: another process is at work on it; wait for its end") from error
-    return descriptor
-
-
-def _open_journal(path: Path, output_format: str) -> int:
-    results = path / RESULTS[output_format]
-    if output_format == "jsonl" and results.exists():  # killed between the last two steps of `finish`
-        os.rename(results, path / JOURNAL)
-    return os.open(path / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    number, is_error, *counts, content = body.split(b" ", 5)
+    num_input, num_cached, num_output = map(int, counts)
+    if not 0 <= int(number) < num_items:
+        return None
+    return ItemResult(
+        number=int(number),
+        is_error=is_error == b"1",
+        line=content,
+        num_input_tokens=num_input,
+        num_cached_tokens=num_cached,
+        num_output_tokens=num_output,
+    )
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -277,41 +307,21 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _record(line: bytes, num_rows: int) -> Record | None:
-    """The record in a line of the journal; None if it is torn."""
-    try:
-        record = Record(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
-    return record if line.endswith(b"\n") and 0 <= record.row < num_rows else None
-
-
 def _read_recovery(path: Path) -> Recovery:
-    return Recovery(**_read_json(path / RECOVERY)) if (path / RECOVERY).exists() else Recovery()
+    return Recovery(**json.loads(path.read_bytes())) if path.exists() else Recovery()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InvalidSetup(f"{path}: is not valid JSON: {error}; use another folder") from error
-    return dict(content)
+def _read_partial(path: Path) -> Iterator[tuple[int, array[int]]]:
+    content = path.read_bytes() if path.exists() else b""
+    head, body = content[:_PARTIAL_HEAD_BYTES], content[_PARTIAL_HEAD_BYTES:]
+    if not body or crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") != head:
+        return
+    values, place = array("q", body), 0
+    while place < len(values):
+        item, num_tokens = values[place], values[place + 1]
+        yield item, values[place + 2 : place + 2 + num_tokens]
+        place += 2 + num_tokens
 
 
-def _to_parquet(journal: Path, results: Path) -> None:
-    temporary = results.with_name(_hidden_name(results.name))
-    with journal.open("rb") as lines, parquet.ParquetWriter(temporary, _SCHEMA) as writer:
-        batch: list[dict[str, Any]] = []
-        for line in lines:
-            batch.append(json.loads(line))
-            if len(batch) == _PARQUET_ROWS:
-                writer.write_table(pyarrow.Table.from_pylist(batch, schema=_SCHEMA))
-                batch = []
-        writer.write_table(pyarrow.Table.from_pylist(batch, schema=_SCHEMA))
-    _sync_file(temporary)
-    os.rename(temporary, results)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _num_bytes(num_items: int) -> int:
+    return max(1, (num_items + 7) // 8)

@@ -1,4 +1,4 @@
-"""A bulk run from a looked-through input to its summary, whoever reads the rows and whoever computes them."""
+"""The run of one job: from its input to the end of every item, with any executor and any source of items."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import asyncio
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from dataclasses import asdict
-from typing import Any, Generic
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import aclosing, suppress
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from app.errors import Failure
-from app.jobs.backlog import Backlog, Loss, RowT
-from app.jobs.engine_worker import Harvest
-from app.jobs.piece_reader import BatchReader
-from app.jobs.progress import Pace, Summary
-from app.jobs.record import Record
-from app.jobs.results import OutputFolder
-from app.jobs.workers import Workers
+from app.jobs.backlog import Backlog, ItemT, Loss
+from app.jobs.executors import Executor
+from app.jobs.job import Answered, EngineOutput, InvalidItem, Item, ItemResult
+from app.jobs.outputs import Format
+from app.jobs.progress import RunProgress
+from app.jobs.results import ItemSet, ResultStore
 
 MAX_FRUITLESS_PASSES = 3
 SYNC_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
+READER_PATIENCE_S = 20.0
 
-# A pass through the input: batches of all rows that are not settled. May wait until it knows how to read them.
-Source = Callable[[], Awaitable[Generator[list[RowT | Record], None, None]]]
+PieceT = TypeVar("PieceT")
+
+# A pass through the input: all items that have not ended, some at a time; those that cannot run are `InvalidItem`s, or
+# results already. May wait until it knows how to read them.
+Source = Callable[[], AsyncGenerator[Sequence[ItemT | InvalidItem | ItemResult], None]]
 
 logger = logging.getLogger(__name__)
 
@@ -34,133 +39,194 @@ class ReadingBroke(Exception):
     """A pass through the input has ended before its time, and another may get further."""
 
 
-class BulkJob(Generic[RowT]):
-    """One run. Its parts share an event loop: the reader, whoever computes, and the clock."""
+class JobRun(Generic[ItemT]):
+    """Its parts share an event loop: the reader, the executor, and the clock."""
 
-    def __init__(self, folder: OutputFolder) -> None:
-        self._folder = folder
-        self.backlog: Backlog[RowT] = Backlog(folder.settled)
-        self._pace = Pace(folder.num_rows)
-        self._num_before = len(folder.settled)
-        self._num_tokens_before = folder.counts.completion_tokens
-        self._began = self._ended = 0.0
+    def __init__(
+        self,
+        results: ResultStore,
+        form: Format,
+        *,
+        on_results: Callable[[Sequence[ItemResult]], None] = lambda _: None,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        progress: RunProgress | None = None,
+    ) -> None:
+        """Results are written to `results` as `form` has them; then `on_results` gets them, and `on_tokens` the number
+        of new output tokens.
 
-    async def run(self, workers: Workers[RowT], source: Source[RowT]) -> None:
-        """Returns when every row is settled; `workers` take from `backlog` and report to this job.
+        With `progress` a line on stderr shows how far the run is.
+        """
+        self._results = results
+        self._form = form
+        self._on_results = on_results
+        self._on_tokens = on_tokens
+        self._progress = progress
+        self.backlog: Backlog[ItemT] = Backlog(results.ended)
+        self._num_before = len(results.ended)
+        self.began_at: float | None = None
+        self.ended_at: float | None = None
+
+    async def run(self, executor: Executor[ItemT], source: Source[ItemT], *, left_out: ItemSet | None = None) -> None:
+        """Returns when every item has ended but those that the source has put into `left_out`.
 
         Raises:
-            Failure: the output cannot be written, the input not be read; and what `workers` raise.
+            ResultsUnwritable: the store cannot be written.
+            Failure: the input cannot be read; and what the executor raises.
         """
+        parts = [self._read(executor, source, left_out), self._clock(executor), *executor.parts()]
         try:
-            await _until(workers.over(), [self._read(workers, source), self._clock(workers), *workers.parts()])
+            await _until(executor.over(), parts)
+            await asyncio.to_thread(self._results.sync)
         finally:
-            self._ended = time.monotonic()
-            if sys.stderr.isatty():
+            self.ended_at = time.monotonic()
+            if self._progress is not None and sys.stderr.isatty():
                 print(file=sys.stderr)
 
-    def finish(self) -> Summary:
-        """Every row is settled: what has come of it, told to the folder too. Raises Failure."""
-        summary = self._summary()
-        self._folder.finish(asdict(summary))
-        return summary
-
-    def _summary(self) -> Summary:
-        counts, recovery = self._folder.counts, self._folder.recovery
-        seconds = max(self._ended - (self._began or self._ended), 1e-9)  # nothing was computed: no time
-        return Summary(
-            rows=counts.rows,
-            ok=counts.rows - counts.failed,
-            failed=counts.failed,
-            prompt_tokens=counts.prompt_tokens,
-            completion_tokens=counts.completion_tokens,
-            seconds=round(seconds, 3),
-            rows_per_s=round((counts.rows - self._num_before) / seconds, 2),
-            tokens_per_s=round((counts.completion_tokens - self._num_tokens_before) / seconds, 2),
-            runs=recovery.runs,
-            engines_lost=recovery.engines_lost,
-            continued_rows=recovery.continued_rows,
-            recomputed_rows=recovery.recomputed_rows,
-        )
-
-    # ------------------------------------------------------------------ what comes of rows
+    # ------------------------------------------------------------------ what becomes of items
 
     def ready(self) -> None:
-        """See `Account`."""
-        if not self._began:
-            self._began = time.monotonic()
-            self._pace.begin(self._began, self._num_before)
+        """See `RunReports`."""
+        if self.began_at is None:
+            self.began_at = time.monotonic()
+            if self._progress is not None:
+                self._progress.begin(self.began_at, self._num_before)
 
-    def begun(self, rows: Sequence[int]) -> None:
-        """See `Account`."""
-        self._folder.begun.update(rows)
+    def begun(self, items: Sequence[int]) -> None:
+        """See `RunReports`."""
+        self._results.begun.update(items)
 
-    def book(self, harvest: Harvest) -> None:
-        """See `Account`."""
-        self.begun(harvest.begun)
-        self._folder.append(harvest.records)
-        self._folder.progress(harvest.token_ids)
-        self._pace.generated(harvest.num_tokens)
+    def answered(self, item: Item, answered: Answered) -> None:
+        """See `RunReports`."""
+        self.begun([item.number])
+        result = self._form.answered(item, answered)
+        self._append([result])
+        self._count_tokens(result.num_output_tokens)
+
+    def generated(self, output: EngineOutput) -> None:
+        """See `RunReports`."""
+        self.begun(output.begun)
+        self._append(map(self._form.generated, output.outputs))
+        self._results.progress(output.token_ids)
+        self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
-        """See `Account`."""
-        self._folder.append(loss.given_up)
-        self._folder.recovery.engines_lost += 1
+        """See `RunReports`."""
+        self._append(map(self._form.invalid, loss.given_up))
+        self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
-    def interrupted(self, rows: Sequence[int]) -> None:
-        """See `Account`."""
-        self._folder.note_interrupted(rows)
+    def interrupted(self, items: Iterable[int]) -> None:
+        """See `RunReports`."""
+        self._results.note_interrupted(items)
+
+    def _append(self, results: Iterable[ItemResult]) -> None:
+        self._on_results(self._results.append(results))
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self._on_tokens(num_tokens)
+        if self._progress is not None:
+            self._progress.generated(num_tokens)
 
     # ------------------------------------------------------------------ the input
 
-    async def _read(self, workers: Workers[RowT], source: Source[RowT]) -> None:
-        """Everything that is not settled into the backlog, in further passes what a pass has left out."""
+    async def _read(self, executor: Executor[ItemT], source: Source[ItemT], left_out: ItemSet | None) -> None:
+        """Everything that has not ended into the backlog, in further passes what a pass has left out."""
         trouble, num_fruitless = "", 0
         while num_fruitless < MAX_FRUITLESS_PASSES:
-            num_before = self._num_unread
+            num_before = self._num_unread(left_out)
             try:
-                await self._read_once(workers, source)
+                await self._read_once(executor, source)
             except ReadingBroke as broke:
                 trouble = str(broke)
                 logger.warning("reading the input broke off and begins again with what is left: %s", trouble)
-            if self._num_unread == 0:
-                await workers.end_of_input()
+            if self._num_unread(left_out) == 0:
+                await executor.end_of_input()
                 return
-            num_fruitless = num_fruitless + 1 if self._num_unread == num_before else 0
+            num_fruitless = num_fruitless + 1 if self._num_unread(left_out) == num_before else 0
         raise Failure(
-            f"{self._num_unread:,} rows could not be read, however often the input was gone through: has a file "
-            f"changed? {trouble}"
+            f"{self._num_unread(left_out):,} rows could not be read, however often the input was gone through: has a "
+            f"file changed? {trouble}"
         )
 
-    @property
-    def _num_unread(self) -> int:
-        return self._folder.num_rows - len(self._folder.settled) - self.backlog.num_known
+    def _num_unread(self, left_out: ItemSet | None) -> int:
+        num_left_out = 0 if left_out is None else len(left_out)
+        return self._results.num_items - len(self._results.ended) - self.backlog.num_known - num_left_out
 
-    async def _read_once(self, workers: Workers[RowT], source: Source[RowT]) -> None:
-        reader = BatchReader(await source())
-        try:
-            while (batch := await reader.next()) is not None:
-                self._folder.append(item for item in batch if isinstance(item, Record))
-                self.backlog.add(item for item in batch if not isinstance(item, Record))
-                await workers.has_changed()
-                await workers.wait_for_room()
-        finally:
-            await reader.close()
+    async def _read_once(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
+        async with aclosing(source()) as pieces:
+            async for piece in pieces:
+                self._append(
+                    self._form.invalid(item) if isinstance(item, InvalidItem) else item
+                    for item in piece
+                    if isinstance(item, InvalidItem | ItemResult)
+                )
+                self.backlog.add(item for item in piece if not isinstance(item, InvalidItem | ItemResult))
+                await executor.has_changed()
+                await executor.wait_for_room()
 
     # ------------------------------------------------------------------ the clock
 
-    async def _clock(self, workers: Workers[RowT]) -> None:
+    async def _clock(self, executor: Executor[ItemT]) -> None:
         """Once a second what was written goes to the disk; on a terminal the line is renewed, in a log now and then."""
         lines_every_s = SYNC_EVERY_S if sys.stderr.isatty() else LINE_EVERY_S
         shown_at = -math.inf
         while True:
             now = time.monotonic()
-            if now - shown_at >= lines_every_s:
-                pace = self._pace.line(now, len(self._folder.settled)) if self._began else "nothing is computed yet"
-                _show(f"{pace}, {workers.state}")
+            if self._progress is not None and now - shown_at >= lines_every_s:
+                num_ended = len(self._results.ended)
+                pace = self._progress.line(now, num_ended) if self.began_at else "nothing is computed yet"
+                _show(f"{pace}, {executor.state}")
                 shown_at = now
             await asyncio.sleep(SYNC_EVERY_S)
-            self._folder.sync()
+            self._results.progress({})  # what was not saved because it was written often
+            await asyncio.to_thread(self._results.sync)
+
+
+async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerator[PieceT, None]:
+    """What a generator that blocks yields, pulled in a thread that does not keep the process from ending.
+
+    One thread for all of it: each new one may get another of the allocator's arenas, and all of them grow to what the
+    largest pieces take. Close it when you stop early: it waits until the thread has come out of the generator, which is
+    closed then. Ray, shut down while the thread is inside, would crash it.
+    """
+    loop = asyncio.get_running_loop()
+    is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None: never again
+
+    def settle(asked: asyncio.Future[PieceT | None], piece: PieceT | None, failure: Exception | None) -> None:
+        if asked.cancelled():
+            return
+        if failure is None:
+            asked.set_result(piece)
+        else:
+            asked.set_exception(failure)
+
+    def read() -> None:
+        while (asked := is_asked.get()) is not None:
+            piece, failure = None, None
+            try:
+                piece = next(pieces, None)
+            except Exception as error:
+                failure = error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, asked, piece, failure)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    asked: asyncio.Future[PieceT | None] = loop.create_future()
+    asked.set_result(None)  # the thread is not inside
+    try:
+        while True:
+            asked = loop.create_future()
+            is_asked.put(asked)
+            piece = await asyncio.shield(asked)
+            if piece is None:
+                return
+            yield piece
+    finally:
+        is_asked.put(None)
+        await asyncio.wait({asked}, timeout=READER_PATIENCE_S)
+        if asked.done():
+            asked.exception()  # it has been raised above, or the reader is gone
+            pieces.close()
 
 
 def _show(line: str) -> None:

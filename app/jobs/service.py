@@ -1,4 +1,4 @@
-"""What the HTTP routes ask for, whoever keeps the files: this process or another."""
+"""What the HTTP routes ask of the process that keeps files and batches: this one or another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.jobs.line import Json
+from app.jobs.job import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWebhook:
-    """Who a client wants to be told of the end, and the secret that they share with it."""
+    """The receiver of the message about a batch's end, and the secret that it shares with the client."""
 
     url: str = field(repr=False)
     secret: str = field(repr=False)
@@ -53,7 +53,7 @@ class PageOf:
 class BatchService(Protocol):
     """Files and batches, by their ids. All objects are those of OpenAI's API.
 
-    Each belongs to an owner, "" where nobody is told from anybody, and is there for no other. Every method raises
+    Each belongs to an owner, "" where owners are not told apart, and is there for no other. Every method raises
     NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
     """
 

@@ -22,16 +22,16 @@ class EngineActor(engine_actor.EngineActor):
 
     def load(self) -> ModelFacts:
         facts = super().load()
-        rows = self._rows
-        assert rows is not None, "loaded"
+        worker = self._worker
+        assert worker is not None, "loaded"
         count = os.open(COUNT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        book = rows._book
+        book = worker._book
 
         def counted(deltas: Sequence[TokenDelta]) -> None:
             os.write(count, b"%d\n" % sum(len(delta.token_ids) for delta in deltas))
             book(deltas)
 
-        rows._book = counted  # type: ignore[method-assign]
+        worker._book = counted  # type: ignore[method-assign]
         return facts
 
 

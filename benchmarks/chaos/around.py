@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
-from benchmarks.chaos.mix import mixed
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import moment
-from benchmarks.chaos.traffic import with_reference
+from benchmarks.chaos.traffic import mixed, with_reference
 from benchmarks.chaos.verdict import in_flight, judged, spread
 from benchmarks.harness.command import tell
 

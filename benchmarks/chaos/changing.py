@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
-from benchmarks.chaos.mix import MODEL_NAME, mixed
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Stage, application, stage
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Size, Stage, application, stage
+from benchmarks.chaos.traffic import MODEL_NAME, Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged
 from benchmarks.harness.command import BenchmarkError, tell
 

@@ -13,14 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS
-from benchmarks.chaos.mix import Asked, alike, mixed
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
 from benchmarks.chaos.verdict import judged, spread
 from benchmarks.harness.command import tell
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 
 _TIMEOUT_S = 30.0
 _ABANDONED_AFTER_S = 0.5

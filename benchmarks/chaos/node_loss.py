@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.chaos.killing import LENGTHS, STEP_MS, Row, pauses_after
-from benchmarks.chaos.mix import MODEL_NAME, mixed
-from benchmarks.chaos.nodes import node
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import Stage, application, stage
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.stage import Size, Stage, application, stage
+from benchmarks.chaos.traffic import MODEL_NAME, Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged, spread
-from benchmarks.harness.command import tell
+from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.processes import family
 from benchmarks.harness.service import Layout
 
 ON_EACH = 2  # replicas; so those of a lost node have to wait for another
@@ -53,3 +59,66 @@ async def _losing(running: Stage, traffic: Traffic, size: Size) -> Row:
         | spread("whole_after_another_joined_s", recoveries_s)
         | {"left_over": await running.left_over()}
     )
+
+
+_STOP_TIMEOUT_S = 10.0
+_OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has joined, with its raylet, its agents and its workers."""
+
+    stage: Stage
+    pid: int
+
+    def replicas(self) -> list[int]:
+        return sorted(set(self.stage.replicas()) & family(self.pid).keys())
+
+    def kill(self) -> None:
+        """All of it at once, as when the machine loses its power; whoever talks to it has connections that break."""
+        for pid in family(self.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def node(stage: Stage, *, within: Sequence[str] = (), address: str = "") -> Iterator[Node]:
+    """Another node joins the service, which must be one that `may_be_joined`, and leaves it with the block.
+
+    `within`: the beginning of a command that runs the rest of it elsewhere, such as in another network, where its
+    address is `address`.
+    """
+    raylet = stage.named("raylet")[0]
+    command = [
+        *within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record",
+        "--address", _argument(raylet, "--gcs-address"),
+        "--node-ip-address", address or _argument(raylet, "--node_ip_address"),
+        "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(_OBJECT_STORE_BYTES),
+    ]  # fmt: skip
+    joined = subprocess.Popen(command, env=_environment(raylet), stdout=subprocess.DEVNULL, start_new_session=True)
+    stage.nodes.append(joined.pid)
+    member = Node(stage, joined.pid)
+    try:
+        yield member
+    finally:
+        joined.terminate()
+        try:
+            joined.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            member.kill()
+            joined.wait()
+        stage.nodes.remove(joined.pid)
+
+
+def _argument(raylet: int, name: str) -> str:
+    for argument in Path(f"/proc/{raylet}/cmdline").read_text().split("\0"):
+        if argument.startswith(f"{name}="):
+            return argument.removeprefix(f"{name}=")
+    raise BenchmarkError(f"the service's raylet was started without {name}: is this another version of Ray?")
+
+
+def _environment(raylet: int) -> dict[str, str]:
+    """That of the first node: Serve reads it on each, and so does whoever has to prove that it may join."""
+    entries = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
+    pairs = (entry.partition(b"=") for entry in entries if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

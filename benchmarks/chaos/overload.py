@@ -10,9 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.mix import MODEL_NAME, alike
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stage import Size, Stage, application, stage
+from benchmarks.chaos.traffic import MODEL_NAME, alike
 from benchmarks.harness.command import BenchmarkError
 
 _STEP_MS = 30.0

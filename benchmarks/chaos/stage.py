@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 import urllib.error
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos.mix import MODEL_NAME
+from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
@@ -181,3 +182,16 @@ def _scrape(target: Target) -> list[tuple[str, str, float]]:
     with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=10) as response:
         text = response.read().decode()
     return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`runs` faults in a row that repeats them, `streams` clients at once."""
+
+    runs: int
+    streams: int
+    seed: int = 0
+
+    def source(self, name: str) -> random.Random:
+        """Random numbers of their own for each seed and name: when a fault comes, and whom it hits."""
+        return random.Random(f"{self.seed} {name}")

@@ -9,10 +9,9 @@ import time
 from dataclasses import replace
 
 from benchmarks.chaos.killing import Row
-from benchmarks.chaos.mix import Asked, alike
 from benchmarks.chaos.networks import HERE, Host, own_network, set_tcp_retries, why_no_networks
-from benchmarks.chaos.size import Size
-from benchmarks.chaos.stage import Stage, application, stage
+from benchmarks.chaos.stage import Size, Stage, application, stage
+from benchmarks.chaos.traffic import Asked, alike
 from benchmarks.chaos.verdict import spread
 from benchmarks.harness.command import tell
 from benchmarks.harness.service import Layout

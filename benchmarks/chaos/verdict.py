@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.chaos.stream import TIMEOUT, Stream
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 
 SAMPLES = "_samples"  # ends the names of lists of single measurements, which a printed line leaves out
 

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from benchmarks.engine.run import Run, Timeline
-from benchmarks.harness.clock import Clock, MonotonicClock
+from benchmarks.engine.run import Clock, MonotonicClock, Run, Timeline
 from benchmarks.harness.workload import TimedRequest, Workload
 from benchmarks.peers.hf_static import StaticBatches
 

@@ -21,8 +21,8 @@ from benchmarks.engine.probes import DELIVERY, PARTS, RootModule, Stopwatch, pro
 from benchmarks.engine.run import Run
 from benchmarks.harness import machine
 from benchmarks.harness.command import command_parser, report, tell
+from benchmarks.harness.figures import table
 from benchmarks.harness.options import Options, add_repeat_option, add_run_options, add_settings_option
-from benchmarks.harness.table import table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

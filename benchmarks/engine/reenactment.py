@@ -22,8 +22,7 @@ from app.engine.trace.entries import (
     StepRecord,
 )
 from app.engine.trace.recorder import StepRecorder
-from benchmarks.engine.reenacting_runner import ReenactingLauncher, ReenactingRunner
-from benchmarks.engine.stand_ins import StandIns
+from benchmarks.engine.reenacting_runner import ReenactingLauncher, ReenactingRunner, StandIns
 
 
 class RecordedClock:

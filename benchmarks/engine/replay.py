@@ -27,8 +27,8 @@ from app.errors import CarouselError
 from app.versions import commit, versions
 from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, differences_between
 from benchmarks.engine.recorded_run import find_run
+from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
-from benchmarks.engine.stand_ins import StandIns
 from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, tell
 from benchmarks.harness.options import add_settings_option
 from benchmarks.harness.settings import engine_config, parse_assignments

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.engine.run import Run
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 from benchmarks.harness.workload import Workload
 
 

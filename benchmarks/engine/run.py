@@ -1,9 +1,11 @@
-"""One serving of a whole workload, as it was observed: whose tokens came when."""
+"""One serving of a whole workload, as it was observed: the moment of each token, on a clock that starts at zero."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(slots=True)
@@ -37,7 +39,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A workload served to its end. Counters are None where whoever served it does not tell."""
+    """A workload served to its end. Counters are None where the engine does not report them."""
 
     seconds: float
     timelines: Mapping[str, Timeline]  # by request id
@@ -49,3 +51,25 @@ class Run:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(timeline.token_ids) for timeline in self.timelines.values())
+
+
+class Clock(Protocol):
+    """Seconds since its making."""
+
+    def now(self) -> float: ...
+
+    def wait_until(self, at_s: float) -> None: ...
+
+
+class MonotonicClock:
+    """The real one."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def wait_until(self, at_s: float) -> None:
+        """Sleep once, until then; a moment that has passed costs nothing."""
+        time.sleep(max(0.0, at_s - self.now()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.engine.run import Run, Timeline
 from benchmarks.engine.step_trace import Step
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 from benchmarks.harness.workload import Workload
 
 MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance

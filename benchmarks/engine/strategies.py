@@ -18,17 +18,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from app.assembly import assemble
-from benchmarks.engine.carousel import Carousel
+from benchmarks.engine.carousel import Carousel, LoggedCarousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
-from benchmarks.engine.logged_carousel import LoggedCarousel
 from benchmarks.engine.padded_batches import GROUPINGS, PaddedBatches
 from benchmarks.engine.service_figures import Promise, Served, ServiceFigures
 from benchmarks.engine.step_trace import StepTrace, logged
 from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, report, tell
+from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import Options, add_run_options, add_settings_option
-from benchmarks.harness.table import cell, table
 from benchmarks.harness.workload import Workload
 from benchmarks.peers.hf_model import check_greedy, load_hf_model
 from benchmarks.service.arrivals import Arrivals

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.engine.carousel import Carousel
-from benchmarks.engine.contender import measured_runs
+from benchmarks.engine.contender import FirstTokenWatch, measured_runs
 from benchmarks.engine.engine_setup import load_engine
 from benchmarks.engine.report import Report, summed_up, write_outputs
-from benchmarks.engine.start_time import FirstTokenWatch
 from benchmarks.harness.command import command_parser, report
 from benchmarks.harness.options import (
     Options,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 from benchmarks.harness.command import BenchmarkError, command_parser, refused
-from benchmarks.harness.table import table
+from benchmarks.harness.figures import table
 
 
 @dataclass(frozen=True, slots=True)

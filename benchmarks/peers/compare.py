@@ -12,17 +12,20 @@ output tokens a second over those of the first entry in the same round. A `cmd:`
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, refused, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, refused, report, tell
+from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import add_run_options
-from benchmarks.harness.table import cell, table
+from benchmarks.harness.turns import last_object, run_module
 from benchmarks.harness.workload import read_workload
-from benchmarks.peers.entry import FIGURES, Entry, EntryFailed, Figures
+from benchmarks.peers.hf import PEERS
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class Standing:
     def run(self) -> None:
         try:
             self.rounds.append(self.entry.run())
-        except EntryFailed as error:
+        except BenchmarkError as error:
             self.failure = str(error)
 
     @property
@@ -141,6 +144,80 @@ def _common(given: argparse.Namespace) -> list[str]:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return round(statistics.median(known), 6) if known else None
+
+
+_SHELL = "cmd:"
+
+# The keys of our JSON, and what the peers' scripts call the same thing.
+_OTHER_NAMES = {
+    "output_tokens_per_s": "out_tok_s",
+    "total_tokens_per_s": "tok_s",
+    "latency_p50_s": "latency_p50",
+    "latency_p99_s": "latency_p99",
+}
+FIGURES = (
+    "output_tokens_per_s", "total_tokens_per_s", "seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s",
+    "latency_p50_s", "latency_p99_s", "peak_rss_mb",
+)  # fmt: skip
+
+Figures = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One engine of a comparison: a program of ours with its arguments, or a shell command."""
+
+    name: str
+    module: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, common: Sequence[str]) -> Entry:
+        """`carousel …`, `http …` (ours as a service), a peer's name with options, or `cmd:SHELL COMMAND`.
+
+        `common`: the arguments of every program of ours.
+
+        Raises:
+            BenchmarkError: it is none of these.
+        """
+        if text.startswith(_SHELL):
+            return cls(text)
+        name, *options = shlex.split(text) or [""]
+        if name == "carousel":
+            return cls(text, "benchmarks.engine.throughput", (*common, *options))
+        if name == "http":
+            return cls(text, "benchmarks.service.over_http", (*common, *options))
+        if name in PEERS:
+            return cls(text, "benchmarks.peers.hf", (name, *common, *options))
+        raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', 'http', *PEERS, _SHELL))}")
+
+    def run(self) -> Figures:
+        """Run the process to its end; its stderr is shown as it comes.
+
+        Raises:
+            BenchmarkError: it ended with an error, or its last line is no JSON with output tokens a second.
+        """
+        return read_figures(run_module(self.module, self.arguments) if self.module else self._shell_output())
+
+    def _shell_output(self) -> str:
+        command = ["/bin/sh", "-c", self.name.removeprefix(_SHELL)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode != 0:
+            raise BenchmarkError(f"it ended with status {done.returncode}")
+        return done.stdout
+
+
+def read_figures(stdout: str) -> dict[str, float | None]:
+    """The figures in the last line of a process's output. Raises BenchmarkError when there are none."""
+    found = last_object(stdout)
+    figures = {name: _number(found.get(name, found.get(_OTHER_NAMES.get(name, name)))) for name in FIGURES}
+    if figures["output_tokens_per_s"] is None:
+        raise BenchmarkError("its JSON has neither output_tokens_per_s nor out_tok_s")
+    return figures
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.engine.contender import Contender, measured_runs
+from benchmarks.engine.contender import Contender, FirstTokenWatch, measured_runs
 from benchmarks.engine.engine_setup import resolve_device
 from benchmarks.engine.report import Report, Setup, summed_up, write_outputs
-from benchmarks.engine.start_time import FirstTokenWatch
 from benchmarks.harness.command import command_parser, report, tell
 from benchmarks.harness.options import Options, add_outputs_option, add_repeat_option, add_run_options
 from benchmarks.harness.workload import read_workload

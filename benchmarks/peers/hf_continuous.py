@@ -9,8 +9,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from app.model.loader import eos_token_ids
-from benchmarks.engine.run import Run, Timeline
-from benchmarks.harness.clock import MonotonicClock
+from benchmarks.engine.run import MonotonicClock, Run, Timeline
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 

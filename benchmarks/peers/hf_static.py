@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from app.model.loader import eos_token_ids
-from benchmarks.engine.run import Run, Timeline
-from benchmarks.harness.clock import Clock, MonotonicClock
+from benchmarks.engine.run import Clock, MonotonicClock, Run, Timeline
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 

@@ -40,8 +40,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.text import Tokenizer
-from benchmarks.chaos.mix import MODEL_NAME
 from benchmarks.chaos.stage import Stage, stage
+from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import (
     BenchmarkError,
     add_json_option,

@@ -22,7 +22,7 @@ from typing import Any
 
 from app.fleet.dispatch import make_policy
 from benchmarks.harness.command import command_parser, positive, report, tell
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 from benchmarks.make_workload import make_workload
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
 

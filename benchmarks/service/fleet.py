@@ -42,8 +42,8 @@ from benchmarks.harness.command import (
     report,
     tell,
 )
+from benchmarks.harness.figures import percentile
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.percentile import percentile
 from benchmarks.harness.processes import cpu_between
 from benchmarks.harness.service import SERVE_DEFAULTS, Service, service
 

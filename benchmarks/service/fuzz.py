@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks.harness.answer import Answer, ask
 from benchmarks.harness.command import add_json_option, command_parser, positive, report, tell
+from benchmarks.harness.figures import percentile
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.percentile import percentile
 from benchmarks.harness.processes import Process, resident_bytes
 from benchmarks.harness.service import Service, service
 from benchmarks.service.hostile_requests import HostileRequest, hostile_requests

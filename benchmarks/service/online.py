@@ -24,13 +24,21 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
+from benchmarks.harness.figures import cell, table
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.table import cell, table
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.arrivals import Arrivals
 from benchmarks.service.online_figures import OnlineFigures, Slo
-from benchmarks.service.open_loop import LEAD_S, Extent, completion_request, play, repeated, schedule
-from benchmarks.service.retry_check import RetryCheck, RetryFigures
+from benchmarks.service.open_loop import (
+    LEAD_S,
+    Extent,
+    RetryCheck,
+    RetryFigures,
+    completion_request,
+    play,
+    repeated,
+    schedule,
+)
 
 _PAUSE_S = 1.0  # between the runs of a sweep
 

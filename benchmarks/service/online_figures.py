@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.answer import Answer
-from benchmarks.harness.percentile import percentile
+from benchmarks.harness.figures import percentile
 from benchmarks.service.open_loop import Sent
 
 REFUSED = 429

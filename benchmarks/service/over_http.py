@@ -18,8 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from app.config import EngineConfig
-from benchmarks.engine.engine_setup import configured, resolve_device
-from benchmarks.engine.kv_room import with_room
+from benchmarks.engine.engine_setup import configured, resolve_device, with_room
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, command_parser, report, tell
 from benchmarks.harness.http_call import Target

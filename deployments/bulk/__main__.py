@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from app.errors import CarouselError
-from app.jobs import through_service
 from app.jobs.input_files import find_files, look_through
 from app.jobs.progress import Summary
-from app.jobs.results import RESULTS, finished_summary, open_folder
-from app.jobs.through_service import ServiceSettings
+from app.jobs.remote_run import ServiceSettings, run_through_service
+from app.jobs.run_folder import OUTPUTS, finished_summary, open_run
 from deployments.bulk.options import Options, PoolSettings, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for
@@ -35,31 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
         return INTERRUPTED
-    print(f"{summary}\nThe results are in {options.output / RESULTS[options.output_format]}", flush=True)
+    print(f"{summary}\nThe results are in {options.output / OUTPUTS[options.output_format]}", flush=True)
     return ROWS_FAILED if summary.failed and options.fail_on_row_errors else 0
 
 
 def _run(options: Options) -> Summary:
-    """The summary of the run; of one that is finished already, what it came to. Raises as both `answer_rows`."""
+    """The summary of the run, also of one that is finished. Raises as `run_through_service` and `run_on_pool` do."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
     if finished is not None:
         return finished
-    folder = open_folder(
+    folder = open_run(
         options.output,
         run=run,
-        num_rows=found.num_rows,
+        num_items=found.num_rows,
         output_format=options.output_format,
         resume=options.resume,
     )
     with closing(folder):
         if isinstance(options.through, ServiceSettings):
-            return through_service.answer_rows(found, folder, options.rows, options.through)
+            return run_through_service(found, folder, options.rows, options.through)
         _set_environment(options.through)
-        from deployments.bulk import through_pool  # Ray reads the environment when it is imported
+        from deployments.bulk.pool_run import run_on_pool  # Ray reads the environment when it is imported
 
-        return through_pool.answer_rows(found, folder, options.rows, options.through)
+        return run_on_pool(found, folder, options.rows, options.through)
 
 
 def _set_environment(pool: PoolSettings) -> None:

@@ -9,27 +9,30 @@ from collections.abc import Sequence
 from app.assembly import build_matchers, build_sync_engine, resolve_model_path
 from app.config import EngineConfig
 from app.engine.request import ModelFacts
-from app.jobs.engine_worker import Harvest, RowGenerator
-from app.jobs.preparation import PreparedRow
+from app.jobs.engine_worker import EngineWorker
+from app.jobs.job import EngineOutput
+from app.jobs.preparation import PreparedItem
 from app.text import Tokenizer
 
 SWITCH_INTERVAL_S = 0.0002
 
 
 class EngineActor:
-    """A Ray actor. Rows go in and come out by one call that is repeated: whatever has been given to it and has not come
-    back is lost when it dies, and only its caller knows what that is."""
+    """A Ray actor. Items go in and come out by one call that is repeated.
+
+    What has been given to it and has not come back is lost when it dies; its caller knows what that is.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._rows: RowGenerator | None = None
+        self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:
         """Load the model. Raises InvalidSetup. Not in the constructor, whose errors Ray tells as a death."""
         engine = build_sync_engine(self._config)
         model = self._config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
-        self._rows = RowGenerator(engine, tokenizer, build_matchers(self._config, engine.facts))
+        self._worker = EngineWorker(engine, tokenizer, build_matchers(self._config, engine.facts))
         # A step of a small model takes a millisecond: its thread must not wait five, as is the default, for the one
         # that makes texts and answers calls.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -37,8 +40,8 @@ class EngineActor:
         gc.freeze()  # what was loaded stays: no later collection need look at it
         return engine.facts
 
-    def exchange(self, rows: Sequence[PreparedRow], at_least: int, within_s: float) -> Harvest:
-        """Take rows and give those that have ended, see `RowGenerator.harvest`. Raises EngineStopped."""
-        assert self._rows is not None, "rows come after `load`"
-        self._rows.add(rows)
-        return self._rows.harvest(at_least=at_least, within_s=within_s)
+    def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
+        """Take items and give those that have ended, see `EngineWorker.collect`. Raises EngineStopped."""
+        assert self._worker is not None, "items come after `load`"
+        self._worker.add(items)
+        return self._worker.collect(at_least=at_least, within_s=within_s)

@@ -12,8 +12,8 @@ from typing import Any
 from app.assembly import resolve_model_path
 from app.config import ServedModelConfig
 from app.errors import InvalidSetup
-from app.jobs.preparation import RowSettings
-from app.jobs.through_service import ServiceSettings
+from app.jobs.items import RowSettings
+from app.jobs.remote_run import ServiceSettings
 from deployments.serve.settings import parse, read_serve_file
 
 DEFAULT_PORT = 8000  # as in deployments/serve.yaml
@@ -49,7 +49,7 @@ class Options:
     def description(self) -> dict[str, Any]:
         """What the answers depend on: a resumed run must have the same. Neither how many engines there are nor where
         the service listens is among it."""
-        return _who_answers(self.through) | {
+        return _model_of(self.through) | {
             "prompt_column": self.rows.prompt_column,
             "messages_column": self.rows.messages_column,
             "max_tokens": self.rows.max_tokens,
@@ -79,7 +79,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
-def _who_answers(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
+def _model_of(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
     if isinstance(through, ServiceSettings):
         return {"through": "fleet", "model_name": through.model}
     model = through.served.engine.model
@@ -114,7 +114,7 @@ def _service(given: argparse.Namespace) -> ServiceSettings:
         base_url=given.base_url or f"http://127.0.0.1:{port}",
         api_key=given.api_key or os.environ.get(API_KEY_VARIABLE),
         model=given.model,
-        max_under_way=given.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
+        max_in_flight=given.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
         patience_s=given.wait_for_service or DEFAULT_PATIENCE_S,
     )
 

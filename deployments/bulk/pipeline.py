@@ -15,13 +15,14 @@ from ray.exceptions import RayError
 
 from app.api import ServedModel
 from app.engine.request import Request, TokenDelta
-from app.jobs.input_files import Input, InputFile, Piece, read_piece
-from app.jobs.item_set import RowSet
-from app.jobs.preparation import PreparedRow, Row, RowSettings, prepare
-from app.jobs.record import Record
+from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
+from app.jobs.items import RowSettings, item_of
+from app.jobs.job import InvalidItem, Item
+from app.jobs.preparation import PreparedItem, prepare
+from app.jobs.results import ItemSet
 from app.text import Tokenizer
 
-ROWS_IN_A_BATCH = 128
+ITEMS_IN_A_PIECE = 128
 CPUS_PER_PREPARER = 8  # of the cluster: one process tokenizes some thousand rows a second
 
 
@@ -36,19 +37,21 @@ class Preparation:
     rows: RowSettings
 
 
-def prepared_rows(found: Input, settled: RowSet, how: Preparation) -> Generator[list[PreparedRow | Record], None, None]:
-    """Batches of the input's rows that are not settled, about in order. A row that asks nonsense is a Record already.
+def prepared_items(
+    found: InputRows, ended: ItemSet, how: Preparation
+) -> Generator[list[PreparedItem | InvalidItem], None, None]:
+    """Batches of the input's items that are not ended, about in order. One that cannot run is an InvalidItem.
 
     A row may come twice where a process died; none is left out unless a file has changed.
     """
-    open_pieces = [piece for piece in found.pieces if not settled.has_all(piece.first_number, piece.num_rows)]
+    open_pieces = [piece for piece in found.pieces if not ended.has_all(piece.first_number, piece.num_rows)]
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
     prepared = pieces.map_batches(
-        RowPreparer,
-        fn_constructor_args=(how, settled.to_bytes()),
+        ItemPreparer,
+        fn_constructor_args=(how, ended.to_bytes()),
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
@@ -64,12 +67,12 @@ def max_preparers() -> int:
     return 1 + int(ray.cluster_resources().get("CPU", 1)) // CPUS_PER_PREPARER
 
 
-class RowPreparer:
+class ItemPreparer:
     """Reads pieces and tokenizes their rows; one process of Ray Data's pool."""
 
-    def __init__(self, how: Preparation, settled: bytes) -> None:
+    def __init__(self, how: Preparation, ended: bytes) -> None:
         self._how = how
-        self._settled = RowSet.from_bytes(settled)
+        self._ended = ItemSet.from_bytes(ended)
         self._model: ServedModel | None = None  # made when it is needed: this process starts beside the engines
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -78,8 +81,8 @@ class RowPreparer:
         except RayError:  # the engine that was asked died; another pass asks another
             return
         for piece in _pieces(batch):
-            rows = (row for row in read_piece(piece) if row.number not in self._settled)
-            while some := list(islice(rows, ROWS_IN_A_BATCH)):
+            rows = (row for row in read_piece(piece) if row.number not in self._ended)
+            while some := [item_of(row, self._how.rows) for row in islice(rows, ITEMS_IN_A_PIECE)]:
                 prepared = asyncio.run(self._prepare(some, model))
                 column = numpy.empty(len(prepared), dtype=object)
                 column[:] = prepared
@@ -96,23 +99,25 @@ class RowPreparer:
             created=0,
         )
 
-    async def _prepare(self, rows: Iterable[Row], model: ServedModel) -> list[PreparedRow | Record]:
-        return [await prepare(row, self._how.rows, model) for row in rows]
+    async def _prepare(
+        self, items: Iterable[Item | InvalidItem], model: ServedModel
+    ) -> list[PreparedItem | InvalidItem]:
+        return [item if isinstance(item, InvalidItem) else await prepare(item, model) for item in items]
 
 
-def _columns(piece: Piece) -> dict[str, Any]:
+def _columns(piece: InputPiece) -> dict[str, Any]:
     """A piece as a row of a dataset: plain values, which Arrow stores as they are."""
     columns = asdict(piece)
     file: dict[str, Any] = columns.pop("file")
     return columns | file
 
 
-def _pieces(batch: dict[str, Any]) -> Iterator[Piece]:
+def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
     """The pieces in a batch of such rows."""
     for values in zip(*batch.values(), strict=True):
         columns: dict[str, Any] = dict(zip(batch, values, strict=True))
         file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
-        yield Piece(file=file, **{name: int(value) for name, value in columns.items()})
+        yield InputPiece(file=file, **{name: int(value) for name, value in columns.items()})
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:

@@ -1,8 +1,8 @@
 """Keeps a number of engines at work on a backlog, and replaces those that die.
 
-Each engine has one call in flight, always: it takes new rows there and brings ended rows back. An engine holds three
-times the rows that it computes at once, so that it never waits for the call to come round; rows never wait for each
-other. Why rows do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
+Each engine has one call in flight, always: it takes new items there and brings ended items back. An engine holds three
+times the items that it computes at once, so that it never waits for the call to come round; items never wait for each
+other. Why items do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
 docs/results/bulk.md.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import ray
@@ -18,51 +18,44 @@ from ray.exceptions import RayError, RayTaskError
 
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
-from app.jobs.backlog import Backlog
-from app.jobs.engine_worker import Harvest
-from app.jobs.preparation import PreparedRow
-from app.jobs.workers import Account, Workers
+from app.jobs.executors import Executor, RunReports
+from app.jobs.job import EngineOutput
+from app.jobs.preparation import PreparedItem
+from app.jobs.results import PartialOutputs
 from deployments.bulk.engine_actor import EngineActor
 
 logger = logging.getLogger(__name__)
 
-HARVEST_WITHIN_S = 0.25
+COLLECT_WITHIN_S = 0.25
 HANG_S = 120.0
 MAX_DEATHS_IN_A_ROW = 8
 
 
-class EnginePool(Workers[PreparedRow]):
+class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(
-        self,
-        served: ServedModelConfig,
-        backlog: Backlog[PreparedRow],
-        account: Account,
-        *,
-        continued: Callable[[PreparedRow], PreparedRow],
-    ) -> None:
-        """`continued` gives a row the tokens that are known of it."""
-        super().__init__(backlog, account)
+    def __init__(self, served: ServedModelConfig, run: RunReports, partial: PartialOutputs) -> None:
+        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
+        super().__init__(run)
         self._served = served
-        self._continued = continued
+        self._partial = partial
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
         self._num_deaths_in_a_row = 0
         self._facts: Any = None  # reference to a ModelFacts
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """See `Workers`: the engines."""
+        """See `Executor`: the engines."""
         return [self._work(number) for number in range(self._size)]
 
     @property
     def state(self) -> str:
-        """See `Workers`."""
+        """See `Executor`."""
         return f"{self._num_ready} of {self._size} engines are ready"
 
     @property
     def num_wanted(self) -> int:
-        """See `Workers`."""
+        """See `Executor`."""
         return self._size * self._window
 
     @property
@@ -70,7 +63,7 @@ class EnginePool(Workers[PreparedRow]):
         return self._served.replicas.num_replicas
 
     async def facts(self) -> Any:
-        """A reference to what an engine will know about its model; rows can be read while it loads."""
+        """A reference to what an engine will know about its model; items can be read while it loads."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._facts is not None)
         return self._facts
@@ -116,48 +109,54 @@ class EnginePool(Workers[PreparedRow]):
             self._facts = None if self._facts is facts else self._facts
             raise
         self._num_ready += 1
-        self._account.ready()
+        self._run.ready()
 
     async def _exchange_until_over(self, number: int, actor: Any) -> None:
         while True:
-            if not self._backlog.rows_on(number):
-                await self._wait_for_rows(number)
+            if not self._backlog.items_on(number):
+                await self._wait_for_items(number)
                 if self._is_over:
                     return
-            room = self._window - len(self._backlog.rows_on(number))
-            rows = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
-            if rows:
-                await self.has_changed()  # whoever reads on has room to
-            call = actor.exchange.remote(list(map(self._continued, rows)), self._window // 3, HARVEST_WITHIN_S)
-            await self._book(number, await asyncio.wait_for(call, HANG_S))
+            room = self._window - len(self._backlog.items_on(number))
+            items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
+            if items:
+                await self.has_changed()  # there is room to read on
+            call = actor.exchange.remote(
+                [item.continued_after(self._partial.token_ids(item.number)) for item in items],
+                self._window // 3,
+                COLLECT_WITHIN_S,
+            )
+            async with asyncio.timeout(HANG_S):  # `wait_for` loses cancellations in Python 3.11
+                output: EngineOutput = await call
+            await self._book(number, output)
 
-    async def _wait_for_rows(self, number: int) -> None:
-        """Return when there are rows for an empty engine, or never will be."""
+    async def _wait_for_items(self, number: int) -> None:
+        """Return when there are items for an empty engine, or never will be."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._is_over or self._backlog.has_rows_for(number, input_is_over=self._input_is_over)
+                lambda: self._is_over or self._backlog.has_items_for(number, input_is_over=self._input_is_over)
             )
 
-    async def _book(self, number: int, harvest: Harvest) -> None:
-        self._backlog.begin(number, harvest.begun)
-        self._account.book(harvest)
-        self._backlog.settle(number, [record.row for record in harvest.records])
-        if harvest.records:
+    async def _book(self, number: int, output: EngineOutput) -> None:
+        self._backlog.begin(number, output.begun)
+        self._run.generated(output)
+        self._backlog.settle(number, [each.number for each in output.outputs])
+        if output.outputs:
             self._num_deaths_in_a_row = 0
         if self._is_over:
             await self.has_changed()
 
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
-        num_rows = len(self._backlog.rows_on(number))
-        logger.warning("engine %d is lost with %d rows, which go elsewhere: %s", number, num_rows, _reason(error))
+        num_items = len(self._backlog.items_on(number))
+        logger.warning("engine %d is lost with %d items, which go elsewhere: %s", number, num_items, _reason(error))
         loss = self._backlog.lose(number)
-        self._account.lost(loss)
+        self._run.lost(loss)
         if loss.given_up:
             self._num_deaths_in_a_row = 0
         if self._num_deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
             raise Failure(
-                f"{self._num_deaths_in_a_row} engines died one after the other and no row came of it; the last: "
+                f"{self._num_deaths_in_a_row} engines died one after the other and no item came of it; the last: "
                 f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"
             )
 

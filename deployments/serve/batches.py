@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.api import RequestHandler
+from app.api import RequestHandler, ServedModel
 from app.api.endpoints.admin import ProcessReport
-from app.config import ApplicationConfig
+from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import Unavailable
-from app.jobs import BatchWorker, LocalBatchService
+from app.jobs.batch_runner import Execution, FleetExecution
+from app.jobs.executors import Executor
+from app.jobs.local_service import LocalBatchService
+from app.jobs.preparation import PreparedItem
+from app.jobs.results import ResultStore
+from app.jobs.runner import JobRun
 from app.metrics import BatchCounts
 from deployments.serve.admin import Insight
 from deployments.serve.client import ModelClient, cascades_of, served_model
@@ -24,7 +29,6 @@ from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.metrics import IngressReport, MetricsCollector
 
 OPENING_TIMEOUT_S = 10.0
-JOBS_FOLDER = "jobs"  # in batches.path
 
 
 class Batches:
@@ -33,10 +37,7 @@ class Batches:
     def __init__(
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
-        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
-
-        Raises InvalidSetup when batches should run as Ray jobs and nobody runs any.
-        """
+        """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
         log_where_serve_does()
         keep_calls_on_loopback()
         self._config = config
@@ -45,7 +46,6 @@ class Batches:
         self._metrics = MetricsCollector(handles)
         self._keys = Keys(config.api)
         assert config.batches is not None, "deployed only with batches"
-        self._worker = _jobs(config, paths) if config.batches.run_as == "ray_job" else None
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
@@ -75,7 +75,8 @@ class Batches:
         """Wait for a replica of every model and for the folder, then go on with what is unfinished there."""
         config = self._config
         assert config.batches is not None, "deployed only with batches"
-        models = []
+        models: list[ServedModel] = []
+        execution: Execution
         for model in config.models:
             metrics = self._metrics.requests.model(model.name)
             client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
@@ -85,24 +86,42 @@ class Batches:
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
         self._following = asyncio.create_task(self._keys.follow())
-        worker = self._worker and self._worker(handler)
-        service = LocalBatchService(Path(config.batches.path), config.batches, handler.handle_item, worker=worker)
+        if config.batches.run_as == "ray_job":
+            execution = _engine_execution(config, self._paths, models, handler)
+        else:
+            execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
+        service = LocalBatchService(Path(config.batches.path), config.batches, execution)
         service.start()
         await service.opened()
         return service
 
 
-def _jobs(config: ApplicationConfig, paths: Mapping[str, str]) -> Callable[[RequestHandler], BatchWorker]:
-    """Who works batches off by Ray jobs, once the models are there. Raises InvalidSetup when nobody runs jobs."""
-    # Here, as most services need neither Arrow nor Ray's job client, and each would be in every process of theirs.
-    from app.jobs.batch_jobs import BatchJobs
-    from deployments.serve.ray_jobs import RayJobs
+def _engine_execution(
+    config: ApplicationConfig, paths: Mapping[str, str], models: Sequence[ServedModel], handler: RequestHandler
+) -> Execution:
+    """Batches on engines of their own, as actors of this cluster."""
+    # Here, as most services need no pool, and its modules would be in each of their processes.
+    from app.jobs.engine_batches import EngineExecution
+    from deployments.bulk.pool import EnginePool
 
-    batches = config.batches
-    assert batches is not None, "deployed only with batches"
-    folder, server = Path(batches.path) / JOBS_FOLDER, RayJobs.connect(config, paths)
+    assert config.batches is not None, "deployed only with batches"
+    jobs = config.batches.jobs
+    served = {model.name: on_engines(model, paths[model.name], jobs.engines) for model in config.models}
 
-    def worker(handler: RequestHandler) -> BatchWorker:
-        return BatchJobs(folder, server, handler.accept_item, max_at_once=batches.jobs.max_at_once)
+    def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
+        return EnginePool(served[name], run, results.partial)
 
-    return worker
+    return EngineExecution(
+        handler.accept_item,
+        models,
+        make_pool,
+        weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
+        max_at_once=jobs.max_at_once,
+    )
+
+
+def on_engines(model: ServedModelConfig, path: str, num_engines: int) -> ServedModelConfig:
+    """The model with its own settings, at its resolved path, on so many engines."""
+    engine = model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"path": path})})
+    replicas = model.replicas.model_copy(update={"num_replicas": num_engines, "autoscaling": None})
+    return model.model_copy(update={"engine": engine, "replicas": replicas})

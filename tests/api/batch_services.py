@@ -15,8 +15,9 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.http.guard import owner_of
 from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, BatchesConfig
-from app.jobs import LocalBatchService
-from app.webhooks import Courier
+from app.jobs.batch_runner import FleetExecution
+from app.jobs.local_service import LocalBatchService
+from app.webhooks import WebhookClient
 from tests.api.fakes import Service
 
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -29,7 +30,7 @@ async def served(
     *,
     api: ApiConfig | None = None,
     limits: RequestLimits | None = None,
-    courier: Courier | None = None,
+    client: WebhookClient | None = None,
     **settings: Any,
 ) -> AsyncIterator[Any]:
     """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
@@ -38,7 +39,8 @@ async def served(
         RequestHandler(service.models, api, cascades=service.cascades, limits=limits or RequestLimits())
         for _ in range(2)
     )
-    async with LocalBatchService(folder, config, of_items.handle_item, courier=courier) as batches:
+    execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight)
+    async with LocalBatchService(folder, config, execution, client=client) as batches:
         routes = batch_routes(batches, handler, max_file_bytes=config.max_file_bytes, owner_of=owner_of)
         yield build_app(handler, service._is_ready, batch_routes=routes)
 

@@ -17,7 +17,8 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
-from app.jobs import LocalBatchService
+from app.jobs.batch_runner import FleetExecution
+from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
 from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
@@ -326,7 +327,8 @@ def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: str) -> 
 def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(service: Service, tmp_path: Path) -> None:
     async def main() -> None:
         handler = RequestHandler(service.models, ApiConfig())
-        async with LocalBatchService(tmp_path, BatchesConfig(), handler.handle_item) as batches:
+        execution = FleetExecution(handler.handle_item, max_in_flight=8)
+        async with LocalBatchService(tmp_path, BatchesConfig(), execution) as batches:
             routes = batch_routes(
                 batches,
                 handler,

@@ -79,7 +79,7 @@ def engine_pids() -> list[int]:
 
 def wait_for_rows(out: Path, at_least: int, process: subprocess.Popen[str]) -> int:
     """How many records the journal has once it has so many."""
-    journal, deadline = out / "results.partial.jsonl", time.monotonic() + PATIENCE_S
+    journal, deadline = out / "journal", time.monotonic() + PATIENCE_S
     while (num_rows := journal.read_bytes().count(b"\n") if journal.exists() else 0) < at_least:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"{num_rows} rows in {PATIENCE_S} s"
@@ -169,7 +169,7 @@ from deployments.bulk.__main__ import main
 
 class Fragile(engine_actor.EngineActor):
     def exchange(self, rows, at_least, within_s):
-        if any(row.row_id == "add-001" for row in rows):
+        if any(row.id == "add-001" for row in rows):
             os._exit(1)
         return super().exchange(rows, at_least, within_s)
 
@@ -185,7 +185,7 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
     assert process.returncode == 0, printed
     failed = {result["id"]: result["error"] for result in results(tmp_path / "out") if result["error"]}
     assert failed.keys() == {"add-001"}
-    assert "the engine died 4 times while it computed this row" in failed["add-001"]
+    assert "the engine died 4 times while it computed this item" in failed["add-001"]
     assert summary(tmp_path / "out")["engines_lost"] == 4
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import InvalidSetup
-from app.jobs.through_service import ServiceSettings
+from app.jobs.remote_run import ServiceSettings
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, PoolSettings, read_options
 
@@ -86,7 +86,7 @@ def test_through_the_fleet_there_is_a_service_in_the_place_of_a_model(
     monkeypatch.setenv("CAROUSEL_API_KEY", "from-environment")
     assert service("--base-url", "http://far:1").api_key == "from-environment"
     given = service("--api-key", "given", "--max-in-flight", 5, "--wait-for-service", 7, "--model", "small")
-    assert (given.api_key, given.max_under_way, given.patience_s, given.model) == ("given", 5, 7, "small")
+    assert (given.api_key, given.max_in_flight, given.patience_s, given.model) == ("given", 5, 7, "small")
 
 
 def test_a_run_may_go_on_at_another_address_and_not_through_a_pool() -> None:
@@ -136,6 +136,6 @@ def test_a_mistake_ends_with_1_in_words_and_leaves_no_folder(
 def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").write_text(json.dumps({"fingerprint": "another"}))
+    (tmp_path / "out" / "run.json").write_text(json.dumps({"version": 2, "fingerprint": "another"}))
     assert main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--resume"]) == 1
     assert "holds another run" in capsys.readouterr().err

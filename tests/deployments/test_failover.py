@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from ray import serve
 
-from benchmarks.chaos.mix import MODEL_NAME, alike, mixed
 from benchmarks.chaos.stage import application
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Traffic, alike, mixed, with_reference
 from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse

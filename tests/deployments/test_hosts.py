@@ -16,14 +16,12 @@ from functools import partial
 
 import pytest
 
-from benchmarks.chaos.mix import alike, mixed
 from benchmarks.chaos.networks import THERE, Host, own_network, set_tcp_retries, why_no_networks
-from benchmarks.chaos.node_loss import LAYOUT, ON_EACH
-from benchmarks.chaos.nodes import Node, node
+from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
 from benchmarks.chaos.partition import cut_both_ways
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
 from benchmarks.chaos.vanishing import freed_after_s
 from tests.deployments.strikes import has_begun
 

@@ -15,9 +15,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.chaos.mix import MODEL_NAME, Asked
 from benchmarks.chaos.stage import application
-from benchmarks.chaos.traffic import Traffic, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, with_reference
 from benchmarks.harness.http_call import Target
 from tests.deployments.conftest import Deployed
 from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, struck

@@ -11,11 +11,12 @@ import pytest
 
 from app.api import ServedModel
 from app.engine.request import ModelFacts
-from app.jobs.preparation import PreparedRow, RowSettings, prepare, row_from_fields
-from app.jobs.record import Record
+from app.jobs.items import RowSettings, item_of, row_from_fields
+from app.jobs.job import InvalidItem
+from app.jobs.preparation import PreparedItem, prepare
 from app.text import Tokenizer
 
-Prepare = Callable[..., PreparedRow | Record]
+Prepare = Callable[..., PreparedItem | InvalidItem]
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +35,9 @@ def model(demo_path: Path) -> ServedModel:
 def prepared(model: ServedModel) -> Prepare:
     """Prepares the row of some columns."""
 
-    def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedRow | Record:
+    def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedItem | InvalidItem:
         row = row_from_fields(fields, number=number, place=f"input.jsonl:{number + 1}")
-        return asyncio.run(prepare(row, RowSettings(**settings), model))
+        item = item_of(row, RowSettings(**settings))
+        return item if isinstance(item, InvalidItem) else asyncio.run(prepare(item, model))
 
     return prepare_one

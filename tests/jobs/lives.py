@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from app.config import BatchesConfig
-from app.jobs import Answered, LocalBatchService, NewBatch, NewFile, PageOf
+from app.jobs import Answered, NewBatch, NewFile, PageOf
+from app.jobs.batch_runner import FleetExecution
+from app.jobs.local_service import LocalBatchService
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -76,7 +78,9 @@ def refused(status: int = 400) -> Answered:
 def service_in(
     folder: Path, answer: Any, *, clock: Callable[[], float] = time.time, **settings: Any
 ) -> LocalBatchService:
-    return LocalBatchService(folder, BatchesConfig(**settings), answer, clock=clock)
+    config = BatchesConfig(**settings)
+    execution = FleetExecution(answer, max_in_flight=config.max_in_flight)
+    return LocalBatchService(folder, config, execution, clock=clock)
 
 
 async def upload(
@@ -151,7 +155,7 @@ class Writes:
             self.left -= 1
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> Writes:
-        """Be asked before and after every statement that changes the database, every fsync and every rename."""
+        """Be asked before and after every statement that changes the database, every write, fsync and rename."""
         writes = self
 
         class Watched(sqlite3.Connection):
@@ -164,7 +168,7 @@ class Writes:
                     writes("committed")  # on disk, but nobody was told
                 return cursor
 
-        connect, replace, fsync = sqlite3.connect, Path.replace, os.fsync
+        connect, replace, fsync, write, rename = sqlite3.connect, Path.replace, os.fsync, os.write, os.rename
 
         def watched_replace(path: Path, target: Path) -> Path:
             writes("rename")
@@ -176,6 +180,23 @@ class Writes:
             writes("fsync")
             fsync(descriptor)
 
+        def watched_rename(source: Path, target: Path) -> None:
+            writes("rename")
+            rename(source, target)
+            writes("renamed")
+
+        def watched_write(descriptor: int, content: bytes) -> int:
+            try:
+                writes("write")
+            except BaseException:
+                write(descriptor, content[: len(content) // 2])  # torn
+                raise
+            num_bytes = write(descriptor, content)
+            writes("written")  # by this process; it was not reported
+            return num_bytes
+
+        monkeypatch.setattr("app.jobs.results.os.write", watched_write)
+        monkeypatch.setattr("os.rename", watched_rename)
         monkeypatch.setattr("sqlite3.connect", lambda *args, **named: connect(*args, **named, factory=Watched))
         monkeypatch.setattr("pathlib.Path.replace", watched_replace)
         monkeypatch.setattr("os.fsync", watched_fsync)

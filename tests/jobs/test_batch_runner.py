@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import Answered, LocalBatchService, NewBatch
+from app.jobs import Answered, NewBatch
+from app.jobs.local_service import LocalBatchService
 from tests.jobs.lives import (
     CHAT,
     OWNER,
@@ -63,8 +65,8 @@ HALF_HANG = {f"line-{n}": raising(Overloaded("full", retry_after_s=60)) for n in
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.jobs.batch_runner.MAX_PAUSE_S", 0.01)
-    monkeypatch.setattr("app.jobs.batch_runner.MIN_PAUSE_S", 0.01)
+    for name in ("MAX_PAUSE_S", "UNAVAILABLE_PAUSE_S", "FAILURE_PAUSE_S", "TRY_EVERY_S", "TICK_S"):
+        monkeypatch.setattr(f"app.jobs.executors.{name}", 0.01)
     monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.01)
 
 
@@ -253,17 +255,19 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
 @pytest.mark.parametrize(
     ("error", "only"),
     [
-        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO results"),
-        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO files"),
+        (OSError(28, "No space left on device"), "write"),
         (OSError(28, "No space left on device"), "fsync"),
+        (OSError(28, "No space left on device"), "rename"),
+        (sqlite3.OperationalError("database or disk is full"), "INSERT INTO files"),
+        (sqlite3.OperationalError("database or disk is full"), "COMMIT"),
     ],
     ids=str,
 )
-def test_a_full_disk_fails_the_batch_and_the_service_lives(
+def test_a_batch_waits_for_a_disk_that_is_full_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, only: str
 ) -> None:
     writes = Writes(lambda: error).watch(monkeypatch)
-    echo = Echo()
+    echo = Echo({"line-3": lambda _: refused()})
 
     async def main() -> None:
         async with service_in(tmp_path, echo) as service:
@@ -272,28 +276,88 @@ def test_a_full_disk_fails_the_batch_and_the_service_lives(
             await echo.has_open(10)
             writes.left, writes.only = 0, only
             echo.hold.set()
-            batch = await until(service, batch_id)
-            assert batch["status"] == "failed"
-            assert batch["errors"]["data"][0]["code"] == "server_error"
-            assert [path.name for path in (tmp_path / "files").iterdir()] == [batch["input_file_id"]]
+            await asyncio.sleep(0.2)
+            assert (await service.batch(OWNER, batch_id))["status"] in ("in_progress", "finalizing")
             writes.left = None
-            assert (await until(service, await begin(service, TEN)))["status"] == "completed"
+            output, errors = await ends(service, await until(service, batch_id))
+            assert (len(output), errors.keys()) == (9, {"line-3"})
+            assert not list((tmp_path / "drafts").iterdir())
+            assert len(await all_files(service)) == len(list((tmp_path / "files").iterdir())) == 3
 
     asyncio.run(main())
 
 
-def test_a_disk_that_is_full_for_a_moment_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = Writes(lambda: sqlite3.OperationalError("database or disk is full")).watch(monkeypatch)
+def test_a_disk_that_stays_full_until_the_batch_expires_costs_no_line_that_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = Writes(lambda: OSError(28, "No space left on device")).watch(monkeypatch)
+    clock, echo = Clock(), Echo()
+
+    async def main() -> None:
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            batch_id = await some_done(service, echo)
+            writes.left, writes.only = 0, "write"
+            echo.answers = {}  # the others would end now
+            await asyncio.sleep(0.1)
+            clock.at += 90_000
+            await asyncio.sleep(0.1)
+            writes.left = None
+            batch = await until(service, batch_id)
+            output, errors = await ends(service, batch)
+            assert {f"line-{n}" for n in range(5)} <= output.keys()
+            assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
+            assert batch["request_counts"]["completed"] == len(output)
+
+    asyncio.run(main())
+
+
+def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_other_line(tmp_path: Path) -> None:
+    echo = Echo(
+        {"line-1": lambda _: Answered(200, {"echo": "\ud800"}), "line-2": lambda _: Answered(200, {"x": math.nan})}
+    )
+
+    async def use(service: LocalBatchService) -> None:
+        batch_ids = [await begin(service, TEN) for _ in range(2)]
+        for batch_id in batch_ids:
+            batch = await until(service, batch_id)
+            output, errors = await ends(service, batch)
+            assert (batch["status"], len(output), errors.keys()) == ("completed", 9, {"line-2"})
+            assert output["line-1"]["response"]["body"] == {"echo": "?"}
+            assert errors["line-2"]["error"]["code"] == "server_error"
+
+    run(tmp_path, echo, use)
+
+
+def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     echo = Echo()
 
     async def main() -> None:
         async with service_in(tmp_path, echo) as service:
-            echo.hold = asyncio.Event()
-            batch_id = await begin(service, TEN)
-            await echo.has_open(10)
-            writes.left, writes.failures_left = 0, 1
-            echo.hold.set()
-            output, _ = await ends(service, await until(service, batch_id))
-            assert len(output) == 10
+            batch_id = await some_done(service, echo)
+            monkeypatch.setattr("app.jobs.outputs.BatchFormat.answered", None)
+            echo.answers = {}
+            batch = await until(service, batch_id)
+            monkeypatch.undo()
+            output, _ = await ends(service, batch)
+            assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "server_error")
+            assert output.keys() == {f"line-{n}" for n in range(5)}
 
     asyncio.run(main())
+
+
+def test_what_running_batches_have_written_counts_for_the_space_of_all_files(tmp_path: Path) -> None:
+    echo = Echo({"line-1": lambda _: ok("x" * 20_000)})
+
+    async def use(service: LocalBatchService) -> None:
+        echo.answers |= HALF_HANG
+        await begin(service, TEN)
+        async with asyncio.timeout(10):
+            while (await service.stats(OWNER))["requests"]["completed"] < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        with pytest.raises(InvalidRequest) as full:
+            await upload(service, TEN)
+        assert full.value.code == "storage_full"
+
+    run(tmp_path, echo, use, max_total_bytes=20_000)

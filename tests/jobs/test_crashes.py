@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.jobs import LocalBatchService, PageOf
+from app.jobs import PageOf
+from app.jobs.local_service import LocalBatchService
 from tests.jobs.lives import (
     ENDED,
     OWNER,

@@ -12,9 +12,9 @@ from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped
-from app.jobs.engine_worker import RowGenerator
-from app.jobs.preparation import PreparedRow
-from app.jobs.record import Record
+from app.jobs.engine_worker import EngineWorker
+from app.jobs.job import ItemOutput
+from app.jobs.preparation import PreparedItem
 from app.text import Detokenizer, Tokenizer
 from tests.fakes import (
     BAD_GRAMMAR,
@@ -39,13 +39,13 @@ class Room:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._open: list[RowGenerator] = []
+        self._open: list[EngineWorker] = []
 
-    def generator(self, engine: Engine | None = None) -> RowGenerator:
-        self._open.append(RowGenerator(engine or build_fake_engine(), self._tokenizer, MadeMatchers()))
+    def generator(self, engine: Engine | None = None) -> EngineWorker:
+        self._open.append(EngineWorker(engine or build_fake_engine(), self._tokenizer, MadeMatchers()))
         return self._open[-1]
 
-    def generator_of(self, row: PreparedRow) -> RowGenerator:
+    def generator_of(self, row: PreparedItem) -> EngineWorker:
         """A generator on an engine of its own, with a row."""
         generator = self.generator(build_fake_engine(num_blocks=300))
         generator.add([row])
@@ -63,16 +63,16 @@ def room(tokenizer: Tokenizer) -> Iterator[Room]:
     room.close()
 
 
-def row(number: int, *, stop: tuple[str, ...] = (), **sampling: Any) -> PreparedRow:
+def row(number: int, *, stop: tuple[str, ...] = (), **sampling: Any) -> PreparedItem:
     request = make_request((5, 6, 7 + number), request_id=f"row-{number}", ignore_eos=True, **sampling)
-    return PreparedRow(number=number, row_id=f"id-{number}", request=request, stop=stop, skip_special_tokens=True)
+    return PreparedItem(number=number, id=f"id-{number}", request=request, stop=stop, skip_special_tokens=True)
 
 
-def harvested(generator: RowGenerator, num_records: int) -> list[Record]:
-    records: list[Record] = []
+def outputed(generator: EngineWorker, num_records: int) -> list[ItemOutput]:
+    records: list[ItemOutput] = []
     while len(records) < num_records:
-        records += generator.harvest(at_least=num_records, within_s=ENOUGH_S).records
-    return sorted(records, key=lambda record: record.row)
+        records += generator.collect(at_least=num_records, within_s=ENOUGH_S).outputs
+    return sorted(records, key=lambda record: record.number)
 
 
 def plain_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
@@ -83,36 +83,36 @@ def plain_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 def test_each_row_comes_back_once_with_its_text_and_counts(room: Room, tokenizer: Tokenizer) -> None:
     generator = room.generator()
     generator.add([row(number, max_tokens=3 + number) for number in range(12)])
-    records = harvested(generator, 12)
-    assert [record.row for record in records] == list(range(12))
+    records = outputed(generator, 12)
+    assert [record.number for record in records] == list(range(12))
     for record in records:
-        token_ids = expected_tokens((5, 6, 7 + record.row), 3 + record.row)
+        token_ids = expected_tokens((5, 6, 7 + record.number), 3 + record.number)
         assert record.text == plain_text(tokenizer, token_ids)
-        assert (record.id, record.finish_reason, record.error) == (f"id-{record.row}", "length", None)
-        assert (record.prompt_tokens, record.completion_tokens) == (3, 3 + record.row)
+        assert (record.id, record.finish_reason, record.error) == (f"id-{record.number}", "length", None)
+        assert (record.prompt_tokens, record.completion_tokens) == (3, 3 + record.number)
 
 
 def test_a_short_row_does_not_wait_for_a_long_one(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=SlowRunner(), num_blocks=300))
     generator.add([row(0, max_tokens=900), row(1, max_tokens=1)])
-    first = generator.harvest(at_least=1, within_s=ENOUGH_S)
-    assert [record.row for record in first.records] == [1]
+    first = generator.collect(at_least=1, within_s=ENOUGH_S)
+    assert [record.number for record in first.outputs] == [1]
 
 
-def test_a_harvest_tells_which_rows_began_and_how_many_tokens_came(room: Room) -> None:
+def test_a_output_tells_which_rows_began_and_how_many_tokens_came(room: Room) -> None:
     generator = room.generator()
     generator.add([row(0, max_tokens=5), row(1, max_tokens=5)])
-    harvest = generator.harvest(at_least=2, within_s=ENOUGH_S)
-    assert sorted(harvest.begun) == [0, 1]
-    assert harvest.num_tokens == 10
+    output = generator.collect(at_least=2, within_s=ENOUGH_S)
+    assert sorted(output.begun) == [0, 1]
+    assert output.num_tokens == 10
 
 
-def test_harvests_tell_the_tokens_of_rows_that_go_on(room: Room) -> None:
+def test_outputs_tell_the_tokens_of_rows_that_go_on(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=SlowRunner(), num_blocks=300))
     generator.add([row(0, max_tokens=900)])
     token_ids: list[int] = []
     while len(token_ids) < 20:
-        token_ids += generator.harvest(at_least=1, within_s=0.005).token_ids.get(0, ())
+        token_ids += generator.collect(at_least=1, within_s=0.005).token_ids.get(0, ())
     assert token_ids == expected_tokens((5, 6, 7), 900)[: len(token_ids)]
 
 
@@ -123,19 +123,19 @@ def test_a_row_goes_on_after_the_tokens_of_another_engine_wherever_that_was(
     """Text, counts and stop strings are those of a row that nobody has interrupted."""
     token_ids = expected_tokens((5, 6, 7), 40)
     whole = row(0, stop=(plain_text(tokenizer, token_ids)[10:12],) if with_stop else (), max_tokens=40)
-    [expected] = harvested(room.generator_of(whole), 1)
+    [expected] = outputed(room.generator_of(whole), 1)
     for num_known in range(1, expected.completion_tokens):
         request = replace(whole.request, generated_token_ids=tuple(token_ids[:num_known]))
-        harvest = room.generator_of(replace(whole, request=request)).harvest(at_least=1, within_s=ENOUGH_S)
-        assert harvest.records == (expected,)
-        assert harvest.num_tokens >= expected.completion_tokens - num_known
+        output = room.generator_of(replace(whole, request=request)).collect(at_least=1, within_s=ENOUGH_S)
+        assert output.outputs == (expected,)
+        assert output.num_tokens >= expected.completion_tokens - num_known
 
 
-def test_a_harvest_returns_in_time_without_a_record(room: Room) -> None:
+def test_a_output_returns_in_time_without_a_record(room: Room) -> None:
     began = time.monotonic()
     generator = room.generator(build_fake_engine(runner=SlowRunner(), num_blocks=300))
     generator.add([row(0, max_tokens=900)])
-    assert generator.harvest(at_least=1, within_s=0.05).records == ()
+    assert generator.collect(at_least=1, within_s=0.05).outputs == ()
     assert time.monotonic() - began < ENOUGH_S / 2
 
 
@@ -145,7 +145,7 @@ def test_a_stop_string_ends_a_row_and_frees_its_place(room: Room, tokenizer: Tok
     engine = build_fake_engine()
     generator = room.generator(engine)
     generator.add([row(0, stop=(stop,), max_tokens=40)])
-    [record] = harvested(generator, 1)
+    [record] = outputed(generator, 1)
     assert record.text == whole[: whole.index(stop)]
     assert record.finish_reason == "stop"
     assert record.completion_tokens < 40
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_a_row_and_frees_its_place(room: Room, tokenizer: Tok
 def test_a_row_that_the_engine_refuses_is_a_record_with_the_reason(room: Room) -> None:
     generator = room.generator(build_fake_engine(max_model_len=20))
     generator.add([row(0, max_tokens=50), row(1, max_tokens=2)])
-    refused, answered = harvested(generator, 2)
+    refused, answered = outputed(generator, 2)
     assert "this model accepts 20 together" in str(refused.error)
     assert refused.text is None
     assert answered.error is None
@@ -186,15 +186,15 @@ class SlowRunner(CountingRunner):
 def test_a_row_that_makes_its_step_fail_fails_alone(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=PoisonedRunner(1)))
     generator.add([row(number) for number in range(4)])
-    records = harvested(generator, 4)
-    assert [record.row for record in records if record.error] == [1]
+    records = outputed(generator, 4)
+    assert [record.number for record in records if record.error] == [1]
 
 
 def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Room) -> None:
     generator = room.generator(build_fake_engine(runner=PoisonedRunner(None)))
     generator.add([row(0), row(1)])
-    with pytest.raises(EngineStopped, match="the engine failed with 2 rows"):
-        generator.harvest(at_least=1, within_s=ENOUGH_S)
+    with pytest.raises(EngineStopped, match="the engine failed with 2 items"):
+        generator.collect(at_least=1, within_s=ENOUGH_S)
 
 
 def test_a_row_with_a_grammar_keeps_to_it_and_one_whose_grammar_is_no_use_fails_alone(room: Room) -> None:
@@ -202,6 +202,6 @@ def test_a_row_with_a_grammar_keeps_to_it_and_one_whose_grammar_is_no_use_fails_
     grammars = {0: "3 5 7", 1: BAD_GRAMMAR, 2: "8"}
     rows = [row(n, max_tokens=6, grammar=Grammar(GrammarKind.REGEX, text)) for n, text in grammars.items()]
     generator.add([*rows, row(3, max_tokens=6)])
-    records = {record.row: record for record in generator.harvest(at_least=4, within_s=ENOUGH_S).records}
+    records = {record.number: record for record in generator.collect(at_least=4, within_s=ENOUGH_S).outputs}
     assert records[1].error == "this grammar is no use"
     assert {number: record.completion_tokens for number, record in records.items()} == {0: 6, 1: 0, 2: 6, 3: 6}

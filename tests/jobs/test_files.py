@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from app.jobs.files import FileFolder, FolderLock
+from app.disk import take_lock
+from app.jobs.files import FileStore
 
 
 def names(folder: Path) -> set[str]:
@@ -12,7 +14,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_draft_becomes_a_file_or_nothing(tmp_path: Path) -> None:
-    folder = FileFolder(tmp_path)
+    folder = FileStore(tmp_path)
     with folder.draft() as kept, folder.draft() as dropped:
         for draft in (kept, dropped):
             draft.write(b"abc")
@@ -22,7 +24,7 @@ def test_a_draft_becomes_a_file_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_sweep_leaves_what_is_known(tmp_path: Path) -> None:
-    folder = FileFolder(tmp_path)
+    folder = FileStore(tmp_path)
     ids = []
     for _ in range(3):
         draft = folder.draft()
@@ -34,14 +36,16 @@ def test_a_sweep_leaves_what_is_known(tmp_path: Path) -> None:
 
 
 def test_only_one_holds_the_folder(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    assert first.try_acquire()
-    assert not second.try_acquire()
-    first.release()
-    assert second.try_acquire()
-    second.release()
+    for path in (tmp_path, tmp_path / "lock"):
+        first = take_lock(path)
+        assert first is not None
+        assert take_lock(path) is None
+        os.close(first)
+        second = take_lock(path)
+        assert second is not None
+        os.close(second)
 
 
 def test_nobody_else_on_the_machine_may_look_into_it(tmp_path: Path) -> None:
-    FileFolder(tmp_path / "new")
+    FileStore(tmp_path / "new")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")} == {0o700}

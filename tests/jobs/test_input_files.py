@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from app.errors import InvalidSetup
-from app.jobs.input_files import ROWS_IN_A_PIECE, Input, find_files, look_through, read_piece
-from app.jobs.preparation import Row, RowSettings
+from app.jobs.input_files import ROWS_IN_A_PIECE, InputRows, find_files, look_through, read_piece
+from app.jobs.items import Row, RowSettings
 
 
 def written(path: Path, rows: list[Any]) -> Path:
@@ -23,11 +23,11 @@ def questions(num_rows: int, prefix: str = "row") -> list[dict[str, Any]]:
     return [{"id": f"{prefix}-{number}", "prompt": "Once"} for number in range(num_rows)]
 
 
-def looked_through(pattern: object, **settings: Any) -> Input:
+def looked_through(pattern: object, **settings: Any) -> InputRows:
     return look_through(find_files(str(pattern)), RowSettings(**settings))
 
 
-def all_rows(found: Input) -> list[Row]:
+def all_rows(found: InputRows) -> list[Row]:
     return [row for piece in found.pieces for row in read_piece(piece)]
 
 
@@ -35,12 +35,12 @@ def test_every_row_is_in_one_piece_with_its_number(tmp_path: Path) -> None:
     num_rows = 2 * ROWS_IN_A_PIECE + 3
     found = looked_through(written(tmp_path / "input.jsonl", questions(num_rows)))
     assert (found.num_rows, len(found.pieces)) == (num_rows, 3)
-    assert [(row.number, row.row_id) for row in all_rows(found)] == [(n, f"row-{n}") for n in range(num_rows)]
+    assert [(row.number, row.id) for row in all_rows(found)] == [(n, f"row-{n}") for n in range(num_rows)]
 
 
 def test_blank_lines_are_no_rows_and_a_row_without_an_id_is_named_by_its_line(tmp_path: Path) -> None:
     path = written(tmp_path / "input.jsonl", ["\n", {"prompt": "a"}, "  \n", "{broken\n", {"prompt": "b"}])
-    assert [row.row_id for row in all_rows(looked_through(path))] == ["input.jsonl:2", "input.jsonl:4", "input.jsonl:5"]
+    assert [row.id for row in all_rows(looked_through(path))] == ["input.jsonl:2", "input.jsonl:4", "input.jsonl:5"]
 
 
 def test_a_last_line_without_a_line_end_is_a_row(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_parquet_rows_are_numbered_through_their_row_groups_and_have_no_fields_o
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "input.parquet", row_group_size=2)
     found = looked_through(tmp_path / "input.parquet")
     assert (found.num_rows, len(found.pieces)) == (5, 3)
-    assert [row.row_id for row in all_rows(found)] == [f"input.parquet:{line}" for line in range(1, 6)]
+    assert [row.id for row in all_rows(found)] == [f"input.parquet:{line}" for line in range(1, 6)]
     assert all_rows(found)[0].fields == {"messages": [{"role": "user", "content": "?"}]}
 
 

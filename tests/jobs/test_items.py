@@ -1,4 +1,4 @@
-"""What is wrong with an input file, by its lines."""
+"""What is wrong with an upload, by its lines; and the items that rows of files mean."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from typing import Any
 
 import pytest
 
-from app.jobs.items import MAX_LISTED_ERRORS, Checked, InputRules, check, read_lines
-from app.jobs.line import InputLine
+from app.jobs.items import (
+    MAX_LISTED_ERRORS,
+    Checked,
+    InputRules,
+    RowSettings,
+    check,
+    has_question,
+    item_of,
+    own_id,
+    read_items,
+    row_from_fields,
+    row_from_line,
+)
+from app.jobs.job import InvalidItem, Item
 from tests.jobs.lives import CHAT, input_line, jsonl
 
 
@@ -18,7 +30,7 @@ def checked(folder: Path, content: bytes, *, max_lines: int = 100, max_line_byte
     path = folder / "input"
     path.write_bytes(content)
     return check(
-        partial(path.open, "rb"), InputRules(endpoint=CHAT, max_lines=max_lines, max_line_bytes=max_line_bytes)
+        partial(path.open, "rb"), InputRules(endpoint=CHAT, max_items=max_lines, max_line_bytes=max_line_bytes)
     )
 
 
@@ -28,18 +40,15 @@ def codes(result: Checked) -> list[tuple[int | None, str, str | None]]:
 
 def test_a_valid_file_has_its_lines_and_its_model(tmp_path: Path) -> None:
     result = checked(tmp_path, jsonl(input_line("a"), input_line("b")))
-    assert result == Checked(num_lines=2, model="demo", errors=())
+    assert result == Checked(num_items=2, model="demo", errors=())
 
 
 def test_blank_lines_a_byte_order_mark_and_a_missing_last_line_end_are_harmless(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + jsonl(input_line("a")) + b"\r\n  \n" + jsonl(input_line("b")).rstrip()
-    assert checked(tmp_path, content) == Checked(num_lines=2, model="demo", errors=())
-    lines = list(
-        read_lines(
-            partial((tmp_path / "input").open, "rb"), InputRules(endpoint=CHAT, max_lines=9, max_line_bytes=2000)
-        )
-    )
-    assert [line.number for line in lines if isinstance(line, InputLine)] == [1, 4]
+    assert checked(tmp_path, content) == Checked(num_items=2, model="demo", errors=())
+    rules = InputRules(endpoint=CHAT, max_items=9, max_line_bytes=2000)
+    items = list(read_items(partial((tmp_path / "input").open, "rb"), rules))
+    assert [(item.number, item.id) for item in items] == [(0, "a"), (1, "b")]
 
 
 def test_several_models_are_allowed_and_none_is_named(tmp_path: Path) -> None:
@@ -96,3 +105,77 @@ def test_messages_show_no_more_than_a_glance_of_what_was_sent(tmp_path: Path) ->
     [error] = checked(tmp_path, jsonl(line)).errors
     assert len(error.message) < 200
     assert json.dumps(error.message)
+
+
+# Rows of files
+
+
+@pytest.mark.parametrize("line", [b'{"id": "a"', b"[1, 2]", b"\xff\xfe", b'{"id": NaN}'])
+def test_a_broken_line_is_a_row_named_by_its_place(line: bytes) -> None:
+    row = row_from_line(line, number=4, place="input.jsonl:5")
+    assert row.fields is None
+    assert row.id == "input.jsonl:5"
+    assert "input.jsonl:5" in row.error
+    assert not has_question(row, RowSettings())
+
+
+def test_only_texts_and_whole_numbers_are_ids() -> None:
+    assert own_id({"custom_id": "a", "id": "b"}) == "a"
+    assert own_id({"custom_id": "", "id": 0}) == "0"
+    assert [own_id({"id": value}) for value in (None, True, 1.5, [], "x" * 513)] == [None] * 5
+
+
+def test_a_row_asks_something_when_it_has_the_column_of_the_run() -> None:
+    row = row_from_fields({"prompt": "Once"}, number=0, place="input.jsonl:1")
+    assert has_question(row, RowSettings())
+    assert not has_question(row, RowSettings(prompt_column="text"))
+
+
+TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
+
+
+def invalid(fields: dict[str, Any]) -> str:
+    found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings())
+    assert isinstance(found, InvalidItem)
+    assert (found.number, found.id) == (3, own_id(fields) or "in.jsonl:4")
+    return found.reason
+
+
+def item(fields: dict[str, Any], **settings: Any) -> Item:
+    found = item_of(row_from_fields(fields, number=3, place="in.jsonl:4"), RowSettings(**settings))
+    assert isinstance(found, Item), found
+    return found
+
+
+def test_a_batch_line_is_passed_on_as_it_stands() -> None:
+    body = {"messages": TURNS, "model": "other", "seed": 7, "logprobs": True, "service_tier": "priority"}
+    found = item({"custom_id": "a", "method": "POST", "url": CHAT, "body": body})
+    assert found == Item(number=3, id="a", url=CHAT, body=body)
+    assert item({"custom_id": 17, "url": CHAT, "body": body}).id == "17"
+
+
+def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:
+    first = item({"id": 1, "prompt": "Once", "temperature": 0.5}, max_tokens=5, temperature=1.0)
+    assert first.url == "/v1/completions"
+    assert {name: first.body[name] for name in ("prompt", "temperature", "max_tokens")} == {
+        "prompt": "Once", "temperature": 0.5, "max_tokens": 5,
+    }  # fmt: skip
+    assert first.body["seed"] == item({"id": 1, "prompt": "Twice"}).body["seed"]
+    assert first.body["seed"] != item({"id": 2, "prompt": "Once"}).body["seed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}, "is not streamed"),
+        (
+            {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}},
+            "n is 2; an item has one answer",
+        ),
+        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url should be one of"),
+        ({"custom_id": "a", "url": ["x"], "body": {}}, "url should be one of"),
+        ({"text": "x"}, "no column 'prompt'"),
+    ],
+)
+def test_what_an_output_cannot_hold_is_not_asked(fields: dict[str, Any], words: str) -> None:
+    assert words in invalid(fields)

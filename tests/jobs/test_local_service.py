@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import LocalBatchService, NewBatch, NewFile, PageOf
+from app.jobs import NewBatch, NewFile, PageOf
+from app.jobs.local_service import LocalBatchService
 from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
 
 ONE = jsonl(input_line("one"))

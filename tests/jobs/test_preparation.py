@@ -9,8 +9,8 @@ from app.api import ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import ChatRequest
-from app.jobs.preparation import PreparedRow, RowSettings, has_question, own_id, row_from_fields, row_from_line
-from app.jobs.record import Record
+from app.jobs.job import InvalidItem
+from app.jobs.preparation import PreparedItem
 from tests.jobs.conftest import Prepare
 
 CHAT = "/v1/chat/completions"
@@ -22,15 +22,14 @@ def batch_line(body: Any, **changes: Any) -> dict[str, Any]:
     return {"custom_id": "line-1", "method": "POST", "url": CHAT, "body": body} | changes
 
 
-def request_of(row: PreparedRow | Record) -> PreparedRow:
-    assert isinstance(row, PreparedRow), row
+def request_of(row: PreparedItem | InvalidItem) -> PreparedItem:
+    assert isinstance(row, PreparedItem), row
     return row
 
 
-def error_of(row: PreparedRow | Record) -> str:
-    assert isinstance(row, Record), row
-    assert row.error is not None
-    return row.error
+def error_of(row: PreparedItem | InvalidItem) -> str:
+    assert isinstance(row, InvalidItem), row
+    return row.reason
 
 
 def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prepare, model: ServedModel) -> None:
@@ -39,14 +38,14 @@ def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prep
     call = asyncio.run(prepare_chat(ChatRequest.model_validate(body), model, RequestLimits()))
     assert row.request.sampling == call.requests[0].sampling
     assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
-    assert (row.row_id, row.stop) == ("line-1", ("8",))
+    assert (row.id, row.stop) == ("line-1", ("8",))
 
 
 def test_a_plain_row_takes_its_sampling_columns_and_leaves_the_users_own_alone(prepared: Prepare) -> None:
     row = request_of(
         prepared({"id": 17, "messages": TURNS, "temperature": 0, "max_tokens": 5, "user": {"any": "thing"}, "n": 9})
     )
-    assert row.row_id == "17"
+    assert row.id == "17"
     assert (row.request.sampling.temperature, row.request.sampling.max_tokens) == (0, 5)
     assert row.request.tenant == ""
 
@@ -88,41 +87,20 @@ def test_a_row_without_a_seed_draws_the_same_whenever_it_is_computed(prepared: P
         ({"prompt": "Once", "temperature": "hot"}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "?"}]}, "messages[0].role"),
-        (batch_line({"messages": TURNS, "stream": True}), "stream is true"),
+        (batch_line({"messages": TURNS, "stream": True}), "is not streamed"),
         (batch_line({"messages": TURNS, "n": 2}), "n is 2"),
         (batch_line({"messages": TURNS, "best_of": 2}), "best_of is 2"),
         (batch_line({"messages": TURNS, "logprobs": True}), "logprobs is not for bulk runs"),
         (batch_line({"messages": TURNS, "prompt_logprobs": 0}), "prompt_logprobs is not for bulk runs"),
         (batch_line({"messages": TURNS, "return_token_ids": True}), "return_token_ids is not for bulk runs"),
         (batch_line({"prompt": "a", "echo": True}, url="/v1/completions"), "echo is not for bulk runs"),
-        (batch_line({"messages": TURNS, "tools": [TOOL]}), "a row of a bulk run has no tools"),
+        (batch_line({"messages": TURNS, "tools": [TOOL]}), "an item of a bulk run has no tools"),
         (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this run has 'demo'"),
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
-        (batch_line({"messages": TURNS}, method="GET"), "method should be POST"),
-        (batch_line("text"), "body should be a JSON object"),
-        (batch_line({"messages": TURNS}, custom_id=None), "custom_id should be a text"),
+        (batch_line({"messages": TURNS}, method="GET"), "method should be 'POST'"),
+        (batch_line("text"), "body should be an object"),
+        (batch_line({"messages": TURNS}, custom_id=None), "custom_id is required"),
     ],
 )
-def test_what_is_wrong_with_a_row_becomes_its_record(prepared: Prepare, fields: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_with_a_row_becomes_its_reason(prepared: Prepare, fields: dict[str, Any], words: str) -> None:
     assert words in error_of(prepared(fields))
-
-
-@pytest.mark.parametrize("line", [b'{"id": "a"', b"[1, 2]", b"\xff\xfe", b'{"id": NaN}'])
-def test_a_broken_line_is_a_row_named_by_its_place(line: bytes) -> None:
-    row = row_from_line(line, number=4, place="input.jsonl:5")
-    assert row.fields is None
-    assert row.row_id == "input.jsonl:5"
-    assert "input.jsonl:5" in row.error
-    assert not has_question(row, RowSettings())
-
-
-def test_only_texts_and_whole_numbers_are_ids() -> None:
-    assert own_id({"custom_id": "a", "id": "b"}) == "a"
-    assert own_id({"custom_id": "", "id": 0}) == "0"
-    assert [own_id({"id": value}) for value in (None, True, 1.5, [], "x" * 513)] == [None] * 5
-
-
-def test_a_row_asks_something_when_it_has_the_column_of_the_run() -> None:
-    row = row_from_fields({"prompt": "Once"}, number=0, place="input.jsonl:1")
-    assert has_question(row, RowSettings())
-    assert not has_question(row, RowSettings(prompt_column="text"))

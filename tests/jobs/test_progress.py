@@ -1,32 +1,24 @@
 from __future__ import annotations
 
-from app.jobs.progress import RATE_WINDOW_S, Counts, Pace, Summary
-from app.jobs.record import Record
-
-
-def test_counts_are_sums_over_records() -> None:
-    counts = Counts()
-    counts.add(Record(row=0, id="a", text="x", prompt_tokens=3, completion_tokens=4))
-    counts.add(Record(row=1, id="b", error="no", prompt_tokens=5))
-    assert counts == Counts(rows=2, failed=1, prompt_tokens=8, completion_tokens=4)
+from app.jobs.progress import RATE_WINDOW_S, RunProgress, Summary
 
 
 def test_a_line_of_progress_has_rates_of_now_and_what_is_left() -> None:
-    pace = Pace(1000)
+    pace = RunProgress(1000)
     pace.begin(0.0, 0)
     pace.generated(500)
     assert pace.line(10.0, 100) == "100 of 1,000 rows (10%), 10.0 rows/s, 50 tokens/s, 1:30 left"
 
 
 def test_what_was_done_before_this_run_does_not_count_for_the_pace() -> None:
-    pace = Pace(1000)
+    pace = RunProgress(1000)
     pace.begin(0.0, 900)
     assert "0.0 rows/s" in pace.line(1.0, 900)
     assert pace.line(2.0, 910).startswith("910 of 1,000 rows (91%), 5.0 rows/s")
 
 
 def test_the_pace_forgets_what_was_long_ago() -> None:
-    pace = Pace(100_000)
+    pace = RunProgress(100_000)
     pace.begin(0.0, 0)
     for second in range(1, 101):
         line = pace.line(float(second), 100 if second <= 50 else 100 + 20 * (second - 50))

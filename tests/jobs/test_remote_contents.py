@@ -10,11 +10,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from app.config import BatchesConfig
 from app.errors import InvalidSetup, Unavailable
-from app.jobs import LocalBatchService
-from app.jobs.files import FileFolder
+from app.jobs.files import FileStore
+from app.jobs.local_service import LocalBatchService
 from tests.jobs.lives import OWNER, Echo, all_files, begin, content, ends, input_line, jsonl, until, upload
+from tests.jobs.lives import service_in as in_folder
 
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
 
@@ -27,7 +27,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def service_in(folder: Path, url: str, answer: Any = None) -> LocalBatchService:
-    return LocalBatchService(folder, BatchesConfig(files=url), answer or Echo())
+    return in_folder(folder, answer or Echo(), files=url)
 
 
 def found(url: str) -> set[str]:
@@ -70,7 +70,7 @@ def test_a_large_file_comes_back_in_pieces(tmp_path: Path, url: str) -> None:
 
 
 def test_a_sweep_removes_what_is_ours_and_unknown_and_nothing_else(tmp_path: Path, url: str) -> None:
-    first, second = FileFolder(tmp_path / "first", url), FileFolder(tmp_path / "second", url)
+    first, second = FileStore(tmp_path / "first", url), FileStore(tmp_path / "second", url)
     ids = []
     for folder in (first, first, second):
         with folder.draft() as draft:
@@ -81,7 +81,7 @@ def test_a_sweep_removes_what_is_ours_and_unknown_and_nothing_else(tmp_path: Pat
     own = (tmp_path / "first" / "files-name").read_text()
     for name in (f"{root}/somebody-elses", f"{root}/{own}/notes.txt"):
         filesystem.pipe_file(name, b"y")
-    FileFolder(tmp_path / "first", url).sweep(ids[:1])
+    FileStore(tmp_path / "first", url).sweep(ids[:1])
     assert found(url) == {ids[0], ids[2], "somebody-elses", "notes.txt"}
 
 
@@ -117,6 +117,6 @@ def test_a_storage_that_fails_is_told_and_leaves_nothing(
 
 def test_a_url_that_nothing_here_can_open_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetup) as told:
-        FileFolder(tmp_path, "nothing://user:canary@host/x")
+        FileStore(tmp_path, "nothing://user:canary@host/x")
     assert told.value.message.startswith("batches.files: nothing:// cannot be opened here: Protocol not known")
     assert "canary" not in told.value.message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.jobs.token_rate import TokenRate
+from app.jobs.batch_runner import TokenRate
 
 
 def test_tokens_of_the_last_minute_count_and_of_no_one_else() -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import openai
 import pytest
 
-from app.config import BatchesConfig, WebhooksConfig
+from app.config import WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
-from app.jobs import LocalBatchService, NewBatch, NewWebhook, PageOf
-from app.webhooks import Courier
+from app.jobs import NewBatch, NewWebhook, PageOf
+from app.jobs.local_service import LocalBatchService
+from app.webhooks import WebhookClient
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
+from tests.jobs.lives import service_in as in_folder
 from tests.jobs.test_batch_runner import raising
 from tests.webhooks.receivers import OK, SECRET, Received, Receiver, config, status
 
@@ -29,7 +31,7 @@ verifier = openai.OpenAI(api_key="none").webhooks
 def service_in(
     folder: Path, webhooks: WebhooksConfig, answer: Any = None, clock: Callable[[], float] = time.time, **settings: Any
 ) -> LocalBatchService:
-    return LocalBatchService(folder, BatchesConfig(webhooks=webhooks, **settings), answer or Echo(), clock=clock)
+    return in_folder(folder, answer or Echo(), clock=clock, webhooks=webhooks, **settings)
 
 
 async def begin(service: LocalBatchService, url: str | None, content: bytes = ONE, owner: str = OWNER) -> str:
@@ -220,10 +222,10 @@ def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path
 def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Courier, url: Any, headers: Any, body: Any) -> Any:
+    def broken(self: WebhookClient, url: Any, headers: Any, body: Any) -> Any:
         raise RuntimeError("nobody thought of this")
 
-    monkeypatch.setattr(Courier, "_status", broken)
+    monkeypatch.setattr(WebhookClient, "_status", broken)
 
     async def main() -> None:
         async with service_in(tmp_path, config(ports=(443,), max_pause_s=0.05, give_up_after_s=1.2)) as service:

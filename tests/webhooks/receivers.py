@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config import WebhooksConfig
-from app.webhooks import Message
+from app.webhooks import WebhookMessage
 
 SECRET = "whsec_Y2FuYXJ5LWNhbmFyeS1jYW5hcnktY2FuYXJ5"  # the base64 of some canaries
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -97,9 +97,9 @@ def config(*receivers: Receiver, **settings: Any) -> WebhooksConfig:
     return WebhooksConfig.model_validate(given | {"first_pause_s": 0.01, "max_pause_s": 0.05} | settings)
 
 
-def message(url: str, **fields: Any) -> Message:
+def message(url: str, **fields: Any) -> WebhookMessage:
     given = {"id": "evt_1", "secret": SECRET, "event": "batch.completed", "subject_id": "batch_1", "created_at": 5}
-    return Message(url=url, **{**given, **fields})
+    return WebhookMessage(url=url, **{**given, **fields})
 
 
 class Connects:

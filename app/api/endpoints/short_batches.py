@@ -17,7 +17,8 @@ from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
 from app.api.http.sse import WhileConnected
 from app.errors import CarouselError, InvalidRequest
-from app.jobs import Answered, BatchService, Json, NewBatch, NewFile, Status
+from app.jobs import Answered, BatchService, JobState, Json, NewBatch, NewFile
+from app.jobs.items import as_batch_line, items_of_prompts
 
 INPUT_NAME = "prompts.jsonl"
 _SENT_AT_ONCE = 1024 * 1024
@@ -52,7 +53,7 @@ class ShortBatchRoutes:
         """A batch, how far it is, and once it has ended what came of each prompt."""
         owner = self._owner_of(request)
         batch = await self._service.batch(owner, request.path_params["batch_id"])
-        results = await results_of(self._service, owner, batch) if Status(batch["status"]).has_ended else None
+        results = await results_of(self._service, owner, batch) if JobState(batch["status"]).has_ended else None
         shown = encoded_json(_with_progress(batch)).removesuffix(b"}") + b',"results":' + (results or b"null") + b"}"
         return Response(shown, media_type="application/json")
 
@@ -107,9 +108,8 @@ class ShortBatchRoutes:
 def _pieces(prompts: PromptList) -> Iterator[bytes]:
     """The lines of the input file, some at a time."""
     piece = bytearray()
-    for index, body in enumerate(prompts.bodies()):
-        line = {"custom_id": str(index), "method": "POST", "url": prompts.endpoint, "body": body}
-        piece += encoded_json(line) + b"\n"
+    for item in items_of_prompts(prompts.endpoint, prompts.bodies()):
+        piece += encoded_json(as_batch_line(item)) + b"\n"
         if len(piece) >= _SENT_AT_ONCE:
             yield bytes(piece)
             piece.clear()
@@ -133,7 +133,7 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered]) -> Json:
         "id": None,  # nothing of it is kept
         "object": "batch",
         "endpoint": prompts.endpoint,
-        "status": Status.COMPLETED.value,
+        "status": JobState.COMPLETED.value,
         "request_counts": {
             "total": len(answers),
             "completed": num_completed,

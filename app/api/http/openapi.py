@@ -24,7 +24,7 @@ from app.api.schemas.requests import (
 )
 from app.api.schemas.responses import ResponsesRequest
 from app.config import ApiConfig
-from app.jobs import Status
+from app.jobs import JobState
 from app.versions import versions
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ def _paths(config: ApiConfig) -> Json:
         },
         "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
         "/v1/responses": {
-            "post": _operation("Generate a reply", "Reply", _OF_GENERATION, _body(ResponsesRequest), events)
+            "post": _operation("Generate a response", "Response", _OF_GENERATION, _body(ResponsesRequest), events)
         },
         "/v1/embeddings": {
             "post": _operation("Vectors for texts", "Embeddings", _OF_GENERATION, _body(EmbeddingsRequest))
@@ -259,7 +259,7 @@ def _answers() -> Json:
         "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=or_nothing, code=or_nothing)),
         "ChatCompletion": _object(**call, object={"const": "chat.completion"}, choices=_list(chat_choice)),
         "Completion": _object(**call, object={"const": "text_completion"}, choices=_list(choice)),
-        "Reply": _object(
+        "Response": _object(
             id=_TEXT,
             object={"const": "response"},
             created_at=_WHOLE_NUMBER,
@@ -293,7 +293,7 @@ def _answers() -> Json:
 
 def _batch_answers() -> Json:
     counts = _object(total=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER)
-    status = {"enum": [status.value for status in Status]}
+    status = {"enum": [status.value for status in JobState]}
     or_nothing = {"type": ["string", "null"]}
     either: Json = {"type": ["object", "null"]}
     file = _object(id=_TEXT, object={"const": "file"}, bytes=_WHOLE_NUMBER, filename=_TEXT, purpose=_TEXT)
@@ -317,7 +317,7 @@ def _batch_answers() -> Json:
         "BatchResults": _object(id=or_nothing, **batch, progress={"type": "number"}, results=results),
         "BatchStats": _object(
             object={"const": "batch.stats"},
-            batches=_object(**{status.value: _WHOLE_NUMBER for status in Status}),
+            batches=_object(**{status.value: _WHOLE_NUMBER for status in JobState}),
             requests=_object(
                 queued=_WHOLE_NUMBER, running=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER
             ),

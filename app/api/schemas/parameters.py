@@ -41,7 +41,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "echo": (False,),
     },
     "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
-    "reply": _UNAVAILABLE_EVERYWHERE
+    "response": _UNAVAILABLE_EVERYWHERE
     | {
         "prompt_logprobs": (),
         "return_token_ids": (False,),

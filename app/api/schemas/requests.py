@@ -336,7 +336,7 @@ class QueuedRequest(ModelRequest):
 
     @field_validator("priority", mode="before")
     @classmethod
-    def _whole_priority(cls, value: Any) -> Any:
+    def _integer_priority(cls, value: Any) -> Any:
         return as_int(value)
 
     @property
@@ -418,7 +418,7 @@ class GenerationRequest(QueuedRequest):
         mode="before",
     )
     @classmethod
-    def _whole_numbers(cls, value: Any) -> Any:
+    def _integers(cls, value: Any) -> Any:
         return as_int(value)
 
     @model_validator(mode="after")
@@ -510,7 +510,7 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("max_completion_tokens", "top_logprobs", mode="before")
     @classmethod
-    def _whole_number(cls, value: Any) -> Any:
+    def _integer(cls, value: Any) -> Any:
         return as_int(value)
 
     @model_validator(mode="after")
@@ -619,7 +619,7 @@ class EmbeddingsRequest(QueuedRequest):
 
     @field_validator("dimensions", mode="before")
     @classmethod
-    def _whole_number(cls, value: Any) -> Any:
+    def _integer(cls, value: Any) -> Any:
         return as_int(value)
 
 
@@ -649,7 +649,7 @@ class DetokenizeRequest(ModelRequest):
 
     @field_validator("tokens", mode="before")
     @classmethod
-    def _whole_numbers(cls, value: Any) -> Any:
+    def _integers(cls, value: Any) -> Any:
         return as_int(value)
 
 

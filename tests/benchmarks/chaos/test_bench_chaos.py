@@ -13,8 +13,8 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from benchmarks.chaos.__main__ import main
-from benchmarks.chaos.mix import KINDS, mixed, with_stop
 from benchmarks.chaos.stream import Stream, follow
+from benchmarks.chaos.traffic import KINDS, mixed, with_stop
 from benchmarks.chaos.verdict import by_kind, judged, pauses_ms, spread
 from benchmarks.harness.http_call import Target
 from tests.benchmarks.servers import serving, told_server

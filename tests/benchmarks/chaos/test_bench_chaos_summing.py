@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.size import Size
+from benchmarks.chaos.stage import Size
 from benchmarks.chaos.summing import main, summed
 from benchmarks.chaos.verdict import spread
 

@@ -22,9 +22,9 @@ from app.engine.trace.entries import Entry, Header, StepRecord, parse, to_line
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from benchmarks.engine.divergence import Circumstances, Comparison
+from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment
 from benchmarks.engine.replay import Found, main, reenact
-from benchmarks.engine.stand_ins import StandIns
 from tests.engine.test_combinations import POLICIES, SELECTIVE, STRATEGIES, workload
 from tests.engine.test_invariants import EngineMachine
 from tests.engine.test_matcher import LateMatchedRunner

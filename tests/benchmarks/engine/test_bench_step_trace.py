@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.engine.batch import Batch, StepResult
-from benchmarks.engine.logged_carousel import LoggedCarousel
+from benchmarks.engine.carousel import LoggedCarousel
 from benchmarks.engine.run import Run
 from benchmarks.engine.step_trace import Step, StepTrace, logged
 from benchmarks.harness.workload import TimedRequest, Workload

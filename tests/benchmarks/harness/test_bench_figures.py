@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from app.engine.request import Request, SamplingParams
 from benchmarks.engine.report import Setup, summed_up
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.harness.percentile import percentile
-from benchmarks.harness.table import table
+from benchmarks.harness.figures import percentile, table
 from benchmarks.harness.workload import TimedRequest, Workload
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.command import BenchmarkError
-from benchmarks.peers.compare import main
-from benchmarks.peers.entry import Entry, EntryFailed, read_figures
+from benchmarks.peers.compare import Entry, main, read_figures
 
 
 @pytest.fixture
@@ -52,10 +50,12 @@ def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: py
 
 def test_entries_of_ours_get_the_common_options_and_their_own() -> None:
     common = ["--model", "m"]
-    assert Entry.parse("carousel --set scheduler.max_running=8", common).command == (
-        sys.executable, "-m", "benchmarks.engine.throughput", "--model", "m", "--set", "scheduler.max_running=8",
+    ours = Entry.parse("carousel --set scheduler.max_running=8", common)
+    assert (ours.module, ours.arguments) == (
+        "benchmarks.engine.throughput", ("--model", "m", "--set", "scheduler.max_running=8"),
     )  # fmt: skip
-    assert Entry.parse("hf-static-32", common).command[2:] == ("benchmarks.peers.hf", "hf-static-32", "--model", "m")
+    peer = Entry.parse("hf-static-32", common)
+    assert (peer.module, peer.arguments) == ("benchmarks.peers.hf", ("hf-static-32", "--model", "m"))
 
 
 def test_an_unknown_entry_is_told_with_close_names(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,5 +67,5 @@ def test_an_unknown_entry_is_told_with_close_names(workload_path: str, capsys: p
 
 @pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\n', '{"out_tok_s": 1}\ndone\n'])
 def test_output_without_figures_is_a_failure(stdout: str) -> None:
-    with pytest.raises(EntryFailed):
+    with pytest.raises(BenchmarkError):
         read_figures(stdout)

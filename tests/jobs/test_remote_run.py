@@ -20,15 +20,20 @@ from starlette.routing import Route
 
 from app.errors import Failure, InvalidSetup
 from app.jobs.input_files import find_files, look_through
-from app.jobs.preparation import RowSettings
+from app.jobs.items import RowSettings
 from app.jobs.progress import Summary
-from app.jobs.results import open_folder
-from app.jobs.through_service import ServiceSettings, answer_rows
+from app.jobs.remote_run import ServiceSettings, run_through_service
+from app.jobs.run_folder import open_run
 from tests.benchmarks.servers import serving, simulated_service, stream, told_server
 from tests.unclosed import nothing_unclosed
 
 NUM_ROWS = 40
 ONLINE_TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.executors.FAILURE_PAUSE_S", 0.01)
 
 
 def rows(tmp_path: Path, number: int = NUM_ROWS, **fields: Any) -> Path:
@@ -40,11 +45,11 @@ def rows(tmp_path: Path, number: int = NUM_ROWS, **fields: Any) -> Path:
 
 def run(source: Path, url: str, *, resume: bool = False, **settings: Any) -> Summary:
     """A run into `out` beside the input."""
-    given: dict[str, Any] = {"base_url": url, "api_key": None, "model": None, "max_under_way": 64, "patience_s": 20.0}
+    given: dict[str, Any] = {"base_url": url, "api_key": None, "model": None, "max_in_flight": 64, "patience_s": 20.0}
     found = look_through(find_files(str(source)), RowSettings())
-    folder = open_folder(source.parent / "out", run={}, num_rows=found.num_rows, output_format="jsonl", resume=resume)
+    folder = open_run(source.parent / "out", run={}, num_items=found.num_rows, output_format="jsonl", resume=resume)
     with closing(folder):
-        return answer_rows(found, folder, RowSettings(), ServiceSettings(**(given | settings)))
+        return run_through_service(found, folder, RowSettings(), ServiceSettings(**(given | settings)))
 
 
 def results(source: Path) -> dict[int, dict[str, Any]]:
@@ -127,7 +132,7 @@ def test_a_bad_row_says_why_and_one_that_the_service_fails_on_is_given_up(tmp_pa
     with serving(told(answer)) as url:
         assert run(source, url).failed == 2
     assert results(source)[7]["error"] == "not so"
-    assert results(source)[9]["error"] == "the service failed on this row 3 times, the last time: not so"
+    assert results(source)[9]["error"] == "the service failed on this item 3 times, the last time: not so"
     assert num_failures == 3
 
 

@@ -4,49 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
 
 import ray
 
 from app.assembly import resolve_model_path
 from app.config import ReplicasConfig
 from app.errors import InvalidSetup
-from app.jobs.input_files import Input
-from app.jobs.preparation import PreparedRow, RowSettings
-from app.jobs.progress import Summary
-from app.jobs.record import Record
-from app.jobs.results import OutputFolder
-from app.jobs.runner import BulkJob, ReadingBroke
+from app.jobs.input_files import InputRows
+from app.jobs.items import RowSettings
+from app.jobs.job import InvalidItem
+from app.jobs.outputs import RecordFormat
+from app.jobs.preparation import PreparedItem
+from app.jobs.progress import RunProgress, Summary
+from app.jobs.run_folder import RunFolder, finish_run
+from app.jobs.runner import JobRun, ReadingBroke, read_in_thread
 from deployments.bulk.options import PoolSettings
-from deployments.bulk.pipeline import Preparation, prepared_rows
+from deployments.bulk.pipeline import Preparation, prepared_items
 from deployments.bulk.pool import EnginePool
 from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 
 
-def answer_rows(found: Input, folder: OutputFolder, rows: RowSettings, pool: PoolSettings) -> Summary:
-    """Give every row its record and finish the folder.
+def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, pool: PoolSettings) -> Summary:
+    """Answer every row and finish the folder.
 
     Raises:
         InvalidSetup: the model or the cluster cannot do it.
         Failure: the output cannot be written, engines or readers die again and again.
     """
-    job = BulkJob[PreparedRow](folder)
-    if len(folder.settled) < found.num_rows:
+    run = JobRun[PreparedItem](folder.results, RecordFormat(), progress=RunProgress(found.num_rows))
+
+    def compute() -> None:
         _join_or_start_ray(pool.served.replicas)
         try:
-            asyncio.run(_run(job, found, folder, rows, pool))
+            asyncio.run(_run(run, found, folder, rows, pool))
         finally:
             ray.shutdown()
-    return job.finish()
+
+    return finish_run(folder, run, compute)
 
 
 async def _run(
-    job: BulkJob[PreparedRow], found: Input, folder: OutputFolder, rows: RowSettings, settings: PoolSettings
+    run: JobRun[PreparedItem], found: InputRows, folder: RunFolder, rows: RowSettings, settings: PoolSettings
 ) -> None:
     served, model = settings.served, settings.served.engine.model
-    pool = EnginePool(served, job.backlog, job, continued=folder.under_way.continued)
+    pool = EnginePool(served, run, folder.results.partial)
 
-    async def source() -> Generator[list[PreparedRow | Record], None, None]:
+    async def source() -> AsyncGenerator[list[PreparedItem | InvalidItem], None]:
         how = Preparation(
             tokenizer_path=resolve_model_path(model.path),
             revision=model.revision,
@@ -54,17 +59,20 @@ async def _run(
             facts=await pool.facts(),
             rows=rows,
         )
-        return _until_it_breaks(prepared_rows(found, folder.settled, how))
+        read = read_in_thread(_until_it_breaks(prepared_items(found, folder.results.ended, how)))
+        async with aclosing(read) as pieces:
+            async for piece in pieces:
+                yield piece
 
-    await job.run(pool, source)
+    await run.run(pool, source)
 
 
 def _until_it_breaks(
-    batches: Generator[list[PreparedRow | Record], None, None],
-) -> Generator[list[PreparedRow | Record], None, None]:
-    """The same batches; Ray's errors come as `ReadingBroke`."""
+    pieces: Generator[list[PreparedItem | InvalidItem], None, None],
+) -> Generator[list[PreparedItem | InvalidItem], None, None]:
+    """The same pieces; Ray's errors are raised as `ReadingBroke`."""
     try:
-        yield from batches
+        yield from pieces
     except ray.exceptions.RayError as error:
         raise ReadingBroke(str(error).strip().splitlines()[-1]) from error
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from app.jobs.window import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, Window
+from app.jobs.executors import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, Window
 
 MAX = 100
 

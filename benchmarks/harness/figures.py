@@ -1,4 +1,4 @@
-"""A table in Markdown that also reads well in a terminal."""
+"""Figures: percentiles, interpolated as numpy does by default, and tables in Markdown that read well in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column stands left, the others, being numbers, right."""
+    """The first column is aligned left, the others, being numbers, right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(_line(cells, widths) for cells in (heads, rule, *rows))
@@ -21,3 +21,14 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = cells
     padded = [first.ljust(widths[0]), *(each.rjust(width) for each, width in zip(others, widths[1:], strict=True))]
     return f"| {' | '.join(padded)} |"
+
+
+def percentile(samples: Sequence[float], percent: float) -> float | None:
+    """The value that `percent` of 100 samples lie below; None when there are no samples."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    place = percent / 100 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -17,7 +17,7 @@ from yarl import URL
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest
 from app.webhooks.addresses import AddressGate, ForbiddenAddress
-from app.webhooks.message import Message
+from app.webhooks.message import WebhookMessage
 from app.webhooks.signature import SigningKey
 from app.webhooks.url import parse_url
 
@@ -40,7 +40,7 @@ class DeliveryFailed(Exception):
         self.is_final = is_final
 
 
-class Courier:
+class WebhookClient:
     """Sends messages. Needs a running loop only while it does."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Courier:
         parse_url(url, self._config, self._gate)
         SigningKey.parse(secret)
 
-    async def deliver(self, message: Message, now: float) -> None:
+    async def deliver(self, message: WebhookMessage, now: float) -> None:
         """Send it once, signed for this moment (seconds since 1970). Raises DeliveryFailed."""
         try:
             # Again, for what is allowed may have changed since it was asked for.
@@ -111,7 +111,7 @@ class Courier:
 
 
 class _Names(AbstractResolver):
-    """Names looked up in threads of the courier's."""
+    """Names looked up in threads of the client's."""
 
     def __init__(self, look_up: LookUp, threads: ThreadPoolExecutor) -> None:
         self._look_up = look_up
@@ -135,7 +135,7 @@ class _Names(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """The threads are the courier's."""
+        """The threads are the client's."""
 
 
 def _reason(error: BaseException) -> str:

@@ -19,26 +19,26 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest
-from app.webhooks import Courier, DeliveryFailed
+from app.webhooks import DeliveryFailed, WebhookClient
 from tests.unclosed import nothing_unclosed
 from tests.webhooks.receivers import OK, SECRET, Connects, Receiver, config, message, names, status
 
 LOOPBACK = "http://127.0.0.1"
 
 
-def run(courier: Courier, use: Callable[[], Awaitable[None]]) -> None:
+def run(client: WebhookClient, use: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         try:
             await use()
         finally:
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
 
-async def failure(courier: Courier, url: str) -> DeliveryFailed:
+async def failure(client: WebhookClient, url: str) -> DeliveryFailed:
     with pytest.raises(DeliveryFailed) as caught:
-        await courier.deliver(message(url), time.time())
+        await client.deliver(message(url), time.time())
     return caught.value
 
 
@@ -81,16 +81,16 @@ NO_URLS = [
 
 @pytest.mark.parametrize("url", NO_URLS, ids=lambda url: repr(url)[:60])
 def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url: str) -> None:
-    courier = Courier(WebhooksConfig())
+    client = WebhookClient(WebhooksConfig())
 
     async def use() -> None:
         with pytest.raises(InvalidRequest) as refused:
-            courier.check(url, SECRET)
+            client.check(url, SECRET)
         assert refused.value.param == "webhook.url"
-        assert (await failure(courier, url)).is_final
+        assert (await failure(client, url)).is_final
 
     with Connects() as connects:
-        run(courier, use)
+        run(client, use)
     assert connects.addresses == []
 
 
@@ -104,17 +104,17 @@ def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url
     ],
 )  # fmt: skip
 def test_a_url_of_a_public_receiver_is_taken(url: str) -> None:
-    courier = Courier(WebhooksConfig())
-    run(courier, lambda: asyncio.sleep(0, courier.check(url, SECRET)))
+    client = WebhookClient(WebhooksConfig())
+    run(client, lambda: asyncio.sleep(0, client.check(url, SECRET)))
 
 
 def test_a_refusal_does_not_repeat_the_url() -> None:
-    courier = Courier(WebhooksConfig())
+    client = WebhookClient(WebhooksConfig())
     for url in ("http://example.com/canary", "https://example.com:22/canary", "https://127.0.0.1/canary", "canary://x"):
         with pytest.raises(InvalidRequest) as refused:
-            courier.check(url, SECRET)
+            client.check(url, SECRET)
         assert "canary" not in refused.value.message
-    courier.close()
+    client.close()
 
 
 FORBIDDEN = [
@@ -129,23 +129,23 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("address", FORBIDDEN)
 def test_a_name_that_leads_to_an_address_that_is_not_public_is_never_connected_to(address: str) -> None:
-    courier = Courier(WebhooksConfig(), look_up=names(address))
+    client = WebhookClient(WebhooksConfig(), look_up=names(address))
 
     async def use() -> None:
-        courier.check("https://hooks.example/x", SECRET)
-        failed = await failure(courier, "https://hooks.example/x")
+        client.check("https://hooks.example/x", SECRET)
+        failed = await failure(client, "https://hooks.example/x")
         assert failed.reason == "the host's name leads to an address that is not a public one"
         assert not failed.is_final, "a name may lead somewhere else later"
 
     with Connects() as connects:
-        run(courier, use)
+        run(client, use)
     assert connects.addresses == []
 
 
 def test_the_systems_own_names_lead_to_no_exception() -> None:
-    courier = Courier(WebhooksConfig())
+    client = WebhookClient(WebhooksConfig())
     with Connects() as connects:
-        run(courier, lambda: failure(courier, "https://localhost/x"))
+        run(client, lambda: failure(client, "https://localhost/x"))
     assert connects.addresses == []
 
 
@@ -153,13 +153,13 @@ def test_of_several_addresses_only_those_that_are_allowed_are_connected_to() -> 
     async def main() -> None:
         async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
             settings = config(allowed, allowed_networks=("127.0.0.2/32",))
-            courier = Courier(settings, look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+            client = WebhookClient(settings, look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
             with Connects() as connects:
-                await courier.deliver(message(f"http://hooks.example:{allowed.port}/hook"), time.time())
+                await client.deliver(message(f"http://hooks.example:{allowed.port}/hook"), time.time())
             assert connects.addresses == [("127.0.0.2", allowed.port)]
             assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
             assert allowed.received[0].headers["host"] == f"hooks.example:{allowed.port}"
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
@@ -174,16 +174,16 @@ def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -
                 looks.append(host)
                 return names("127.0.0.2" if len(looks) == 1 else "127.0.0.1")(host, port)
 
-            courier = Courier(config(allowed, allowed_networks=("127.0.0.2/32",)), look_up=rebinding)
+            client = WebhookClient(config(allowed, allowed_networks=("127.0.0.2/32",)), look_up=rebinding)
             url = f"http://hooks.example:{allowed.port}/hook"
-            courier.check(url, SECRET)
-            await courier.deliver(message(url), time.time())
+            client.check(url, SECRET)
+            await client.deliver(message(url), time.time())
             assert looks == ["hooks.example"]
             with Connects() as connects:
-                assert "not a public one" in (await failure(courier, url)).reason
+                assert "not a public one" in (await failure(client, url)).reason
             assert connects.addresses == []
             assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
@@ -192,11 +192,11 @@ def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -
 def test_redirects_are_not_followed(code: int) -> None:
     async def main() -> None:
         async with Receiver() as target, Receiver(lambda n: status(code, f"Location: {target.url}")) as receiver:
-            courier = Courier(config(receiver, target))
-            failed = await failure(courier, receiver.url)
+            client = WebhookClient(config(receiver, target))
+            failed = await failure(client, receiver.url)
             assert failed.reason == f"the receiver answered with {code}"
             assert (receiver.num_connections, target.num_connections) == (1, 0)
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
@@ -207,10 +207,10 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
             for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
                 monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
                 monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{proxy.port}")
-            courier = Courier(config(receiver))
-            await courier.deliver(message(receiver.url), time.time())
+            client = WebhookClient(config(receiver))
+            await client.deliver(message(receiver.url), time.time())
             assert (receiver.num_connections, proxy.num_connections) == (1, 0)
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
@@ -223,11 +223,11 @@ def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> Non
                 {"ports": (receiver.port + 1,)},
                 {"allowed_networks": ("127.0.0.2/32", "::/0")},
             ):
-                courier = Courier(config(receiver, **refusing))
+                client = WebhookClient(config(receiver, **refusing))
                 with pytest.raises(InvalidRequest):
-                    courier.check(receiver.url, SECRET)
-                assert (await failure(courier, receiver.url)).is_final
-                courier.close()
+                    client.check(receiver.url, SECRET)
+                assert (await failure(client, receiver.url)).is_final
+                client.close()
             assert receiver.num_connections == 0
 
     asyncio.run(main())
@@ -254,14 +254,14 @@ def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> Non
 def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None:
     async def main() -> None:
         async with Receiver(lambda n: answer) as receiver:
-            courier = Courier(config(receiver, timeout_s=0.3))
+            client = WebhookClient(config(receiver, timeout_s=0.3))
             if reason is None:
-                await courier.deliver(message(receiver.url), time.time())
+                await client.deliver(message(receiver.url), time.time())
             else:
-                failed = await failure(courier, receiver.url)
+                failed = await failure(client, receiver.url)
                 assert failed.reason.startswith(reason)
                 assert failed.is_final == (reason.endswith("410"))
-            courier.close()
+            client.close()
 
     with nothing_unclosed():
         asyncio.run(main())
@@ -271,11 +271,11 @@ def test_nobody_is_there() -> None:
     async def main() -> None:
         async with Receiver() as receiver:
             settings = config(receiver)
-        courier = Courier(settings)
-        failed = await failure(courier, receiver.url)
+        client = WebhookClient(settings)
+        failed = await failure(client, receiver.url)
         assert failed.reason.startswith("the connection failed")
         assert not failed.is_final
-        courier.close()
+        client.close()
 
     asyncio.run(main())
 
@@ -287,19 +287,19 @@ def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
         gate.wait(20)
         raise OSError("no such name")
 
-    courier = Courier(config(timeout_s=0.2), look_up=slow)
+    client = WebhookClient(config(timeout_s=0.2), look_up=slow)
 
     async def use() -> None:
         began = time.monotonic()
         try:
-            failures = await asyncio.gather(*(failure(courier, "https://hooks.example/x") for _ in range(8)))
+            failures = await asyncio.gather(*(failure(client, "https://hooks.example/x") for _ in range(8)))
             assert time.monotonic() - began < 2
             assert {each.reason for each in failures} == {"no answer within 0.2 s"}
             assert await asyncio.to_thread(lambda: 3) == 3, "the threads of others are free"
         finally:
             gate.set()
 
-    run(courier, use)
+    run(client, use)
 
 
 def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -340,16 +340,16 @@ def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
         async with Receiver(tls=server) as receiver:
             settings = config(receiver, allow_http=False)
             look_up = names("127.0.0.1")
-            courier = Courier(settings, look_up=look_up, tls=trusting)
-            await courier.deliver(message(f"https://hooks.example:{receiver.port}/hook"), time.time())
+            client = WebhookClient(settings, look_up=look_up, tls=trusting)
+            await client.deliver(message(f"https://hooks.example:{receiver.port}/hook"), time.time())
             assert len(receiver.received) == 1
             for host, tls in (("other.example", trusting), ("hooks.example", None)):
-                other = Courier(settings, look_up=look_up, tls=tls)
+                other = WebhookClient(settings, look_up=look_up, tls=tls)
                 failed = await failure(other, f"https://{host}:{receiver.port}/hook")
                 assert failed.reason == "the certificate is not one for this host"
                 other.close()
             assert len(receiver.received) == 1, "nothing was said to them"
-            courier.close()
+            client.close()
 
     asyncio.run(main())
 
@@ -357,14 +357,14 @@ def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
 def test_what_arrives(tmp_path: Path) -> None:
     async def main() -> None:
         async with Receiver(lambda n: OK) as receiver:
-            courier = Courier(config(receiver))
-            await courier.deliver(message(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
+            client = WebhookClient(config(receiver))
+            await client.deliver(message(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
             [received] = receiver.received
             assert received.line == "POST /hook?a=%20b&c HTTP/1.1"
             assert received.headers["content-type"] == "application/json"
             assert received.headers["webhook-id"] == "evt_1"
             assert received.headers["webhook-timestamp"] == "1700000000"
             assert received.body == message("x").body()
-            courier.close()
+            client.close()
 
     asyncio.run(main())

@@ -1,0 +1,169 @@
+"""Batches on engines of their own, beside the replicas: a pool of engines for each model that a batch's items name.
+
+What an item may ask is checked as the API does it; then it is computed as the items of bulk runs are. Tokens of items
+that have not ended are kept, so that a later run continues after them. No Ray here: the pool comes from `deployments`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from app.api import AcceptedItem, ServedModel
+from app.api.schemas.requests import QueuedRequest
+from app.disk import write_atomically
+from app.errors import CarouselError, InvalidRequest
+from app.jobs.batch_runner import BatchWork
+from app.jobs.executors import Executor
+from app.jobs.items import GENERATION_URLS, seed_of
+from app.jobs.job import Answered, InvalidItem, Item, ItemResult
+from app.jobs.outputs import BatchFormat
+from app.jobs.preparation import PreparedItem, check_fits_engines, prepare, response_of
+from app.jobs.results import ItemSet, ResultStore
+from app.jobs.runner import JobRun
+
+logger = logging.getLogger(__name__)
+
+POOL_ATTEMPTS = 3  # one after the other, and no item has ended by them
+POOL_PAUSE_S = 5.0
+_MODELS = "models.json"  # in a batch's store of results: the models that its partial tokens are of
+
+Accept = Callable[
+    [str, str, Mapping[str, Any], Callable[[QueuedRequest, ServedModel], None]], Awaitable[AcceptedItem | Answered]
+]
+# A pool for the model of this name, which reports to the run and continues after the tokens in the store.
+MakePool = Callable[[str, JobRun[PreparedItem], ResultStore], Executor[PreparedItem]]
+
+
+class EngineExecution:
+    """`Execution` by pools of engines that are started for a batch and end with it."""
+
+    endpoints: Sequence[str] | None = GENERATION_URLS
+
+    def __init__(
+        self,
+        accept: Accept,
+        models: Sequence[ServedModel],
+        make_pool: MakePool,
+        *,
+        weights: Mapping[str, Any],
+        max_at_once: int,
+    ) -> None:
+        """`accept` is the request handler's. As many batches have engines at the same time as `max_at_once` says.
+
+        `weights` describe what the models compute with, by their names: tokens of one are not continued by another.
+        """
+        self._accept = accept
+        self._models = {model.name: model for model in models}
+        self._make_pool = make_pool
+        self._weights = dict(weights)
+        self._places = asyncio.Semaphore(max_at_once)
+        self._running: dict[str, BatchWork] = {}  # by the batch's id
+
+    def num_in_flight(self, owner: str) -> int:
+        """See `Execution`: all items of batches that have engines."""
+        return sum(
+            work.results.num_items - len(work.results.ended)
+            for work in self._running.values()
+            if work.job.owner == owner
+        )
+
+    async def run(self, work: BatchWork) -> None:
+        """See `Execution`."""
+        async with self._places:
+            self._running[work.job.id] = work
+            try:
+                await asyncio.to_thread(self._check_weights, work.results)
+                while (model := await self._next_model(work)) is not None:
+                    await self._run_model(work, model)
+            finally:
+                del self._running[work.job.id]
+
+    def _check_weights(self, results: ResultStore) -> None:
+        """Drop partial tokens that other weights have made: the service has got another model since. Raises OSError."""
+        path, content = results.folder / _MODELS, json.dumps(self._weights, sort_keys=True).encode()
+        if not path.exists() or path.read_bytes() != content:
+            results.partial.clear()
+            write_atomically(path, content)
+
+    async def _next_model(self, work: BatchWork) -> str | None:
+        """The model of the first item that has not ended and can run; the items before it end with their refusals."""
+        async with aclosing(work.pieces()) as pieces:
+            async for piece in pieces:
+                for item in piece:
+                    accepted = await self._accepted(work, item)
+                    if isinstance(accepted, AcceptedItem):
+                        return accepted.model
+                    work.on_results(work.results.append([BatchFormat().answered(item, accepted)]))
+        return None
+
+    async def _run_model(self, work: BatchWork, model: str) -> None:
+        """Return when every item of one model has ended."""
+        num_fruitless = 0
+        while num_fruitless < POOL_ATTEMPTS:
+            num_before = len(work.results.ended)
+            try:
+                await self._run_pool(work, model)
+                return
+            except CarouselError as error:
+                logger.warning("batch %s: the engines of %s have failed: %s", work.job.id, model, error.message)
+            num_fruitless = num_fruitless + 1 if len(work.results.ended) == num_before else 0
+            await asyncio.sleep(num_fruitless * POOL_PAUSE_S)
+        await self._give_up(work, model)
+
+    async def _run_pool(self, work: BatchWork, model: str) -> None:
+        """Raises what the pool raises, for which another pool may be tried."""
+        form = BatchFormat(partial(response_of, work.job.endpoint, model))
+        run = JobRun[PreparedItem](work.results, form, on_results=work.on_results, on_tokens=work.on_tokens)
+        others = ItemSet(work.results.num_items)
+        logger.info("batch %s: engines of %s begin", work.job.id, model)
+
+        async def source() -> AsyncGenerator[list[PreparedItem | InvalidItem | ItemResult], None]:
+            async with aclosing(work.pieces()) as pieces:
+                async for piece in pieces:
+                    made = [await self._prepared(work, item, model, form) for item in piece]
+                    others.update(item.number for item, each in zip(piece, made, strict=True) if each is None)
+                    yield [each for each in made if each is not None]
+
+        await run.run(self._make_pool(model, run, work.results), source, left_out=others)
+
+    async def _prepared(
+        self, work: BatchWork, item: Item, model: str, form: BatchFormat
+    ) -> PreparedItem | InvalidItem | ItemResult | None:
+        """None for an item of another model."""
+        accepted = await self._accepted(work, item)
+        if isinstance(accepted, Answered):
+            return form.answered(item, accepted)
+        if accepted.model != model:
+            return None
+        return await prepare(replace(item, body=accepted.body), self._models[model])
+
+    async def _accepted(self, work: BatchWork, item: Item) -> AcceptedItem | Answered:
+        body = dict(item.body)
+        if body.get("seed") is None:  # of the batch's own: the same item in another batch is drawn anew
+            body["seed"] = seed_of(f"{work.job.id}-{item.number}")
+        return await self._accept(work.job.owner, item.url, body, _check)
+
+    async def _give_up(self, work: BatchWork, model: str) -> None:
+        reason = f"the engines for this line have failed {POOL_ATTEMPTS} times; the server's log has the reason"
+        async with aclosing(work.pieces()) as pieces:
+            async for piece in pieces:
+                for item in piece:
+                    accepted = await self._accepted(work, item)
+                    if isinstance(accepted, AcceptedItem) and accepted.model == model:
+                        invalid = InvalidItem(number=item.number, id=item.id, reason=reason, code="job_failed")
+                        work.on_results(work.results.append([BatchFormat().invalid(invalid)]))
+
+
+def _check(body: QueuedRequest, _: ServedModel) -> None:
+    """Raise InvalidRequest for what engines cannot do, in words for a client that does not know of bulk runs."""
+    try:
+        check_fits_engines(body)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"this server's batches run as bulk jobs: {error.message}", param=error.param) from None

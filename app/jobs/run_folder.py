@@ -1,0 +1,170 @@
+"""The folder of a bulk run: which run it is, its results as they come, and at the end the output.
+
+    run.json       what runs here: the input's fingerprint and what the answers depend on
+    ...            the files of the store of results while it runs, see `app/jobs/results.py`
+    results.jsonl  the output, made of the store (or results.parquet)
+    summary.json   written last: where it is, the run is finished
+
+One process at a time has the folder, by a lock that ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from app.disk import hidden_name, take_lock, write_atomically
+from app.errors import Failure, InvalidSetup
+from app.jobs.job import Counts
+from app.jobs.outputs import write_records
+from app.jobs.progress import Summary
+from app.jobs.results import FILES, ResultStore, ResultsUnwritable
+from app.jobs.runner import JobRun
+
+MANIFEST, SUMMARY = "run.json", "summary.json"
+OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
+FORMAT_VERSION = 2  # of the files of the store; a change of theirs needs another
+
+
+class RunFolder:
+    """The folder of one run, held by this process."""
+
+    def __init__(self, path: Path, *, num_items: int, output_format: str, lock: int) -> None:
+        """Not for callers: `open_run` checks and locks first."""
+        self._path = path
+        self._format = output_format
+        self._lock = lock
+        self.results = ResultStore(path, num_items)
+
+    def close(self) -> None:
+        """Let the folder go; the run in it can be resumed."""
+        self.results.close()
+        os.close(self._lock)
+
+    def finish(self, summary: Summary) -> None:
+        """Every item has ended: write the output, then the summary, and delete the store. Raises ResultsUnwritable."""
+        assert self.results.is_complete, "a run is finished when every item has its result"
+        self.results.sync()
+        try:
+            write_records(self.results, self._path / OUTPUTS[self._format], self._format)
+            _write_json(self._path / SUMMARY, asdict(summary))
+            for name in FILES:
+                (self._path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ResultsUnwritable(*error.args) from error
+
+    def unwritable(self, error: OSError) -> Failure:
+        """What the operator needs to know when the folder cannot be written."""
+        results = self.results
+        return Failure(
+            f"{self._path}: cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
+            f"rows are safe there: make room, or whatever it needs, and go on with --resume"
+        )
+
+
+def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_format: str, resume: bool) -> RunFolder:
+    """Take the folder for the run that `run` describes, creating it if need be. Nothing is changed if this raises.
+
+    Raises:
+        InvalidSetup: it holds something else, another run, a finished run, or one that is running or not resumed.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(path)
+        if lock is None:
+            raise InvalidSetup(f"--output {path}: another process is at work on it; wait for its end")
+        try:
+            if (path / MANIFEST).exists():
+                _check_may_go_on(path, run, resume=resume)
+            else:
+                _check_is_empty(path)
+                _write_json(path / MANIFEST, {"version": FORMAT_VERSION} | dict(run))
+            return RunFolder(path, num_items=num_items, output_format=output_format, lock=lock)
+        except BaseException:
+            os.close(lock)
+            raise
+    except OSError as error:
+        raise InvalidSetup(f"--output {path}: cannot be used: {error.strerror}") from error
+
+
+def finish_run(folder: RunFolder, run: JobRun[Any], compute: Callable[[], None]) -> Summary:
+    """Compute what has not ended, then finish the folder. Raises Failure when it cannot be written, and what `compute`
+    raises."""
+    counts = folder.results.counts
+    before = replace(counts)
+    try:
+        if not folder.results.is_complete:
+            compute()
+        summary = _summary(folder.results, run, before)
+        folder.finish(summary)
+    except ResultsUnwritable as error:
+        raise folder.unwritable(error) from error
+    return summary
+
+
+def _summary(results: ResultStore, run: JobRun[Any], before: Counts) -> Summary:
+    counts, recovery = results.counts, results.recovery
+    ended_at = run.ended_at or time.monotonic()
+    seconds = max(ended_at - (run.began_at or ended_at), 1e-9)  # nothing was computed: no time
+    return Summary(
+        rows=counts.num_items,
+        ok=counts.num_items - counts.num_failed,
+        failed=counts.num_failed,
+        prompt_tokens=counts.num_input_tokens,
+        completion_tokens=counts.num_output_tokens,
+        seconds=round(seconds, 3),
+        rows_per_s=round((counts.num_items - before.num_items) / seconds, 2),
+        tokens_per_s=round((counts.num_output_tokens - before.num_output_tokens) / seconds, 2),
+        runs=recovery.runs,
+        engines_lost=recovery.engines_lost,
+        continued_rows=recovery.continued_items,
+        recomputed_rows=recovery.recomputed_items,
+    )
+
+
+def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
+    """The summary of this very run if it is finished; None if it is not, or not begun."""
+    if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != {"version": FORMAT_VERSION} | dict(run):
+        return None
+    return Summary(**_read_json(path / SUMMARY))
+
+
+def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> None:
+    there = _read_json(path / MANIFEST)
+    version = there.pop("version", 1)
+    if version != FORMAT_VERSION:
+        raise InvalidSetup(
+            f"--output {path}: holds a run whose files have version {version}; this Carousel has {FORMAT_VERSION}: use "
+            f"another folder, or finish it with the version that began it"
+        )
+    differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
+    if differing:
+        named = "; ".join(f"{name}: {there.get(name)!r} there, {run.get(name)!r} now" for name in differing[:4])
+        raise InvalidSetup(f"--output {path}: holds another run ({named[:600]}); use another folder")
+    if (path / SUMMARY).exists():
+        raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
+    if not resume:
+        raise InvalidSetup(f"--output {path}: holds this run, unfinished: go on with --resume, or use another folder")
+
+
+def _check_is_empty(path: Path) -> None:
+    strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    if set(strangers) - {hidden_name(MANIFEST)}:  # what a death at the very beginning may have left
+        raise InvalidSetup(f"--output {path}: holds {', '.join(strangers[:3])} and no run; use an empty folder")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidSetup(f"{path}: is not valid JSON: {error}; use another folder") from error
+    return dict(content)
