@@ -1,4 +1,4 @@
-"""Signed messages to whoever wants to hear of an end: to public addresses only. Knows no batches and no storage."""
+"""Signed messages about ends of batches, to public addresses only. Knows no batches and no storage."""
 
 from app.webhooks.client import DeliveryFailed, WebhookClient
 from app.webhooks.default_receiver import check_default, default_secret

@@ -26,7 +26,7 @@ LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 GONE = 410
 # Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
-# purpose holds up nobody.
+# purpose holds up no other message.
 _NUM_LOOK_UP_THREADS = 64
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
