@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from app.api.output.token_details import TokenWishes
 from app.api.output.tool_calls import ToolUse
 from app.engine.request import Generate, ModelFacts, Pooling, Request
-from app.errors import InvalidRequest, NotFound
+from app.errors import InvalidRequest
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
@@ -49,6 +48,32 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDetailOptions:
+    """Which details a call asks for."""
+
+    logprobs: int | None = None  # of generated tokens, and of an echoed prompt's, with so many of the likeliest
+    names_are_ids: bool = False  # tokens are named by their ids
+    prompt_logprobs: int | None = None  # in the format of vLLM
+    token_ids: bool = False
+    echo: bool = False  # the prompt is part of the text
+    choose_best: bool = False  # of several samples, by how likely they were
+
+    def __bool__(self) -> bool:
+        return self != TokenDetailOptions()
+
+    @property
+    def drawn_logprobs(self) -> int | None:
+        """How many likely tokens the engine returns with each generated one; None: no log-probabilities."""
+        return 0 if self.logprobs is None and self.choose_best else self.logprobs
+
+    def scored_logprobs(self, *, is_first: bool) -> int | None:
+        """The same for prompt tokens. vLLM's format has them once for each prompt, so only its first sample asks."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [num for num in (echoed, self.prompt_logprobs if is_first else None) if num is not None]
+        return max(wanted, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One API call, checked and tokenized: `num_samples` requests for each prompt, prompt by prompt.
 
@@ -65,7 +90,7 @@ class Call:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool
-    wishes: TokenWishes
+    detail_options: TokenDetailOptions
     include_usage: bool
     continuous_usage: bool
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
@@ -84,19 +109,6 @@ class Call:
 def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     """Each model under its name and under each of its aliases."""
     return {name: model for model in models for name in (model.name, *model.aliases)}
-
-
-def model_named(name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
-    """The one of `models`, by any name, that has this name; without a name the only one. Raises InvalidRequest."""
-    if name is not None and name in models:
-        return models[name]
-    own_names = {model.name: model for model in models.values()}
-    if name is None and len(own_names) == 1:
-        return next(iter(own_names.values()))
-    served = ", ".join(own_names)
-    if name is None:
-        raise InvalidRequest(f"model is required: this server has {served}", param="model")
-    raise NotFound(f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found")
 
 
 async def off_the_loop(work: Callable[[], T], num_characters: int) -> T:

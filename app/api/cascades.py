@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from app.api.auth.limits import Account
 from app.api.call import Call, ServedModel
-from app.api.output.choices import Piece, generate_pieces
+from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Json, Progress
 from app.api.output.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
@@ -50,15 +50,15 @@ class Cascade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CascadeDecision:
     """Who answers a call on a cascade."""
 
     call: Call
-    pieces: AsyncGenerator[Piece, None]
+    pieces: AsyncGenerator[ChoiceDelta, None]
     is_small: bool
     mean_logprob: float  # of the small model's answer
     num_small_tokens: int  # that it generated
-    num_tokens_in_vain: int  # of its prompt and answer, where another answer goes out
+    num_discarded_tokens: int  # of its prompt and answer, where another answer goes out
 
     def report(self) -> Json:
         """What `usage` says of it, beside the numbers of the model that answers."""
@@ -84,7 +84,7 @@ class Verdict:
         }
 
 
-async def judge(cascade: Cascade, small: Call, large: Call, metrics: CallMetrics) -> Verdict:
+async def judge(cascade: Cascade, small: Call, large: Call, metrics: CallMetrics) -> CascadeDecision:
     """Have the small model answer, and say whose answer it will be; the large model has not begun then.
 
     `metrics` are the small call's. Raises what the small model's generation raises, and DeadlineMissed.
@@ -97,23 +97,23 @@ async def judge(cascade: Cascade, small: Call, large: Call, metrics: CallMetrics
         call, answer = small, _again(pieces)
     else:
         call = _hurried(large, asyncio.get_running_loop().time() - began_at)
-        answer = generate_pieces(call)
+        answer = generate_choices(call)
     logger.info("cascade %s: mean logprob %.3f, %s answers", cascade.name, confidence.mean_logprob, call.model.name)
     num_tokens = sum(piece.num_tokens for piece in pieces)
-    return Verdict(
+    return CascadeDecision(
         call=call,
         pieces=answer,
         is_small=is_small,
         mean_logprob=confidence.mean_logprob,
         num_small_tokens=num_tokens,
-        num_tokens_in_vain=0 if is_small else small.num_prompt_tokens + num_tokens,
+        num_discarded_tokens=0 if is_small else small.num_prompt_tokens + num_tokens,
     )
 
 
-async def _all_pieces(call: Call, metrics: CallMetrics) -> list[Piece]:
-    pieces: list[Piece] = []
+async def _all_pieces(call: Call, metrics: CallMetrics) -> list[ChoiceDelta]:
+    pieces: list[ChoiceDelta] = []
     with metrics:
-        async with aclosing(generate_pieces(call)) as generated:
+        async with aclosing(generate_choices(call)) as generated:
             async for piece in generated:
                 pieces.append(piece)
                 if piece.num_tokens:
@@ -123,7 +123,7 @@ async def _all_pieces(call: Call, metrics: CallMetrics) -> list[Piece]:
     return pieces
 
 
-async def _again(pieces: Sequence[Piece]) -> AsyncGenerator[Piece, None]:
+async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, None]:
     for piece in pieces:
         yield piece
 

@@ -12,9 +12,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.api.call import Call, ServedModel, check_token_ids
+from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.output.structured_output import grammar_of
-from app.api.output.token_details import TokenWishes
 from app.api.output.tool_calls import ToolUse
 from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import GenerationRequest
@@ -64,8 +63,8 @@ def call_of(
     tools: ToolUse | None = None,
 ) -> Call:
     call_id = f"{prefix}-{uuid.uuid4().hex}"
-    wishes = _wishes(body)
-    sampling = _sampling(body, wishes, model.tokenizer)
+    detail_options = _detail_options(body)
+    sampling = _sampling(body, detail_options, model.tokenizer)
     if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
         sampling = replace(sampling, grammar=tools.grammar)
     requests: list[Request] = []
@@ -81,7 +80,7 @@ def call_of(
                     sampling,
                     max_tokens=max_tokens,
                     seed=_sample_seed(seed, sample),
-                    prompt_logprobs=wishes.scored_logprobs(is_first=sample == 0),
+                    prompt_logprobs=detail_options.scored_logprobs(is_first=sample == 0),
                 ),
                 cache_salt=body.cache_salt,
                 priority=body.priority,
@@ -101,15 +100,15 @@ def call_of(
         stop=tuple(body.stop),
         skip_special_tokens=body.skip_special_tokens,
         include_stop=body.include_stop_str_in_output,
-        wishes=wishes,
+        detail_options=detail_options,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         tools=tools,
     )
 
 
-def _wishes(body: GenerationRequest) -> TokenWishes:
-    return TokenWishes(
+def _detail_options(body: GenerationRequest) -> TokenDetailOptions:
+    return TokenDetailOptions(
         logprobs=body.asked_logprobs[1],
         names_are_ids=body.return_tokens_as_token_ids,
         prompt_logprobs=body.prompt_logprobs,
@@ -163,7 +162,7 @@ def _sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, wishes: TokenWishes, tokenizer: Tokenizer) -> SamplingParams:
+def _sampling(body: GenerationRequest, detail_options: TokenDetailOptions, tokenizer: Tokenizer) -> SamplingParams:
     """All but what each request has of its own: `max_tokens`, `seed` and `prompt_logprobs`."""
     return SamplingParams(
         max_tokens=1,
@@ -181,7 +180,7 @@ def _sampling(body: GenerationRequest, wishes: TokenWishes, tokenizer: Tokenizer
         grammar=grammar_of(body),
         allowed_token_ids=tuple(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, tokenizer),
-        logprobs=wishes.drawn_logprobs,
+        logprobs=detail_options.drawn_logprobs,
     )
 
 

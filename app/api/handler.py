@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from app.api.auth.apply_key import apply_key, max_output_tokens, model_for
+from app.api.auth.apply_key import apply_key, max_output_tokens
 from app.api.auth.keys import Authenticator, authenticator_of
 from app.api.auth.limits import Account, Reservation
 from app.api.call import Call, ServedModel, by_any_name
-from app.api.cascades import Cascade, Verdict, judge
+from app.api.cascades import Cascade, CascadeDecision, judge
 from app.api.endpoints.endpoint import Endpoint
 from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
-from app.api.output.choices import Piece, generate_pieces
+from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Progress, Writer
 from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
-from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
@@ -56,13 +56,13 @@ class PendingResponse:
 
     progress: Progress
     is_streamed: bool  # as the body asks
-    _pieces: AsyncGenerator[Piece, None]
+    _pieces: AsyncGenerator[ChoiceDelta, None]
     _writer: Writer
     _headers: Mapping[str, str] = field(default_factory=dict)
 
-    async def whole(self) -> Json:
+    async def full_response(self) -> Json:
         """The response as one object."""
-        return await self._writer.whole(self.progress, self._pieces)
+        return await self._writer.full_response(self.progress, self._pieces)
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events."""
@@ -118,12 +118,12 @@ class RequestHandler:
         headers: dict[str, str] = {}
         if len(calls) == 1:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
-            pieces = generate_pieces(calls[0])
+            pieces = generate_choices(calls[0])
         else:
-            verdict = await self._verdict(parsed, *calls, arrived_at=arrived_at)
-            client.reservation.add_usage(lambda: verdict.num_tokens_in_vain)
-            progress = verdict.progress(client.request_id, self.metrics, arrived_at=arrived_at)
-            pieces, headers = verdict.pieces, verdict.headers()
+            decision = await self._decide(parsed, *calls, arrived_at=arrived_at)
+            client.reservation.add_usage(lambda: decision.num_discarded_tokens)
+            progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
+            pieces, headers = decision.pieces, decision.headers()
         client.reservation.add_usage(progress.num_tokens)
         return PendingResponse(
             progress=progress,
@@ -142,7 +142,19 @@ class RequestHandler:
 
         Raises InvalidRequest, NotFound, NotPermitted.
         """
-        return model_for(account, name, self.models)
+        if name is not None and name in self.models:
+            model = self.models[name]
+            account.check_model(model.name)
+            return model
+        usable = {model.name: model for model in self.models.values() if account.may_use(model.name)}
+        if name is None and len(usable) == 1:
+            return next(iter(usable.values()))
+        served = ", ".join(usable)
+        if name is None:
+            raise InvalidRequest(f"model is required: this server has {served}", param="model")
+        raise NotFound(
+            f"there is no model {name[:100]!r}; this server has {served}", param="model", code="model_not_found"
+        )
 
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
@@ -167,7 +179,7 @@ class RequestHandler:
             call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
-    async def _verdict(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> Verdict:
+    async def _decide(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> CascadeDecision:
         prompt_tokens = [len(request.prompt_token_ids) for request in small.requests]
         metrics = self.metrics.model(small.model.name).call(prompt_tokens, arrived_at=arrived_at)
         return await judge(self.cascades[parsed.model or ""], small, large, metrics)
@@ -186,7 +198,7 @@ class RequestHandler:
             with self.authenticator.account_named(owner).reserve_item() as reservation:
                 client = Client(reservation=reservation, request_id=request_id)
                 pending = await self.handle(ENDPOINTS[path], {**body, **_LOWEST_CLASS, **tenant}, client)
-                return Answered(200, await pending.whole())
+                return Answered(200, await pending.full_response())
         except Exception as error:
             if _may_pass(error):
                 raise
@@ -214,7 +226,7 @@ class RequestHandler:
 
     async def _outcome(self, endpoint: Endpoint, body: Json, client: Client) -> Json | Exception:
         try:
-            return await (await self.handle(endpoint, body, client)).whole()
+            return await (await self.handle(endpoint, body, client)).full_response()
         except Exception as error:
             return error
 

@@ -68,12 +68,12 @@ def test_the_large_model_answers_where_the_small_one_was_not_sure(
     assert text == "3 4"
 
 
-def test_all_choices_count_together_and_completions_and_replies_cascade_too(tokenizer: Tokenizer) -> None:
+def test_all_choices_count_together_and_completions_and_responses_cascade_too(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.6)
     assert service.complete(model="both", n=3).json["model"] == "large"
     assert len(service.generate.requests) == 6
-    reply = service.call("POST", "/v1/responses", {"model": "both", "input": "Hi"}).json
-    assert (reply["model"], reply["usage"]["cascade"]["answered_by"]) == ("large", "large")
+    response = service.call("POST", "/v1/responses", {"model": "both", "input": "Hi"}).json
+    assert (response["model"], response["usage"]["cascade"]["answered_by"]) == ("large", "large")
 
 
 def test_log_probabilities_are_told_to_those_who_ask_and_to_nobody_else(tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
-from app.api.output.forced_calls import moved
+from app.api.output.tool_grammars import moved
 from app.engine.async_engine import AsyncEngine
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
@@ -103,7 +103,7 @@ def test_a_named_function_must_be_called(with_client: Callable[..., None]) -> No
     with_client(use)
 
 
-def test_replies_have_forced_calls_and_formats_too(with_client: Callable[..., None]) -> None:
+def test_responses_have_forced_calls_and_formats_too(with_client: Callable[..., None]) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         tool: Any = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
         forced = await client.responses.create(
@@ -115,11 +115,11 @@ def test_replies_have_forced_calls_and_formats_too(with_client: Callable[..., No
         schema = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
                   "additionalProperties": False}  # fmt: skip
         form: Any = {"format": {"type": "json_schema", "name": "unit", "schema": schema, "strict": True}}
-        reply = await client.responses.create(model="demo", input="?", text=form)
-        assert json.loads(reply.output_text)["unit"] in ("C", "F")
-        assert reply.text is not None
-        assert reply.text.format is not None
-        assert reply.text.format.type == "json_schema"
+        response = await client.responses.create(model="demo", input="?", text=form)
+        assert json.loads(response.output_text)["unit"] in ("C", "F")
+        assert response.text is not None
+        assert response.text.format is not None
+        assert response.text.format.type == "json_schema"
         form["format"]["schema"] = {"type": "nonsense"}
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(model="demo", input="?", text=form)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from app.api.auth.limits import Account, Reservation
-from app.api.call import Call, ServedModel, model_named
+from app.api.call import Call
 from app.api.schemas.requests import QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
-
-
-def model_for(account: Account, name: str | None, models: Mapping[str, ServedModel]) -> ServedModel:
-    """The model of that name or alias; without a name the only one that this account may use.
-
-    Raises InvalidRequest, NotPermitted for a model that its key is not for.
-    """
-    if name is not None and name in models:
-        account.check_model(models[name].name)
-    return model_named(name, {each: model for each, model in models.items() if account.may_use(model.name)})
 
 
 def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:

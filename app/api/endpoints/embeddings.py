@@ -13,11 +13,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.api.call import Call, ServedModel, check_token_ids, off_the_loop
+from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
 from app.api.endpoints.endpoint import Endpoint
-from app.api.output.choices import Piece
+from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Json, Progress, Writer
-from app.api.output.token_details import TokenWishes
 from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Request, SamplingParams
@@ -67,7 +66,7 @@ async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits
         stop=(),
         skip_special_tokens=True,
         include_stop=False,
-        wishes=TokenWishes(),
+        detail_options=TokenDetailOptions(),
         include_usage=False,
         continuous_usage=False,
         max_at_once=limits.max_prompts,
@@ -104,7 +103,7 @@ class EmbeddingsWriter(Writer):
 
     body: EmbeddingsRequest
 
-    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
         vectors = [b""] * len(progress.answers)
         with progress.metrics:
@@ -140,7 +139,7 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(numbers.tobytes()).decode()
 
 
-def _given(piece: Piece) -> bytes:
+def _given(piece: ChoiceDelta) -> bytes:
     if piece.embedding is None:
         raise Failure(f"the request of text {piece.index} ended without a vector")
     return piece.embedding

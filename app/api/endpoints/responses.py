@@ -13,10 +13,10 @@ from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import named_event
-from app.api.output.choices import Piece
+from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Json, Progress, Writer
-from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs
-from app.api.output.tool_calls import ToolCallPiece
+from app.api.output.token_details import TokenLogprob, TokenNames, chat_logprobs
+from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_limits import RequestLimits
 from app.api.schemas.responses import ResponsesRequest
 
@@ -33,7 +33,7 @@ class ResponsesWriter(Writer):
 
     body: ResponsesRequest
 
-    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end and write the response."""
         response = ResponseBuilder(self.body, progress)
         with progress.metrics:
@@ -44,11 +44,13 @@ class ResponsesWriter(Writer):
         progress.log_end()
         return response.as_json()
 
-    async def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+    ) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a call; they end with one that holds the whole response.
 
-        An error before the first event is raised, so that it can have a status of its own; a later one makes the reply
-        a failed one.
+        An error before the first event is raised, so that it can have a status of its own; a later one makes it a
+        failed response.
         """
         response = ResponseBuilder(self.body, progress)
         try:
@@ -67,7 +69,7 @@ class ResponsesWriter(Writer):
 
 
 class ResponseBuilder:
-    """A reply in the making: items one after the other, and the events that tell of them.
+    """A response under construction: its items one after the other, and the events about them.
 
     response.created, response.in_progress,
         for each item: output_item.added, … deltas …, output_item.done
@@ -82,28 +84,28 @@ class ResponseBuilder:
         self._error: Json | None = None
         self._num_events = 0
         self._names = TokenNames(progress.call.model.tokenizer)
-        self._untold: list[ToldToken] = []  # tokens whose text is yet to come, or that have none
+        self._pending_logprobs: list[TokenLogprob] = []  # tokens whose text is yet to come, or that have none
         self.has_begun = False
 
-    def add(self, piece: Piece) -> Iterator[Json]:
+    def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Book a piece; the events that it makes."""
         self._progress.add(piece, keep_text=False)
         if not piece.num_tokens and piece.finish_reason is None:
             return  # it is queued; no word goes out before there is a token
         yield from self._begin()
         if piece.details is not None:
-            self._untold += piece.details.told
+            self._pending_logprobs += piece.details.text_logprobs
         if piece.text:
             yield from self._say(piece.text)
         for call in piece.calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
-            if self._untold and not (self._output and isinstance(self._output[-1], _FunctionCall)):
+            if self._pending_logprobs and not (self._output and isinstance(self._output[-1], _FunctionCall)):
                 yield from self._say("")  # the end token counts, and has no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
     def fail(self, error: Json) -> Iterator[Json]:
-        """The reply ends with an error object as the API has it."""
+        """The response ends with an error object as the API has it."""
         yield from self._begin()
         self._status = "failed"
         code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
@@ -111,7 +113,7 @@ class ResponseBuilder:
         yield self._event("response.failed", response=self.as_json())
 
     def as_json(self) -> Json:
-        """The reply as far as it has come."""
+        """The response by now."""
         body, call = self._body, self._progress.call
         is_incomplete = self._status == "incomplete"
         return {
@@ -166,17 +168,17 @@ class ResponseBuilder:
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
         message.text += text
-        logprobs = chat_logprobs(self._untold, self._names, self._body.top_logprobs or 0)["content"]
-        self._untold = []
+        logprobs = chat_logprobs(self._pending_logprobs, self._names, self._body.top_logprobs or 0)["content"]
+        self._pending_logprobs = []
         message.logprobs += logprobs
         yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
 
-    def _call(self, piece: ToolCallPiece) -> Iterator[Json]:
+    def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
         if piece.name is not None:
             yield from self._open(_FunctionCall(piece.call_id, piece.name))
         call = self._output[-1]
         assert isinstance(call, _FunctionCall), "a call is not interrupted"
-        self._untold = []  # logprobs are those of text
+        self._pending_logprobs = []  # logprobs are those of text
         call.arguments += piece.arguments
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)

@@ -87,7 +87,7 @@ def _paths(config: ApiConfig) -> Json:
         },
         "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
         "/v1/responses": {
-            "post": _operation("Generate a reply", "Reply", _OF_GENERATION, _body(ResponsesRequest), events)
+            "post": _operation("Generate a response", "Response", _OF_GENERATION, _body(ResponsesRequest), events)
         },
         "/v1/embeddings": {
             "post": _operation("Vectors for texts", "Embeddings", _OF_GENERATION, _body(EmbeddingsRequest))
@@ -259,7 +259,7 @@ def _answers() -> Json:
         "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=or_nothing, code=or_nothing)),
         "ChatCompletion": _object(**call, object={"const": "chat.completion"}, choices=_list(chat_choice)),
         "Completion": _object(**call, object={"const": "text_completion"}, choices=_list(choice)),
-        "Reply": _object(
+        "Response": _object(
             id=_TEXT,
             object={"const": "response"},
             created_at=_WHOLE_NUMBER,

@@ -97,7 +97,7 @@ class _Computed:
                 )
                 await events.send_to(send)
             else:
-                content = to_json(await pending.whole())
+                content = to_json(await pending.full_response())
                 response = Response(content, headers=response_headers(), media_type="application/json")
                 await response(scope, receive, send)
 

@@ -8,15 +8,15 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from app.api.call import Call
-from app.api.output.token_details import Details, Telling
-from app.api.output.tool_calls import ToolCallPiece, ToolUse
+from app.api.output.token_details import LogprobsCollector, TokenDetails
+from app.api.output.tool_calls import ToolCallDelta, ToolUse
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.text import GeneratedText, TextDelta
 
 
 @dataclass(slots=True)  # one for every token, and a frozen one takes three times as long to make
-class Piece:
+class ChoiceDelta:
     """What one delta added to one choice. The last piece of a choice has its finish reason."""
 
     index: int
@@ -26,9 +26,9 @@ class Piece:
     finish_reason: str | None = None  # "stop", "length" or "tool_calls", never anything else
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
     queued: Queued | None = None  # on the first piece, where whoever generates tells it
-    calls: tuple[ToolCallPiece, ...] = ()  # what is new of tool calls
+    calls: tuple[ToolCallDelta, ...] = ()  # what is new of tool calls
     embedding: bytes | None = None  # on the last piece, where one is wanted
-    details: Details | None = None  # where the call wants any
+    details: TokenDetails | None = None  # where the call wants any
 
     @property
     def measured_reason(self) -> str | None:
@@ -36,7 +36,7 @@ class Piece:
         return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
 
 
-def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
+def generate_choices(call: Call) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call at once and yield their pieces as they come.
 
     Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
@@ -47,7 +47,7 @@ def generate_pieces(call: Call) -> AsyncGenerator[Piece, None]:
     return choices[0] if len(choices) == 1 else _merge(choices, at_once=call.max_at_once or len(choices))
 
 
-async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
+async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, None]:
     request = call.requests[index]
     text = GeneratedText(
         call.model.tokenizer,
@@ -57,29 +57,31 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[Piece, None]:
         shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
         include_stop=call.include_stop,
     )
-    telling = _telling(call, index)
+    collector = _collector(call, index)
     async with _token_deltas(call.model.generate, request) as deltas:
         async for delta in deltas:
             added = text.push(delta)
             if delta.finish_reason is None and added.finish_reason is None:
                 # By position: names take twice as long, and all tokens but the last of a choice come by here.
-                piece = Piece(index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued)
-                yield piece if telling is None else _with_details(piece, telling, delta)
+                piece = ChoiceDelta(
+                    index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued
+                )
+                yield piece if collector is None else _with_details(piece, collector, delta)
                 continue
             if delta.finish_reason is FinishReason.ABORT:
                 raise Unavailable("the server stopped this generation before its end; try again")
             piece = _last_piece(index, delta, added, request)
-            yield piece if telling is None else _with_details(piece, telling, delta)
+            yield piece if collector is None else _with_details(piece, collector, delta)
             return
     raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
 
 
-def _telling(call: Call, index: int) -> Telling | None:
+def _collector(call: Call, index: int) -> LogprobsCollector | None:
     """Who tells of a choice's tokens, where the call wants to know."""
-    if not call.wishes:
+    if not call.detail_options:
         return None
-    return Telling(
-        call.wishes,
+    return LogprobsCollector(
+        call.detail_options,
         call.requests[index],
         call.model.tokenizer,
         prompt_text=call.prompt_text(index),
@@ -87,17 +89,17 @@ def _telling(call: Call, index: int) -> Telling | None:
     )
 
 
-def _with_details(piece: Piece, telling: Telling, delta: TokenDelta) -> Piece:
-    found = telling.tell(delta, num_tokens=piece.num_tokens, has_ended=piece.finish_reason is not None)
+def _with_details(piece: ChoiceDelta, collector: LogprobsCollector, delta: TokenDelta) -> ChoiceDelta:
+    found = collector.push(delta, num_tokens=piece.num_tokens, has_ended=piece.finish_reason is not None)
     if found is not None:
         echoed, piece.details = found
         piece.text = echoed + piece.text
     return piece
 
 
-def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> Piece:
+def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Request) -> ChoiceDelta:
     stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
-    return Piece(
+    return ChoiceDelta(
         index=index,
         text=added.text,
         num_tokens=added.num_tokens,
@@ -109,7 +111,7 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
     )
 
 
-async def _with_calls(pieces: AsyncGenerator[Piece, None], tools: ToolUse) -> AsyncGenerator[Piece, None]:
+async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
     """The pieces with tool calls taken out of their texts; they end with the first call where only one may be made."""
     calls = tools.calls()
     async with aclosing(pieces):
@@ -149,12 +151,14 @@ class _Exhausted:
     """Put into the queue by a source that has no more."""
 
 
-async def _merge(sources: Sequence[AsyncGenerator[Piece, None]], *, at_once: int) -> AsyncGenerator[Piece, None]:
+async def _merge(
+    sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int
+) -> AsyncGenerator[ChoiceDelta, None]:
     """The pieces of all sources as they come. When this ends, in whatever way, all sources are closed.
 
     Not a TaskGroup: that may not span a `yield`.
     """
-    queue: asyncio.Queue[Piece | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
+    queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
     slots = asyncio.Semaphore(at_once)
     pumps = [asyncio.create_task(_pump(source, queue, slots)) for source in sources]
     num_open = len(pumps)
@@ -174,8 +178,8 @@ async def _merge(sources: Sequence[AsyncGenerator[Piece, None]], *, at_once: int
 
 
 async def _pump(
-    source: AsyncGenerator[Piece, None],
-    queue: asyncio.Queue[Piece | _Exhausted | Exception],
+    source: AsyncGenerator[ChoiceDelta, None],
+    queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception],
     slots: asyncio.Semaphore,
 ) -> None:
     try:

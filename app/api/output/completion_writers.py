@@ -14,10 +14,9 @@ from pydantic_core import to_json
 from app.api.call import Call
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import DONE, event
-from app.api.output.choices import Piece
-from app.api.output.details import DetailWriter
-from app.api.output.token_details import TokenNames, ToldToken, chat_logprobs, completion_logprobs
-from app.api.output.tool_calls import ToolCallPiece
+from app.api.output.choices import ChoiceDelta
+from app.api.output.token_details import DetailsWriter, TokenLogprob, TokenNames, chat_logprobs, completion_logprobs
+from app.api.output.tool_calls import ToolCallDelta
 from app.engine.request import Queued
 from app.metrics import CallMetrics, RequestMetrics
 
@@ -37,7 +36,7 @@ class Answer:
     stop_reason: str | int | None = None
     calls: list[Json] = field(default_factory=list)
 
-    def add_calls(self, pieces: Iterable[ToolCallPiece]) -> None:
+    def add_calls(self, pieces: Iterable[ToolCallDelta]) -> None:
         """Go on with the calls that these pieces belong to."""
         for piece in pieces:
             if piece.name is not None:
@@ -67,7 +66,7 @@ class Progress:
         prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
         return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
 
-    def add(self, piece: Piece, *, keep_text: bool) -> None:
+    def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Book a piece; its text is kept only for whole responses."""
         answer = self.answers[piece.index]
         self.queued = self.queued or piece.queued
@@ -139,13 +138,13 @@ class Format(Protocol):
     def choice(self, index: int, answer: Answer) -> Json:
         """A finished choice."""
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
+    def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         """The choices of the chunks that a piece makes, one chunk each; none when there is nothing to say.
 
         `details` are fields of the choice that has the text.
         """
 
-    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+    def write_logprobs(self, logprobs: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
         """The log-probabilities of tokens, each with so many of the likeliest."""
 
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
@@ -164,7 +163,7 @@ class ChatFormat:
             message |= {"content": answer.text or None, "tool_calls": answer.calls}
         return {"index": index, "message": message} | _ending(answer.finish_reason, answer.stop_reason)
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
+    def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         deltas: list[tuple[Json, Json]] = []
         if is_first:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
@@ -176,20 +175,20 @@ class ChatFormat:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
 
-    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
-        return chat_logprobs(told, names, num_top)
+    def write_logprobs(self, logprobs: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
+        return chat_logprobs(logprobs, names, num_top)
 
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         body |= prompt
 
 
-def called(piece: ToolCallPiece) -> Json:
+def called(piece: ToolCallDelta) -> Json:
     """A call, as far as its first piece tells it."""
     function = {"name": piece.name, "arguments": piece.arguments}
     return {"id": piece.call_id, "type": "function", "function": function}
 
 
-def _call_delta(piece: ToolCallPiece) -> Json:
+def _call_delta(piece: ToolCallDelta) -> Json:
     if piece.name is None:
         return {"index": piece.number, "function": {"arguments": piece.arguments}}
     return {"index": piece.number} | called(piece)
@@ -204,14 +203,14 @@ class CompletionFormat:
     def choice(self, index: int, answer: Answer) -> Json:
         return {"index": index, "text": answer.text} | _ending(answer.finish_reason, answer.stop_reason)
 
-    def chunk_choices(self, piece: Piece, *, is_first: bool, details: Json | None = None) -> list[Json]:
+    def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         if not piece.text and piece.finish_reason is None and not details:
             return []
         ending = _ending(piece.finish_reason, piece.stop_reason) | (details or {})
         return [{"index": piece.index, "text": piece.text} | ending]
 
-    def write_logprobs(self, told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
-        return completion_logprobs(told, names, num_top)
+    def write_logprobs(self, logprobs: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
+        return completion_logprobs(logprobs, names, num_top)
 
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         choice |= prompt
@@ -225,10 +224,10 @@ class Writer(ABC):
     """Writes the response of one endpoint to a call."""
 
     @abstractmethod
-    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end of all requests and write one response."""
 
-    def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    def events(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a call, for the bodies of the endpoint that can ask for them.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
@@ -243,9 +242,9 @@ class ChoiceWriter(Writer):
 
     form: Format
 
-    async def whole(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> Json:
+    async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         call, form = progress.call, self.form
-        details = DetailWriter(call, form.write_logprobs) if call.wishes else None
+        details = DetailsWriter(call, form.write_logprobs) if call.detail_options else None
         with progress.metrics:
             async with aclosing(pieces):
                 async for piece in pieces:
@@ -262,7 +261,9 @@ class ChoiceWriter(Writer):
             body["choices"].append(choice)
         return body
 
-    async def events(self, progress: Progress, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+    ) -> AsyncGenerator[bytes, None]:
         writer = _ChunkWriter(progress, self.form)
         try:
             with progress.metrics:
@@ -281,12 +282,12 @@ class ChoiceWriter(Writer):
         yield DONE
 
 
-def _best(call: Call, details: DetailWriter) -> list[int]:
+def _best(call: Call, details: DetailsWriter) -> list[int]:
     """The requests whose answers go back, by index: of each prompt's samples the likeliest, in this order."""
     chosen: list[int] = []
     for first in range(0, len(call.requests), call.num_samples):
         samples: list[int] = list(range(first, first + call.num_samples))
-        if call.wishes.choose_best:
+        if call.detail_options.choose_best:
             samples.sort(key=details.mean_logprob, reverse=True)
         chosen += samples[: call.num_choices]
     return chosen
@@ -302,13 +303,13 @@ class _ChunkWriter:
         self._envelope = _envelope(progress.call, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has begun
-        self._details = DetailWriter(self._call, form.write_logprobs) if self._call.wishes else None
+        self._details = DetailsWriter(self._call, form.write_logprobs) if self._call.detail_options else None
 
     @property
     def has_begun(self) -> bool:
         return bool(self._begun)
 
-    def events(self, piece: Piece) -> list[bytes]:
+    def events(self, piece: ChoiceDelta) -> list[bytes]:
         """Book a piece and write what it adds to its choice; nothing when there is nothing to say yet."""
         self._progress.add(piece, keep_text=False)
         text_events = self._text_events.get(piece.index)
@@ -325,7 +326,7 @@ class _ChunkWriter:
                 self._text_events[piece.index] = _TextEvents(self._text_event(piece.index, _MARK))
         return [event(self._chunk(choice)) for choice in choices]
 
-    def _detailed_events(self, piece: Piece, details: DetailWriter) -> list[bytes]:
+    def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> list[bytes]:
         """Of a call whose events differ in more than their text."""
         if piece.details is None:
             return []  # it is queued
@@ -339,7 +340,7 @@ class _ChunkWriter:
 
     def _text_event(self, index: int, text: str) -> bytes:
         """An event in the middle of a choice."""
-        piece = Piece(index, text, num_tokens=1, num_cached_tokens=0)
+        piece = ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0)
         [choice] = self._form.chunk_choices(piece, is_first=False)
         return event(self._chunk(choice))
 

@@ -7,12 +7,11 @@ is compiled, beside the engine.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from app.api.output.grammars import checked_grammar, schema_grammar
-from app.api.output.structural_tags import structural_tag_grammar
 from app.api.schemas.requests import (
     GenerationRequest,
     ResponseFormat,
@@ -20,8 +19,11 @@ from app.api.schemas.requests import (
     StructuredOutputs,
     from_validation_error,
 )
-from app.engine.request import Grammar, GrammarKind
+from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
+
+Json = dict[str, Any]
+Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -54,7 +56,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
 
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:
     """vLLM's: exactly one of its fields."""
-    wishes = {
+    detail_options = {
         "json": given.json_,
         "regex": given.regex,
         "choice": given.choice,
@@ -62,7 +64,7 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
         "json_object": given.json_object or None,
         "structural_tag": given.structural_tag,
     }
-    named = [name for name, value in wishes.items() if value is not None]
+    named = [name for name, value in detail_options.items() if value is not None]
     if not named:
         return None
     if len(named) > 1:
@@ -105,3 +107,59 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} should be a JSON object", param=param)
     return schema
+
+
+def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
+    """What begins with one of the triggers is one of the structures. Raises InvalidRequest where they do not match."""
+    structures = given.structures
+    for number, structure in enumerate(structures):
+        if not any(structure.begin.startswith(trigger) for trigger in given.triggers):
+            raise InvalidRequest(
+                f"{param}.structures[{number}].begin is {structure.begin[:60]!r}, which begins with none of the "
+                f"triggers; add its beginning to them",
+                param=f"{param}.structures",
+            )
+    tags = [
+        tag(trigger, [structure.begin.removeprefix(trigger), {"schema": number}, structure.end])
+        for trigger in dict.fromkeys(given.triggers)
+        for number, structure in enumerate(structures)
+        if structure.begin.startswith(trigger)
+    ]
+    idle = set(given.triggers) - {each["trigger"] for each in tags}
+    if idle:
+        raise InvalidRequest(
+            f"{param}.triggers has {min(idle)[:60]!r}, with which no structure begins; leave it out",
+            param=f"{param}.triggers",
+        )
+    return tags_grammar(tags, [(structure.schema_ or {}, False) for structure in structures], param=param)
+
+
+def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
+    """JSON documents of a schema. `param` is the field it came in; `is_lenient`: what cannot be kept is passed over.
+
+    Raises InvalidRequest when it is too long.
+    """
+    return checked_grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), param=param, is_lenient=is_lenient)
+
+
+def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bool = False) -> Json:
+    """What follows a trigger in a text that is free else; its parts are described in `app/grammar/tags.py`."""
+    return {"trigger": trigger, "is_opening": is_opening, "content": content, "is_last": is_last}
+
+
+def tags_grammar(tags: Sequence[Json], schemas: Sequence[tuple[Json, bool]], *, param: str) -> Grammar:
+    """Such a text. `schemas` are those that contents name by number, with whether they are lenient.
+
+    Raises InvalidRequest when it is too long.
+    """
+    written = [{"schema": schema, "is_lenient": is_lenient} for schema, is_lenient in schemas]
+    return checked_grammar(GrammarKind.TAGS, json.dumps({"schemas": written, "tags": list(tags)}), param=param)
+
+
+def checked_grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
+    """A grammar that came in the field `param`. Raises InvalidRequest when it is too long."""
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has {len(text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
+        )
+    return Grammar(kind, text, is_lenient=is_lenient, param=param)

@@ -1,119 +1,97 @@
-"""What a call may want to know of its tokens beside their text: their ids, how likely they were, where they stand."""
+"""Details of tokens beside their text: ids, log-probabilities, offsets; collected and written as OpenAI and vLLM do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from app.api.call import Call, TokenDetailOptions
 from app.engine.request import Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer, TokenOffsets
 
-LEAST_LOGPROB = -9999.0  # what an impossible token is said to have: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenWishes:
-    """Which details a call wants."""
-
-    logprobs: int | None = None  # of generated tokens, and of an echoed prompt's, with so many of the likeliest
-    names_are_ids: bool = False  # tokens are named by their ids
-    prompt_logprobs: int | None = None  # in the format of vLLM
-    token_ids: bool = False
-    echo: bool = False  # the prompt is part of the text
-    choose_best: bool = False  # of several samples, by how likely they were
-
-    def __bool__(self) -> bool:
-        return self != TokenWishes()
-
-    @property
-    def drawn_logprobs(self) -> int | None:
-        """What the engine is asked for of the tokens that it draws."""
-        return 0 if self.logprobs is None and self.choose_best else self.logprobs
-
-    def scored_logprobs(self, *, is_first: bool) -> int | None:
-        """And of the prompt's; vLLM's format has them once for each prompt, so only its first sample is asked."""
-        echoed = self.logprobs if self.echo else None
-        wanted = [num for num in (echoed, self.prompt_logprobs if is_first else None) if num is not None]
-        return max(wanted, default=None)
-
-
-class ToldToken(NamedTuple):
-    """A token in the text of a choice, the prompt's among them where it is echoed."""
+class TokenLogprob(NamedTuple):
+    """A token in the text of a choice, which includes the prompt's tokens where the prompt is echoed."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # None for the first of a prompt, which nothing predicts
+    logprobs: TokenLogprobs | None  # None for a prompt's first token, which has no prediction
     offset: int  # in characters of the choice's text
 
 
 @dataclass(slots=True)
-class Details:
-    """Of the tokens of one piece."""
+class TokenDetails:
+    """Details of the tokens of one `ChoiceDelta`."""
 
     token_ids: tuple[int, ...]  # that were generated
-    told: list[ToldToken]  # for `logprobs`: those of an echoed prompt, then those that were generated
+    text_logprobs: list[TokenLogprob]  # of the tokens in its text: of an echoed prompt, then the generated ones
     logprobs: tuple[TokenLogprobs, ...]  # of `token_ids`
     prompt_logprobs: tuple[TokenLogprobs, ...]  # of the prompt's next tokens
 
 
-class Telling:
-    """One choice's tokens as they come. An echoed prompt is part of the first piece that has anything to tell."""
+class LogprobsCollector:
+    """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""
 
     def __init__(
         self,
-        wishes: TokenWishes,
+        detail_options: TokenDetailOptions,
         request: Request,
         tokenizer: Tokenizer,
         *,
         prompt_text: str,
         skip_special_tokens: bool,
     ) -> None:
-        """`prompt_text` is what is echoed."""
-        self._wishes = wishes
-        self._prompt = request.prompt_token_ids if wishes.echo else ()
-        self._prompt_text = prompt_text if wishes.echo else ""
-        self._has_echoed = not wishes.echo
-        self._num_prompt_told = 0
+        """`prompt_text` is the text of a prompt that is echoed."""
+        self._detail_options = detail_options
+        self._prompt = request.prompt_token_ids if detail_options.echo else ()
+        self._prompt_text = prompt_text if detail_options.echo else ""
+        self._has_echoed = not detail_options.echo
+        self._num_prompt_tokens = 0
         self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=skip_special_tokens)
         self._offsets = TokenOffsets(tokenizer, skip_special_tokens=skip_special_tokens)
 
-    def tell(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, Details] | None:
+    def push(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, TokenDetails] | None:
         """The text that goes before the delta's own, and the details of its first `num_tokens` tokens.
 
-        None while there is nothing to tell.
+        None for a delta without tokens that is not the last.
         """
         if not (num_tokens or has_ended or delta.prompt_logprobs):
             return None
         echoed = "" if self._has_echoed else self._prompt_text
         self._has_echoed = True
         token_ids = delta.token_ids[:num_tokens]
-        told: list[ToldToken] = []
-        if self._wishes.logprobs is not None:
-            told = self._told_of_prompt(delta.prompt_logprobs) + self._told_of_drawn(token_ids, delta.logprobs)
-        return echoed, Details(token_ids, told, delta.logprobs[:num_tokens], delta.prompt_logprobs)
+        text_logprobs: list[TokenLogprob] = []
+        if self._detail_options.logprobs is not None:
+            text_logprobs = self._prompt_tokens(delta.prompt_logprobs) + self._generated_tokens(
+                token_ids, delta.logprobs
+            )
+        return echoed, TokenDetails(token_ids, text_logprobs, delta.logprobs[:num_tokens], delta.prompt_logprobs)
 
-    def _told_of_prompt(self, logprobs: tuple[TokenLogprobs, ...]) -> list[ToldToken]:
-        """The next tokens of an echoed prompt. Nothing predicts its first, which comes with whatever comes first."""
-        first, most = self._num_prompt_told, len(self._prompt_text)
+    def _prompt_tokens(self, logprobs: tuple[TokenLogprobs, ...]) -> list[TokenLogprob]:
+        """The next tokens of an echoed prompt. Its first has no prediction, and comes with the first delta."""
+        first, most = self._num_prompt_tokens, len(self._prompt_text)
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
-        self._num_prompt_told += len(token_ids)
+        self._num_prompt_tokens += len(token_ids)
         return [
-            ToldToken(token_id, each, min(offset, most))
+            TokenLogprob(token_id, each, min(offset, most))
             for token_id, each, offset in zip(token_ids, found, self._prompt_offsets.push(token_ids), strict=False)
         ]
 
-    def _told_of_drawn(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> list[ToldToken]:
+    def _generated_tokens(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> list[TokenLogprob]:
         before = len(self._prompt_text)
         return [
-            ToldToken(token_id, each, before + offset)
+            TokenLogprob(token_id, each, before + offset)
             for token_id, each, offset in zip(token_ids, logprobs, self._offsets.push(token_ids), strict=False)
         ]
 
 
 class TokenNames:
-    """How tokens are called in answers: by their text, those that end within a character by their bytes."""
+    """The names of tokens in responses: their text, or their bytes where the text ends within a character."""
 
     def __init__(self, tokenizer: Tokenizer, *, are_ids: bool = False) -> None:
         self._bytes_of = tokenizer.token_bytes
@@ -123,7 +101,7 @@ class TokenNames:
         return f"token_id:{token_id}" if self._are_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """By its text or bytes in any case; two tokens may have the same."""
+        """Its text or bytes, whatever `are_ids` says. Two tokens may have the same."""
         found = self._bytes_of(token_id)
         try:
             return found.decode()
@@ -134,38 +112,38 @@ class TokenNames:
         return list(self._bytes_of(token_id))
 
 
-def chat_logprobs(told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+def chat_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
     """`logprobs` as the chat endpoint has it."""
 
     def entry(token_id: int, logprob: float) -> Json:
         return {"token": names(token_id), "logprob": _finite(logprob), "bytes": names.bytes(token_id)}
 
     content = []
-    for token_id, found, _ in told:
+    for token_id, found, _ in tokens:
         assert found is not None, "no prompt is echoed in a chat"
         top = [entry(*each) for each in list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]]
         content.append(entry(token_id, found.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(told: list[ToldToken], names: TokenNames, num_top: int) -> Json:
+def completion_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
     """`logprobs` as the completions endpoint has it: four lists, one entry for each token."""
     return {
-        "tokens": [names(each.token_id) for each in told],
-        "token_logprobs": [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in told],
-        "top_logprobs": [_top_map(each, names, num_top) for each in told],
-        "text_offset": [each.offset for each in told],
+        "tokens": [names(each.token_id) for each in tokens],
+        "token_logprobs": [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in tokens],
+        "top_logprobs": [_top_map(each, names, num_top) for each in tokens],
+        "text_offset": [each.offset for each in tokens],
     }
 
 
-def _top_map(told: ToldToken, names: TokenNames, num_top: int) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that is there; where names are equal, the less likely go by their ids."""
-    found = told.logprobs
+def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, float] | None:
+    """The likeliest tokens and the token itself; of tokens with the same name, the less likely ones have their ids."""
+    found = token.logprobs
     if found is None:
         return None
     likely = list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]
-    if told.token_id not in found.top_token_ids[:num_top]:
-        likely.append((told.token_id, found.logprob))
+    if token.token_id not in found.top_token_ids[:num_top]:
+        likely.append((token.token_id, found.logprob))
     top: dict[str, float] = {}
     for token_id, logprob in likely:
         name = names(token_id)
@@ -192,3 +170,93 @@ def _ranked(token_id: int, found: TokenLogprobs, names: TokenNames, num_top: int
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+# Writes log-probabilities, each with so many of the likeliest tokens, as one endpoint has them.
+_WriteLogprobs = Callable[[list[TokenLogprob], TokenNames, int], Json]
+
+
+@dataclass(slots=True)
+class ChoiceDetails:
+    """The details of one choice by now."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sum_logprobs: float = 0.0
+    logprobs: Json | None = None  # as the endpoint has them
+    prompt_logprobs: list[Json | None] = field(
+        default_factory=lambda: [None]
+    )  # a prompt's first token has no prediction
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean over its generated tokens."""
+        return self.sum_logprobs / len(self.token_ids) if self.token_ids else 0.0
+
+
+class DetailsWriter:
+    """Writes the details of one call's choices, in chunks and in full responses."""
+
+    def __init__(self, call: Call, write_logprobs: _WriteLogprobs) -> None:
+        self._call = call
+        self._detail_options = call.detail_options
+        self._write_logprobs = write_logprobs
+        self._names = TokenNames(call.model.tokenizer, are_ids=call.detail_options.names_are_ids)
+        self._kept = [ChoiceDetails() for _ in call.requests]
+
+    def keep(self, index: int, details: TokenDetails) -> None:
+        """Add the details of a delta to one of the call's requests."""
+        # Written delta by delta: those of a long prompt, in one piece, would keep the event loop busy.
+        kept = self._kept[index]
+        kept.token_ids += details.token_ids
+        kept.sum_logprobs += sum([each.logprob for each in details.logprobs])
+        new = self._logprobs(details)
+        if kept.logprobs is None:
+            kept.logprobs = new
+        elif new is not None:
+            for name, values in new.items():
+                if values:
+                    kept.logprobs[name] += values
+        if self._detail_options.prompt_logprobs is not None and details.prompt_logprobs:
+            first = len(kept.prompt_logprobs)
+            token_ids = self._call.requests[index].prompt_token_ids[first : first + len(details.prompt_logprobs)]
+            kept.prompt_logprobs += prompt_logprobs_entries(
+                token_ids, details.prompt_logprobs, self._names, num_top=self._detail_options.prompt_logprobs
+            )
+
+    def mean_logprob(self, index: int) -> float:
+        """The mean over the generated tokens of one of the requests."""
+        return self._kept[index].mean_logprob
+
+    def of_choice(self, index: int) -> Json:
+        """The fields of a finished choice."""
+        kept, fields = self._kept[index], Json()
+        if self._detail_options.logprobs is not None:
+            fields["logprobs"] = kept.logprobs
+        if self._detail_options.token_ids:
+            fields["token_ids"] = kept.token_ids
+        return fields
+
+    def of_chunk(self, details: TokenDetails | None) -> Json:
+        """The fields of a chunk's choice."""
+        fields = Json()
+        if details is None:
+            return fields
+        if details.text_logprobs:
+            fields["logprobs"] = self._logprobs(details)
+        if self._detail_options.token_ids:
+            fields["token_ids"] = list(details.token_ids)
+        return fields
+
+    def of_prompt(self, index: int) -> Json:
+        """The fields about the prompt of one of the requests."""
+        fields = Json()
+        if self._detail_options.token_ids:
+            fields["prompt_token_ids"] = list(self._call.requests[index].prompt_token_ids)
+        if self._detail_options.prompt_logprobs is not None:
+            first_sample = index - index % self._call.num_samples  # the only one that has them
+            fields["prompt_logprobs"] = self._kept[first_sample].prompt_logprobs
+        return fields
+
+    def _logprobs(self, details: TokenDetails) -> Json | None:
+        num_top = self._detail_options.logprobs
+        return None if num_top is None else self._write_logprobs(details.text_logprobs, self._names, num_top)

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.api.output.forced_calls import arguments_grammar, calls_grammar
-from app.api.output.strict_calls import document_or_calls_grammar, strict_calls_grammar
 from app.api.output.structured_output import grammar_of
+from app.api.output.tool_grammars import (
+    arguments_grammar,
+    calls_grammar,
+    document_or_calls_grammar,
+    strict_calls_grammar,
+)
 from app.api.schemas.requests import ChatRequest, FunctionDefinition, NamedTool
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
@@ -21,7 +25,7 @@ from app.text.tool_calls import LIST, ArgumentsParser, CallParser, ToolFormat, T
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
-class ToolCallPiece(NamedTuple):
+class ToolCallDelta(NamedTuple):
     """What is new of one call. Its first piece has the id and the name, the others more of the arguments."""
 
     number: int  # of the call, from 0
@@ -61,12 +65,12 @@ class Calls:
         """Whether the call that may be made was made."""
         return self._parser.is_done
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallPiece, ...]]:
+    def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Take more of the text; what remains text and what is new of calls."""
         parsed = self._parser.push(text)
         parts = [parsed, self._parser.flush()] if is_last and not self._parser.is_done else [parsed]
         calls = tuple(
-            ToolCallPiece(call.number, self._new_id() if call.name else "", call.name, call.arguments)
+            ToolCallDelta(call.number, self._new_id() if call.name else "", call.name, call.arguments)
             for part in parts
             for call in part.calls
         )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from app.api.schemas.requests import ModelRequest, Schema, from_validation_error, whole
+from app.api.schemas.requests import ModelRequest, Schema, as_int, from_validation_error
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "echo": (False,),
     },
     "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
-    "reply": _UNAVAILABLE_EVERYWHERE
+    "response": _UNAVAILABLE_EVERYWHERE
     | {
         "prompt_logprobs": (),
         "return_token_ids": (False,),
@@ -91,7 +91,7 @@ def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
 def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
     """Raise InvalidRequest when the body asks for something that this version does not do."""
     for name, harmless in unavailable(schema).items():
-        value = whole(body.get(name))
+        value = as_int(body.get(name))
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
             raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)

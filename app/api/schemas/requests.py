@@ -44,16 +44,16 @@ MAX_TOOL_CALLS = 128
 TOOL_CHOICES = ("none", "auto", "required")
 
 
-def whole(value: Any) -> Any:
+def as_int(value: Any) -> Any:
     """`1.0` as 1: to JSON they are the same number, and some languages write no other. Lists item by item."""
     if type(value) is float and value.is_integer():
         return int(value)
-    return [whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+    return [as_int(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 def _unless_false(value: Any) -> Any:
     """`logprobs` of a completion: false, as in a chat, is not given."""
-    return None if value is False else whole(value)
+    return None if value is False else as_int(value)
 
 
 def _texts(value: Any) -> Any:
@@ -70,14 +70,14 @@ def _prompts(value: Any) -> Any:
     """The four forms of `prompt` as one: a list whose items are strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
-    value = whole(value)
+    value = as_int(value)
     if not isinstance(value, list) or not value:
         raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
     if all(type(item) is int for item in value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"holds {len(value):,} prompts; at most {MAX_PROMPTS:,} are accepted")
-    value = [whole(item) if isinstance(item, list) else item for item in value]
+    value = [as_int(item) if isinstance(item, list) else item for item in value]
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise ValueError("should hold only strings, or only token ids, or only lists of token ids")
@@ -336,8 +336,8 @@ class QueuedRequest(ModelRequest):
 
     @field_validator("priority", mode="before")
     @classmethod
-    def _whole_priority(cls, value: Any) -> Any:
-        return whole(value)
+    def _integer_priority(cls, value: Any) -> Any:
+        return as_int(value)
 
     @property
     def wants_stream(self) -> bool:
@@ -418,8 +418,8 @@ class GenerationRequest(QueuedRequest):
         mode="before",
     )
     @classmethod
-    def _whole_numbers(cls, value: Any) -> Any:
-        return whole(value)
+    def _integers(cls, value: Any) -> Any:
+        return as_int(value)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
@@ -510,8 +510,8 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("max_completion_tokens", "top_logprobs", mode="before")
     @classmethod
-    def _whole_number(cls, value: Any) -> Any:
-        return whole(value)
+    def _integer(cls, value: Any) -> Any:
+        return as_int(value)
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:
@@ -619,8 +619,8 @@ class EmbeddingsRequest(QueuedRequest):
 
     @field_validator("dimensions", mode="before")
     @classmethod
-    def _whole_number(cls, value: Any) -> Any:
-        return whole(value)
+    def _integer(cls, value: Any) -> Any:
+        return as_int(value)
 
 
 class TokenizeTextRequest(ModelRequest):
@@ -649,8 +649,8 @@ class DetokenizeRequest(ModelRequest):
 
     @field_validator("tokens", mode="before")
     @classmethod
-    def _whole_numbers(cls, value: Any) -> Any:
-        return whole(value)
+    def _integers(cls, value: Any) -> Any:
+        return as_int(value)
 
 
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:

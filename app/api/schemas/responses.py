@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses, and the chat that it asks for. What comes back is called a reply in our code.
+"""The body of POST /v1/responses, and the chat that it asks for.
 
-Nothing is stored: whoever goes on with a conversation sends all of it.
+Responses are not stored: a client that continues a conversation sends all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.api.schemas.requests import (
     FunctionName,
     GenerationRequest,
     Schema,
-    whole,
+    as_int,
 )
 from app.errors import InvalidRequest
 
@@ -29,7 +29,7 @@ _ITEMS = ("message", "function_call", "function_call_output")
 
 
 def _content(value: Any) -> Any:
-    """An item's text: a string, or text parts, which are joined by line ends."""
+    """An item's text: a string, or text parts, which are joined by newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -82,7 +82,7 @@ class InputCall(Schema):
 
 
 class InputCallOutput(Schema):
-    """What came of it."""
+    """The result of such a call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
@@ -114,7 +114,7 @@ InputItem = Annotated[
 
 
 class FunctionTool(Schema):
-    """What the model may call. Only functions: tools that the server runs itself do not exist here."""
+    """A function that the model may call. There are no tools that the server runs itself."""
 
     type: Literal["function"]
     name: FunctionName
@@ -126,7 +126,7 @@ class FunctionTool(Schema):
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-class NamedFunction(Schema):
+class NamedFunctionTool(Schema):
     """`tool_choice` as an object: this function and no other."""
 
     type: Literal["function"]
@@ -140,7 +140,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 class TextFormat(Schema):
-    """What the text must look like: as `response_format` of a chat, but for a level less."""
+    """The form of the text: `response_format` of a chat with one level less."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = Field("", max_length=MAX_ID_LENGTH)
@@ -159,7 +159,7 @@ class TextOptions(Schema):
 
 
 def _nothing(what: str) -> Any:
-    """Refuse what would need that replies are stored."""
+    """Refuse what would need stored responses."""
 
     def refuse(value: Any) -> Any:
         if value:
@@ -170,13 +170,13 @@ def _nothing(what: str) -> Any:
 
 
 LOGPROBS = "message.output_text.logprobs"
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # of the second there never is any
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second never has a value
 
 
 class ResponsesRequest(GenerationRequest):
     """The body of POST /v1/responses."""
 
-    ENDPOINT = "reply"
+    ENDPOINT = "response"
 
     input: Annotated[
         list[InputItem],
@@ -186,22 +186,22 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction,
-        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction),
+        Literal["none", "auto", "required"] | NamedFunctionTool,
+        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunctionTool),
     ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     include: list[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: int | None = Field(None, ge=0)
-    metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # comes back as it is
+    metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # returned unchanged
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
-    previous_response_id: Annotated[str | None, _nothing("names a reply"), WithJsonSchema({"type": "null"})] = None
+    previous_response_id: Annotated[str | None, _nothing("names a response"), WithJsonSchema({"type": "null"})] = None
 
     @field_validator("max_output_tokens", "top_logprobs", mode="before")
     @classmethod
-    def _whole_number(cls, value: Any) -> Any:
-        return whole(value)
+    def _integer(cls, value: Any) -> Any:
+        return as_int(value)
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
@@ -211,7 +211,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether those of the text's tokens are to come back."""
+        """Whether the response has the log-probabilities of the text's tokens."""
         return LOGPROBS in self.include
 
     @property
@@ -231,7 +231,7 @@ class ResponsesRequest(GenerationRequest):
         return self.max_output_tokens
 
     def as_chat(self) -> ChatRequest:
-        """The chat that has the same answer. Raises InvalidRequest when choice and tools disagree."""
+        """The chat with the same response. Raises InvalidRequest when tool_choice and tools disagree."""
         shared = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         choice = self.tool_choice
         given = shared | {
@@ -248,7 +248,7 @@ class ResponsesRequest(GenerationRequest):
             "top_logprobs": self.top_logprobs,
             "response_format": self.text.format.for_chat(),
         }
-        return _ReplyChat.model_validate(given)
+        return _ResponsesChat.model_validate(given)
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -257,15 +257,15 @@ class ResponsesRequest(GenerationRequest):
         for item in self.input:
             if not isinstance(item, InputCall):
                 messages.append(item.for_chat())
-            elif messages and messages[-1]["role"] == "assistant":  # what it said and called in one turn is one message
+            elif messages and messages[-1]["role"] == "assistant":  # the text and the calls of one turn are one message
                 messages[-1].setdefault("tool_calls", []).append(item.for_chat())
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [item.for_chat()]})
         return messages
 
 
-class _ReplyChat(ChatRequest):
-    """A chat whose fields have other names where its sender can see them."""
+class _ResponsesChat(ChatRequest):
+    """A chat with the field names of /v1/responses in its errors."""
 
     @property
     def length_param(self) -> str:

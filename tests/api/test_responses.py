@@ -1,4 +1,4 @@
-"""/v1/responses: what it asks of the model, and its replies, whole and as events, read by the openai package too."""
+"""/v1/responses: what it asks of the model, and its responses, whole and as events, read by the openai package too."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def calling(tokenizer: Tokenizer, text: str, reason: FinishReason = FinishReason
     return Service(tokenizer, say(tokenizer, text, reason=reason), tool_format=FORMATS["hermes"], max_model_len=2000)
 
 
-def test_a_reply(service: Service) -> None:
-    reply = ask(service, metadata={"a": "b"}, temperature=0.5, instructions="Count.").json
-    assert reply["id"].startswith("resp_")
-    assert (reply["object"], reply["status"], reply["model"]) == ("response", "completed", "demo")
-    [item] = reply["output"]
+def test_a_response(service: Service) -> None:
+    response = ask(service, metadata={"a": "b"}, temperature=0.5, instructions="Count.").json
+    assert response["id"].startswith("resp_")
+    assert (response["object"], response["status"], response["model"]) == ("response", "completed", "demo")
+    [item] = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
     assert item["content"] == [{"type": "output_text", "text": "3 4 5.", "annotations": [], "logprobs": []}]
-    assert (reply["metadata"], reply["temperature"], reply["instructions"]) == ({"a": "b"}, 0.5, "Count.")
-    assert (reply["store"], reply["previous_response_id"], reply["error"]) == (False, None, None)
-    usage = reply["usage"]
+    assert (response["metadata"], response["temperature"], response["instructions"]) == ({"a": "b"}, 0.5, "Count.")
+    assert (response["store"], response["previous_response_id"], response["error"]) == (False, None, None)
+    usage = response["usage"]
     assert usage["input_tokens"] == len(service.request.prompt_token_ids)
     assert usage["output_tokens"] == 5
     assert usage["total_tokens"] == usage["input_tokens"] + 5
@@ -82,7 +82,7 @@ def test_it_is_the_chat_that_it_looks_like(service: Service) -> None:
     assert request.tenant == "me"
 
 
-def test_events_build_the_reply_up(service: Service) -> None:
+def test_events_build_the_response_up(service: Service) -> None:
     events = events_of(ask(service, stream=True))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 4,
@@ -96,22 +96,22 @@ def test_events_build_the_reply_up(service: Service) -> None:
     final = events[-1]["response"]
     assert final["output"] == [events[-2]["item"]]
     whole = ask(service).json
-    for reply in (final, whole):
-        for item in [reply, *reply["output"]]:
+    for response in (final, whole):
+        for item in [response, *response["output"]]:
             item["id"] = ""
     assert final | {"created_at": 0} == whole | {"created_at": 0}
 
 
 def test_text_and_calls_are_items_one_after_the_other(tools_tokenizer: Tokenizer) -> None:
     service = calling(tools_tokenizer, f"Let me see.\n{CALL}\n{CALL}")
-    reply = ask(service, tools=[TOOL]).json
-    message, first, second = reply["output"]
+    response = ask(service, tools=[TOOL]).json
+    message, first, second = response["output"]
     assert message["content"][0]["text"] == "Let me see."
     for call in (first, second):
         assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
         assert call["call_id"].startswith("call_")
     assert len({first["id"], second["id"], first["call_id"], second["call_id"]}) == 4
-    assert (reply["status"], reply["tools"][0]["name"]) == ("completed", "f")
+    assert (response["status"], response["tools"][0]["name"]) == ("completed", "f")
     events = events_of(ask(service, tools=[TOOL], stream=True))
     by_item = {
         index: [event["type"] for event in events if event.get("output_index") == index and "delta" not in event]
@@ -141,19 +141,19 @@ def test_calls_and_what_came_of_them_go_back_to_the_model(tools_tokenizer: Token
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_that_is_cut_short_is_incomplete(tokenizer: Tokenizer, stream: bool) -> None:
+def test_a_response_that_is_cut_short_is_incomplete(tokenizer: Tokenizer, stream: bool) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4", reason=FinishReason.LENGTH))
     answer = ask(service, stream=stream)
-    reply = events_of(answer)[-1]["response"] if stream else answer.json
-    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert reply["output"][0]["status"] == "incomplete"
+    response = events_of(answer)[-1]["response"] if stream else answer.json
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_without_words_is_an_empty_message(tokenizer: Tokenizer, stream: bool) -> None:
+def test_a_response_without_words_is_an_empty_message(tokenizer: Tokenizer, stream: bool) -> None:
     answer = ask(Service(tokenizer, say(tokenizer, "")), stream=stream)
-    reply = events_of(answer)[-1]["response"] if stream else answer.json
-    assert reply["output"][0]["content"][0]["text"] == ""
+    response = events_of(answer)[-1]["response"] if stream else answer.json
+    assert response["output"][0]["content"][0]["text"] == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -161,7 +161,7 @@ def test_a_refusal_has_a_status_of_its_own(tokenizer: Tokenizer, stream: bool) -
     assert ask(Service(tokenizer, lambda request: [Overloaded("full")]), stream=stream).status == 429
 
 
-def test_a_failure_in_mid_stream_makes_a_failed_reply(tokenizer: Tokenizer) -> None:
+def test_a_failure_in_mid_stream_makes_a_failed_response(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), StepFailed("secret")])
     *_, last = events_of(ask(service, stream=True))
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
@@ -210,17 +210,17 @@ def test_null_is_not_given_and_harmless_values_ask_for_nothing(service: Service)
     assert answer.status == 200, answer.json
 
 
-def test_strict_replies_look_into_items_of_all_types(service: Service) -> None:
+def test_strict_responses_look_into_items_of_all_types(service: Service) -> None:
     items = [{"type": "message", "role": "user", "content": "Hi", "mood": 1}]
     assert ask(service, {"x-strict": "true"}, input=items).error["param"] == "input[0].mood"
 
 
-def test_the_openai_package_reads_replies(service: Service) -> None:
+def test_the_openai_package_reads_responses(service: Service) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
-        reply = await client.responses.create(model="demo", input="Hi", instructions="Count.")
-        assert reply.output_text == "3 4 5."
-        assert reply.usage is not None
-        assert reply.usage.output_tokens == 5
+        response = await client.responses.create(model="demo", input="Hi", instructions="Count.")
+        assert response.output_text == "3 4 5."
+        assert response.usage is not None
+        assert response.usage.output_tokens == 5
         async with client.responses.stream(model="demo", input="Hi") as stream:
             kinds = [event.type async for event in stream]
             final = await stream.get_final_response()
@@ -236,8 +236,8 @@ def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> N
 
     async def use(client: openai.AsyncOpenAI) -> None:
         asked: Any = {"model": "demo", "input": [{"role": "user", "content": "?"}], "tools": [TOOL]}
-        reply = await client.responses.create(**asked)
-        [call] = reply.output
+        response = await client.responses.create(**asked)
+        [call] = response.output
         assert call.type == "function_call"
         asked["input"] += [call.to_dict(), {"type": "function_call_output", "call_id": call.call_id, "output": "4"}]
         async with client.responses.stream(**asked) as stream:
@@ -249,7 +249,7 @@ def test_the_openai_package_goes_on_with_a_call(tools_tokenizer: Tokenizer) -> N
     with_client(service.app, use)
 
 
-def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
+def test_the_openai_package_sees_a_failed_response(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), StepFailed("no")])
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -259,7 +259,7 @@ def test_the_openai_package_sees_a_failed_reply(tokenizer: Tokenizer) -> None:
     with_client(service.app, use)
 
 
-def test_a_line_of_a_batch_may_ask_for_a_reply(service: Service) -> None:
+def test_a_line_of_a_batch_may_ask_for_a_response(service: Service) -> None:
     answered = asyncio.run(service.handler.handle_item("", "/v1/responses", {"input": "Hi"}))
     assert (answered.status_code, answered.body["output"][0]["content"][0]["text"]) == (200, "3 4 5.")
     result = BatchFormat().answered(Item(number=0, id="a", url="/v1/responses", body={}), answered)
@@ -293,10 +293,10 @@ INCLUDE = ["message.output_text.logprobs"]
 
 def test_log_probabilities_come_whole_and_in_events(service: Service) -> None:
     asked = likely(service.tokenizer, "3 4 5.")
-    reply = ask(asked, include=INCLUDE, top_logprobs=2).json
-    found = reply["output"][0]["content"][0]["logprobs"]
-    assert reply["top_logprobs"] == 2
-    assert len(found) == reply["usage"]["output_tokens"] == 5, "one for every token that counts, the end token too"
+    response = ask(asked, include=INCLUDE, top_logprobs=2).json
+    found = response["output"][0]["content"][0]["logprobs"]
+    assert response["top_logprobs"] == 2
+    assert len(found) == response["usage"]["output_tokens"] == 5, "one for every token that counts, the end token too"
     assert [each["logprob"] for each in found] == [0.0, -1.0, -2.0, -3.0, -4.0]
     assert "".join(each["token"] for each in found) == "3 4 5.<|end|>"
     assert all(each["bytes"] == list(each["token"].encode()) for each in found)
@@ -340,8 +340,8 @@ def test_log_probabilities_are_those_of_text_and_not_of_calls(tools_tokenizer: T
 def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         wanted: Any = {"model": "demo", "input": "?", "include": INCLUDE, "top_logprobs": 3}
-        reply = await client.responses.create(**wanted)
-        item = reply.output[0]
+        response = await client.responses.create(**wanted)
+        item = response.output[0]
         assert item.type == "message"
         part = item.content[0]
         assert part.type == "output_text"
@@ -355,6 +355,6 @@ def test_the_openai_package_reads_log_probabilities(service: Service) -> None:
                     streamed += [each.logprob for each in event.logprobs]
             final = await stream.get_final_response()
         assert streamed == [0.0, -1.0, -2.0, -3.0, -4.0]
-        assert final.output_text == reply.output_text == "3 4 5."
+        assert final.output_text == response.output_text == "3 4 5."
 
     with_client(likely(service.tokenizer, "3 4 5.").app, use)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from app.api.output.forced_calls import ANY_ARGUMENTS, call_schema, moved, parameters_of
-from app.api.output.grammars import Content, Json, tag, tags_grammar
+from app.api.output.structured_output import Content, Json, schema_grammar, tag, tags_grammar
 from app.api.schemas.requests import FunctionDefinition
 from app.engine.request import Grammar
 from app.text.tool_calls import ToolFormat
@@ -14,6 +14,55 @@ from app.text.tool_calls import ToolFormat
 _SPACE = r"( ?|\n[ \t]{0,40})"  # what may stand between the tokens of a document
 _MAYBE_SPACE: Json = {"any": [[], [{"pattern": r"[ \n]{1,2}"}]]}
 _CALL_ID: Json = {"any": [[], ["[CALL_ID]", {"pattern": "[A-Za-z0-9]{9}"}]]}
+ANY_ARGUMENTS: Json = {"type": "object"}
+
+
+def arguments_grammar(function: FunctionDefinition) -> Grammar:
+    """The arguments of this function. Raises InvalidRequest when its schema is too long."""
+    return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
+
+
+def calls_grammar(functions: Sequence[FunctionDefinition], *, only_one: bool) -> Grammar:
+    """A list of at least one call: `[{"name": "f", "parameters": {…}}]`. Raises InvalidRequest when it is too long."""
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        **({"maxItems": 1} if only_one else {}),
+        "items": {"anyOf": [call_schema(each, number) for number, each in enumerate(functions)]},
+        "$defs": {
+            str(number): moved(parameters_of(each), f"#/$defs/{number}") for number, each in enumerate(functions)
+        },
+    }
+    return schema_grammar(schema, param="tools", is_lenient=not all(each.strict for each in functions))
+
+
+def call_schema(function: FunctionDefinition, number: int) -> Json:
+    """A call as an object, in a schema that defines its arguments by this number."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def parameters_of(function: FunctionDefinition) -> Json:
+    """The schema of its arguments."""
+    return ANY_ARGUMENTS if function.parameters is None else {**ANY_ARGUMENTS, **function.parameters}
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema as it must be written where it is part of another, at `place`: its references lead into itself."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else moved(value, place)
+        for name, value in schema.items()
+    }
 
 
 def strict_calls_grammar(functions: Sequence[FunctionDefinition], form: ToolFormat) -> Grammar:
