@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import ray
+import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ServeStatus
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
-from deployments.launcher.own_cluster import deploy, num_cpus_for, start_own_cluster
+from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
+from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, read_serve_file
 
 STARTING_POLL_S = 0.5
@@ -40,7 +42,7 @@ def main() -> int:
     try:
         _start_ray(config, arguments.run_folder, dashboard=arguments.dashboard)
         _end_on_signals()
-        deploy(arguments.config)
+        deploy(ServeDeploySchema.model_validate(yaml.safe_load(arguments.config.read_text(encoding="utf-8"))))
         _wait_until_ready(config)
         _say(_welcome(config))
         _report_changes()
@@ -83,7 +85,7 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     start_own_cluster(
         num_cpus=num_cpus_for(num_cpus),
         namespace="serve",
-        include_dashboard=dashboard or any(map(_runs_jobs, config.applications.values())),
+        include_dashboard=dashboard,
         _temp_dir=str(run_folder),
     )
     found = ray.cluster_resources().get("GPU", 0)

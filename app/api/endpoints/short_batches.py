@@ -25,7 +25,7 @@ _SENT_AT_ONCE = 1024 * 1024
 
 
 class ShortBatchRoutes:
-    """The endpoints, over whoever answers and whoever keeps the batches."""
+    """The endpoints, over the request handler and the service that keeps batches."""
 
     def __init__(self, service: BatchService, handler: RequestHandler, owner_of: Callable[[Request], str]) -> None:
         self._service = service
