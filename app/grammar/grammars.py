@@ -257,7 +257,7 @@ class Grammars:
         return begun
 
     def _drop(self, key: Key) -> None:
-        """Forget a grammar whose matcher has reached its limits: the next request compiles a new one."""
+        """Forget a grammar when a matcher of it has reached its limits: the next request compiles a new one."""
         with self._lock:
             self._forget(key)
 
