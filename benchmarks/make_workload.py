@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: as above")
-    parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="whose requests they are")
+    parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="that the requests belong to, in turn")
     given = parser.parse_args(arguments)
     try:
         lines = make_workload(

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", required=True, metavar="DIR", help="the other checkout")
     parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name there, where it has another")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
-    parser.add_argument("--figures", default="", metavar="REGEX", help="only figures whose names match")
+    parser.add_argument("--figures", default="", metavar="REGEX", help="only figures with names that match")
     add_json_option(parser)
     parser.add_argument("module", metavar="MODULE", help="for example engine.throughput")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the benchmark")

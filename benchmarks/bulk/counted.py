@@ -1,4 +1,4 @@
-"""A bulk run whose engines count each token that they draw: `python -m benchmarks.bulk.counted FILE --input …`.
+"""A bulk run with engines that count each token they draw: `python -m benchmarks.bulk.counted FILE --input …`.
 
 Each step appends one line with its number of tokens to FILE, by one system call, so the count outlives every process.
 The rest of the command line is that of `python -m deployments.bulk`. Run by `benchmarks.bulk.kills`.
@@ -18,7 +18,7 @@ COUNT = sys.argv[1]
 
 
 class EngineActor(engine_actor.EngineActor):
-    """Has the name of the class in whose place it is put: Ray's processes are titled by it."""
+    """Has the name of the class that it replaces: Ray titles the processes by it."""
 
     def load(self) -> ModelFacts:
         facts = super().load()

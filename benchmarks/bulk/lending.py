@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
-    """Replicas whose steps cost the time that is asked for."""
+    """Replicas with steps of the cost that is asked for."""
     costs = {"step_ms": given.step_ms, "per_token_ms": given.per_token_ms}
     engine = {
         "model": {"path": "models/demo", "simulated": costs},

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=positive, default=3, metavar="N", help="tokens of a row, at most")
     parser.add_argument("--engines", type=positive, default=1, metavar="N")
     parser.add_argument("--slots", type=positive, default=256, metavar="N", help="of each engine (max_running)")
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose words the rows are counted in")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer and sizes are used")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--seed", type=int, default=0)
     add_json_option(parser)

@@ -53,7 +53,7 @@ async def _killing_what(row: str, fault: str, size: Size, processes: Callable[[S
 
 
 async def _kill_head(size: Size) -> dict[str, Any]:
-    """Once: a cluster whose head has kept its state in memory only has nothing to come back from."""
+    """Once: a head that has kept its state in memory only cannot come back."""
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
         async with traffic.flowing():
@@ -78,7 +78,7 @@ async def _end_of(running: Stage, deadline: float) -> float | None:
     while time.perf_counter() < deadline:
         if set(running.running.processes()) <= {running.running.pid}:
             return time.perf_counter()
-        await asyncio.sleep(0.2)  # nobody announces it
+        await asyncio.sleep(0.2)  # no event announces it
     return None
 
 

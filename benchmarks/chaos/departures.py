@@ -106,7 +106,7 @@ async def _c1(running: Stage, phase: str, freed_ms: Sequence[float]) -> Row:
 
 
 async def cancel_a_fifth(size: Size) -> list[Row]:
-    """C2: every fifth client gives up half a second after it asked; what the others get, against nobody giving up."""
+    """C2: every fifth client gives up after half a second; what the others get, against a run in which none does."""
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
         seconds = 2.0 * size.runs
@@ -132,7 +132,7 @@ async def cancel_a_fifth(size: Size) -> list[Row]:
 
 
 async def read_slowly(size: Size) -> list[Row]:
-    """C4: one client of all reads a byte a second; times between tokens of the others, against nobody doing so."""
+    """C4: one client reads a byte a second; times between tokens of the others, against a run in which none does."""
     with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
         traffic = await with_reference(running.target, mixed(size.streams - 1, max_tokens=LENGTHS))
         [asked] = alike(1, num_tokens=400)

@@ -1,7 +1,7 @@
 """Hosts of our own: a network for this process alone, another host beside it, and packets between them that vanish.
 
 Linux network namespaces, for which one has to be root; nothing outside of them is touched. Packets are lost as on a bad
-wire: one end is given a wrong hardware address for the other, so what it sends arrives nowhere and nobody hears of it.
+wire: one end is given a wrong hardware address for the other, so what it sends is lost without an error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def own_network() -> Iterator[Host]:
 
 
 def set_tcp_retries(number: int) -> None:
-    """How often this host sends again what nobody acknowledges (`net.ipv4.tcp_retries2`, 15 by default)."""
+    """How often this host sends again what is not acknowledged (`net.ipv4.tcp_retries2`, 15 by default)."""
     _run("sysctl", "--quiet", "--write", f"net.ipv4.tcp_retries2={number}")
 
 

@@ -76,7 +76,7 @@ class Node:
         return sorted(set(self.stage.replicas()) & family(self.pid).keys())
 
     def kill(self) -> None:
-        """All of it at once, as when the machine loses its power; whoever talks to it has connections that break."""
+        """All of it at once, as when the machine loses its power; connections to it break."""
         for pid in family(self.pid):
             os.kill(pid, signal.SIGKILL)
 
@@ -118,7 +118,7 @@ def _argument(raylet: int, name: str) -> str:
 
 
 def _environment(raylet: int) -> dict[str, str]:
-    """That of the first node: Serve reads it on each, and so does whoever has to prove that it may join."""
+    """That of the first node: Serve reads it on each node, and the token that allows a node to join is in it."""
     entries = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
     pairs = (entry.partition(b"=") for entry in entries if entry)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

@@ -87,7 +87,7 @@ class Stage:
         return found
 
     def holdings(self) -> Holdings:
-        """Asked over /metrics. Raises OSError when nobody answers."""
+        """Asked over /metrics. Raises OSError when no ingress answers."""
         samples = _scrape(self.target)
 
         def total(name: str) -> int:
@@ -125,7 +125,7 @@ class Stage:
         return len(holdings.replica_ids) == self.num_replicas and not holdings.num_missing
 
     async def left_over(self, patience_s: float = 20.0) -> dict[str, int]:
-        """What is still held though nobody asks for anything; waits for it to become nothing."""
+        """What is still held without any request under way; waits for it to become nothing."""
         deadline = time.perf_counter() + patience_s
         while True:
             holdings = await asyncio.to_thread(self.holdings)
@@ -193,5 +193,5 @@ class Size:
     seed: int = 0
 
     def source(self, name: str) -> random.Random:
-        """Random numbers of their own for each seed and name: when a fault comes, and whom it hits."""
+        """Random numbers of their own for each seed and name: when a fault comes, and which process it hits."""
         return random.Random(f"{self.seed} {name}")

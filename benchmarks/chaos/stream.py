@@ -95,7 +95,7 @@ async def follow(stream: Stream, target: Target, body: Mapping[str, Any], *, tim
 
 
 async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
-    """Wait for a condition that nobody announces: what is watched are other processes, and answers as they fill up."""
+    """Poll until a condition holds: other processes and answers that fill up send no event."""
     while not is_now():  # noqa: ASYNC110
         await asyncio.sleep(look_s)
 

@@ -29,7 +29,7 @@ async def vanish(size: Size) -> list[Row]:
     if reason is not None:
         return [{"row": "C3", "fault": "a client vanishes without a word", "skipped": reason}]
     plain = application(num_replicas=1, step_ms=_STEP_S * 1000, end_probability=0)
-    config = plain | {"api": {"allow_unauthenticated": True}}  # in a network where nobody else is
+    config = plain | {"api": {"allow_unauthenticated": True}}  # in a network without other hosts
     rows = []
     with own_network() as host, stage(config, step_s=_STEP_S, layout=Layout(host="0.0.0.0")) as running:
         for retries in _RETRIES:

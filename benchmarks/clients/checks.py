@@ -61,7 +61,7 @@ def ran(*command: str | Path, timeout_s: float = 120.0) -> str:
 
 
 def shown(words: list[str]) -> str:
-    """A command as somebody else can repeat it."""
+    """A command as it can be repeated on another machine."""
     text = shlex.join(words)
     for value, name in ((BASE_URL, "$URL"), (FOLDER, "$FOLDER"), (str(OUT), "$OUT")):
         text = text.replace(value, name)

@@ -1,4 +1,4 @@
-"""aiperf (NVIDIA): a load whose every number is known beforehand, then one in which requests are cut off."""
+"""aiperf (NVIDIA): a load with numbers that are all known beforehand, then one in which requests are cut off."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(kind: str) -> None:
 
 
 def cut_off() -> None:
-    """Some are cut off by the client; the others are answered whole, and so is who comes after them."""
+    """Some are cut off by the client; the others are answered whole, and so are the requests after them."""
     folder = OUT / "cut"
     ran(*_PROFILE, "--endpoint-type", "chat", "--concurrency", "16", "--request-count", str(NUM_CUT),
         "--output-tokens-mean", str(CUT_OUTPUT_TOKENS), "--request-cancellation-rate", "30",

@@ -2,7 +2,7 @@
 
 Its model `hf` is the oracle: log-likelihoods agree within 1e-4 for every choice of every question, or within a
 millionth of theirs where that is more; the texts that are generated are equal, and so are the scores. Both compute in
-float32, whose own part of a sum of -500 is 2e-4 (`tests/test_log_likelihoods.py`). One process for all of it, as torch
+float32, which rounds a sum of -500 to 2e-4 (`tests/test_log_likelihoods.py`). One process for all of it, as torch
 takes longer to be imported than the tasks take.
 """
 

@@ -31,7 +31,7 @@ class Divergence:
     """The first difference between the log and the replay."""
 
     step: int
-    what: str  # the kind: who ran, tokens, blocks, ...
+    what: str  # the kind: requests computed, tokens, blocks, ...
     expected: str  # by the log
     got: str
     likely: str
@@ -67,16 +67,16 @@ class Comparison:
         self._before = scheduled
         differences = (
             self._clock(recorded, made),
-            self._plain("who was preempted", recorded.preempted, made.preempted, self._all_named, self._decision()),
+            self._plain("requests preempted", recorded.preempted, made.preempted, self._all_named, self._decision()),
             self._scheduled(scheduled, made.scheduled or NOTHING),
-            self._plain("who joined", recorded.joined, made.joined, self._all_named, self._decision()),
-            self._plain("the blocks of those who joined", recorded.blocks, made.blocks, str, self._memory()),
+            self._plain("requests joined", recorded.joined, made.joined, self._all_named, self._decision()),
+            self._plain("blocks of the requests that joined", recorded.blocks, made.blocks, str, self._memory()),
             self._plain("free blocks", recorded.num_free_blocks, made.num_free_blocks, str, self._memory()),
             self._plain("how many wait", recorded.num_waiting, made.num_waiting, str, self._decision()),
             self._plain("why the first one waits", recorded.wait_reason, made.wait_reason, str, self._decision()),
             None if self._hides_tokens else self._tokens(recorded, made, scheduled, before),
             self._plain("what failed", recorded.failures, made.failures, str, self._decision()),
-            self._plain("who ended", recorded.ended, made.ended, self._endings, self._ending()),
+            self._plain("requests ended", recorded.ended, made.ended, self._endings, self._ending()),
         )
         found = next((difference for difference in differences if difference is not None), None)
         if found is None:
@@ -101,7 +101,7 @@ class Comparison:
     def _scheduled(self, recorded: ScheduledTokens, made: ScheduledTokens) -> _Found | None:
         for place, (expected, got) in enumerate(zip_longest(_rows(recorded), _rows(made)), start=1):
             if expected != got:
-                what = f"who ran, and how many tokens (place {place} of {len(recorded.numbers)})"
+                what = f"requests computed, and their tokens (place {place} of {len(recorded.numbers)})"
                 return what, self._row(expected), self._row(got), self._decision()
         return None
 
@@ -126,7 +126,7 @@ class Comparison:
 
     def _row(self, row: tuple[int, int, int, bool] | None) -> str:
         if row is None:
-            return "nobody"
+            return "none"
         number, start, count, is_silent = row
         tokens = f"token {start}" if count == 1 else f"tokens {start} to {start + count - 1}"
         return f"{self._named(number)} computes {tokens}{' and draws none' if is_silent else ''}"
@@ -137,12 +137,12 @@ class Comparison:
 
     def _all_named(self, numbers: Sequence[int]) -> str:
         if not numbers:
-            return "nobody"
+            return "none"
         listed = ", ".join(map(self._named, numbers[:_MAX_LISTED]))
         return listed if len(numbers) <= _MAX_LISTED else f"{listed} and {len(numbers) - _MAX_LISTED} more"
 
     def _endings(self, ended: Sequence[tuple[int, str]]) -> str:
-        return ", ".join(f"{self._named(number)}: {reason}" for number, reason in ended) or "nobody"
+        return ", ".join(f"{self._named(number)}: {reason}" for number, reason in ended) or "none"
 
     # ------------------------------------------------------------------ why
 

@@ -59,7 +59,7 @@ def load_engine(options: Options) -> LoadedEngine:
 
 
 def resolve_device(asked: str | None) -> str:
-    """cpu or cuda; cuda where there is one when nobody chose."""
+    """cpu or cuda; cuda by default where there is one."""
     if asked in ("cpu", "cuda"):
         return asked
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +93,7 @@ def num_blocks_for(workload: Workload, *, block_size: int, max_running: int) -> 
 
 
 def with_room(config: EngineConfig, workload: Workload, assignments: Iterable[Assignment], device: str) -> EngineConfig:
-    """The settings with as many blocks as the workload can fill, where nobody chose.
+    """The settings with as many blocks as the workload can fill, where no setting of memory is given.
 
     On a GPU the default stays: it is whatever the weights leave.
     """

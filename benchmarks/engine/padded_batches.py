@@ -17,8 +17,8 @@ GROUPINGS: tuple[Grouping, ...] = ("static", "dynamic", "sorted")
 class PaddedBatches(StaticBatches):
     """Batches of at most `batch_size` that run until their longest request is done.
 
-    static: full batches in order of arrival. dynamic: whoever is there when the batch is full or the oldest has waited
-    `window_s`. sorted: as dynamic, but of those who wait, the oldest and those closest to it in prompt length.
+    static: full batches in order of arrival. dynamic: the waiting requests once the batch is full or the oldest
+    has waited `window_s`. sorted: as dynamic, but the oldest and those closest to it in prompt length.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PaddedBatches(StaticBatches):
 
     @property
     def padding_share(self) -> float:
-        """Tokens that were computed for nobody, of all: padding on the left, and rows that had ended."""
+        """Tokens that were computed for no request, of all: padding on the left, and rows that had ended."""
         return 1 - self._num_own / self._num_computed if self._num_computed else 0.0
 
     def serve(self, workload: Workload) -> Run:
@@ -80,7 +80,7 @@ class PaddedBatches(StaticBatches):
 
 
 def take_batch(waiting: list[TimedRequest], size: int, *, by_length: bool) -> list[TimedRequest]:
-    """Take a batch out of those who wait, the oldest among them, so that nobody waits for ever."""
+    """Take a batch out of the waiting requests, the oldest among them, so that none waits for ever."""
     oldest = waiting[0]
     order = list(waiting)
     if by_length:

@@ -41,7 +41,7 @@ class ReenactingRunner:
             if how is FailureKind.MATCHERS:
                 _fail_matchers(batch, numbers)
             is_to_blame = any(sequence.arrival in numbers for sequence in batch.sequences)
-            # A step that failed as a whole and in no part of it is nobody's fault.
+            # A step that failed as a whole and in no part of it is the fault of no request.
             if how is FailureKind.DEVICE or (
                 how is FailureKind.REQUESTS and (is_to_blame or (is_whole and not numbers))
             ):
@@ -112,7 +112,7 @@ class ReenactingLauncher(ReenactingRunner):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose result is not asked for yet."""
+    """A launched step."""
 
     runner: ReenactingLauncher
     batch: Batch

@@ -1,4 +1,4 @@
-"""What a run comes to for those who were served: speed, waiting, use of the slots, fairness, promises kept."""
+"""The figures of a run: speed, waiting, use of the slots, fairness between tenants, share within a service level."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A run, and what was seen of it from inside. None where whoever served it does not tell."""
+    """A run, and what was seen of it from inside. None where the engine does not report it."""
 
     run: Run
     joined_s: Mapping[str, float]  # when each request was first computed, by request id
@@ -63,8 +63,8 @@ class ServiceFigures:
     queue_wait_mean_s: float | None
     queue_wait_p99_s: float | None
     queue_wait_longest_s: float | None
-    bubble_share: float | None  # slot time held by nothing while somebody waited
-    padding_share: float  # computed tokens that were nobody's
+    bubble_share: float | None  # slot time held by nothing while requests waited
+    padding_share: float  # computed tokens that belong to no request
     mean_running: float | None  # requests in a step
     num_steps: int | None
     preemptions: int | None
@@ -108,9 +108,9 @@ class ServiceFigures:
 
 
 def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MIN_CONTENDED_STEPS) -> float | None:
-    """Jain's index over the tokens computed for each tenant in the steps in which every tenant had somebody waiting.
+    """Jain's index over the tokens computed for each tenant in the steps in which requests of every tenant waited.
 
-    Over a whole run it would say nothing: in the end everybody gets all that was asked for. None where there are fewer
+    Over a whole run it would say nothing: in the end all requests are served. None where there are fewer
     such steps than `min_steps`.
     """
     tenant_of = {timed.request.request_id: timed.request.tenant for timed in workload.requests}
@@ -133,7 +133,7 @@ def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MI
 
 
 def jain(shares: Iterable[float]) -> float | None:
-    """Jain, Chiu and Hawe (1984): 1 when all are equal, 1/n when one has everything; None when nobody has anything."""
+    """Jain, Chiu and Hawe (1984): 1 when all are equal, 1/n when one has everything; None when all are 0."""
     values = list(shares)
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else None

@@ -1,4 +1,4 @@
-"""What an engine did with its slots, step by step: who took part, who was left waiting, how long it took."""
+"""What an engine did with its slots, step by step: the requests computed, those left waiting, the seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.stats import EngineStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step, or (with nobody in it) a time in which the engine waited. Seconds after the log's start."""
+    """One step, or (without requests) a time in which the engine waited. Seconds after the start."""
 
     began_s: float
     ended_s: float
@@ -71,7 +71,7 @@ class StepTrace:
         return joined
 
     def bubble_share(self, num_slots: int) -> float | None:
-        """Slot time held by nothing while somebody waited, of all slot time; None without steps."""
+        """Slot time held by nothing while requests waited, of all slot time; None without steps."""
         whole_s = sum(step.seconds for step in self.steps) * num_slots
         empty_s = sum(step.seconds * max(0, num_slots - step.num_running) for step in self.steps if step.num_waiting)
         return empty_s / whole_s if whole_s else None
@@ -83,7 +83,7 @@ class StepTrace:
 
 
 class LoggedRunner:
-    """A model runner whose steps are noted."""
+    """A model runner that notes its steps in a trace."""
 
     def __init__(self, runner: ModelRunner, log: StepTrace) -> None:
         self._runner = runner
@@ -97,7 +97,7 @@ class LoggedRunner:
 
 
 class LoggedLaunchingRunner(LoggedRunner):
-    """The same for one whose device computes while the host goes on."""
+    """The same for a runner that launches steps ahead."""
 
     def __init__(self, runner: LaunchingRunner, log: StepTrace) -> None:
         super().__init__(runner, log)

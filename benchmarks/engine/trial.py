@@ -37,7 +37,7 @@ class _Chosen:
 
 
 def base_options(options: Options) -> Options:
-    """The options without the parameters of single strategies and policies: those are for whoever has them.
+    """The options without the parameters of single strategies and policies: those are for the trials that have them.
 
     Raises:
         BenchmarkError: a strategy or policy is chosen by `--set`, which would choose it for all trials.
@@ -52,7 +52,7 @@ def base_options(options: Options) -> Options:
 def trials(options: Options, *, strategies: str | None, policies: str | None) -> list[Trial]:
     """Every strategy asked for with every policy; by default all strategies with fcfs, all policies with continuous.
 
-    Whole batches are as large as `scheduler.max_running` unless somebody chose, so that all have the same slots.
+    Whole batches are as large as `scheduler.max_running` unless a size is given, so that all have the same slots.
 
     Raises:
         BenchmarkError: a name or a parameter is none; the message says what there is.

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 POST on a connection of its own, whose answer is handed on as it comes.
+"""One HTTP/1.1 POST on a connection of its own; the response is handed on as it comes.
 
 On asyncio's own protocols: a client that measures streams must cost little, and be installed wherever Python is.
 """
@@ -23,7 +23,7 @@ class CutOff(OSError):
 
 
 class Reader(Protocol):
-    """Whoever wants to know what an answer says, and when."""
+    """Receives a response and its times."""
 
     def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
         """The status and the headers, by their names in small letters."""

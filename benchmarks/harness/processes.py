@@ -23,18 +23,18 @@ class Process:
 def family(root: int) -> dict[int, Process]:
     """A process, its descendants, and the sessions that any of them leads, by pid.
 
-    Sessions, because a daemon is nobody's child: only its session still says who began it.
+    Sessions, because a daemon has no parent: only its session tells which process began it.
     """
-    everyone = {process.pid: process for process in _all()}
-    found = {root} & everyone.keys()
+    processes = {process.pid: process for process in _all()}
+    found = {root} & processes.keys()
     while True:
         more = {
             process.pid
-            for process in everyone.values()
+            for process in processes.values()
             if process.pid not in found and (process.parent in found or process.session in found)
         }
         if not more:
-            return {pid: everyone[pid] for pid in found}
+            return {pid: processes[pid] for pid in found}
         found |= more
 
 

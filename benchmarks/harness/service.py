@@ -43,7 +43,7 @@ class Layout:
     max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
 
 
-# What the launcher would set otherwise: Serve as whoever knows no better runs it, with its own proxy in Python.
+# What the launcher would set otherwise: Serve as it is by default, with its own proxy in Python.
 SERVE_DEFAULTS = MappingProxyType(
     {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
@@ -60,7 +60,7 @@ class Service:
 
     target: Target
     pid: int  # of the launcher, which everything else comes from
-    token: str = field(default="", repr=False)  # that Ray asks of whoever deploys to it or joins it
+    token: str = field(default="", repr=False)  # that Ray asks for before a deployment, or when a node joins
     layout: Layout = field(default_factory=Layout)
 
     def processes(self) -> dict[int, Process]:
@@ -117,7 +117,7 @@ def service(
 
 @contextmanager
 def _ended_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit meanwhile: whoever ends this process must not leave the service behind."""
+    """SIGTERM raises SystemExit meanwhile, so that the service ends with this process."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

@@ -36,7 +36,7 @@ def load_hf_model(options: Options) -> Any:
 
 
 def peer_dtype(options: Options) -> str:
-    """The engine's own choice where nobody chose, so that the two stay comparable."""
+    """The engine's own default where none is given, so that the two stay comparable."""
     return options.dtype or dtype_name(ModelConfig(), resolve_device(options.device))
 
 

@@ -1,4 +1,4 @@
-"""The peer everyone has: transformers' `generate` on padded batches that run until their longest request is done."""
+"""Transformers' `generate` on padded batches that run until their longest request is done."""
 
 from __future__ import annotations
 

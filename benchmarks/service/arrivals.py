@@ -38,7 +38,7 @@ class Arrivals:
         raise BenchmarkError(f"--arrival {text}: {_FORMS}")
 
     def needs_rate(self, workload: Workload) -> bool:
-        """Whether somebody has to say how fast requests come: a trace, or one burst for all, has no open rate."""
+        """Whether a rate has to be given: a trace, or one burst for all, has no open rate."""
         if self.rate is not None or self.kind == "trace":
             return False
         return self.kind == "poisson" or self.burst_size < len(workload.requests)
@@ -69,7 +69,7 @@ def poisson(rate: float, *, seed: int) -> Iterator[float]:
 
 
 def bursts(size: int, rate: float) -> Iterator[float]:
-    """Endless arrival times in seconds: `size` at once, then nobody until the mean rate is right again."""
+    """Endless arrival times in seconds: `size` at once, then none until the mean rate is right again."""
     number = 0
     while True:
         yield number // size * size / rate

@@ -1,7 +1,7 @@
-"""Secrets in prompts, and who finds whose in an answer. No network here.
+"""Secrets in prompts, and the search for them in responses. No network here.
 
 A prompt asks the bundled model to repeat a few words, which it does: three that all tenants have in common, so that
-their prompts begin alike, and eight that nobody else has. Three words in a row are a mark; no two secrets share one.
+their prompts begin alike, and eight of its own. Three words in a row are a mark; no two secrets share one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Secrets:
         self._owners: dict[Mark, int] = {}
 
     def new(self, owner: int) -> Secret:
-        """A secret of which nobody knows any three words in a row."""
+        """A secret that shares no three words in a row with another."""
         while True:
             words = tuple(self._source.choices(_WORDS, k=NUM_SECRET_WORDS))
             marks = list(_marks(words))
@@ -67,7 +67,7 @@ class Secrets:
                 return Secret(owner, words)
 
     def owners_in(self, text: str) -> set[int]:
-        """Whose secrets a text has something of."""
+        """The owners of the secrets that a text has a part of."""
         words = "".join(each if each.isalpha() else " " for each in text).split()
         return {self._owners[mark] for mark in _marks(words) if mark in self._owners}
 

@@ -1,4 +1,4 @@
-"""Does anybody get anything of what somebody else has said? A search for everybody's secrets in everybody's answers.
+"""Does a response hold anything of another request? A search for the secrets of all requests in all responses.
 
     python -m benchmarks.service.canary --requests 20000
 
@@ -11,7 +11,7 @@ log-probabilities. Progress goes to stderr; the last line of stdout is one JSON 
     statuses            of all answers; `left`: the client closed the connection, `cut_off`: the server did
     hits                answers with words of another request's secret: none should be
     sang                share of the whole greedy answers that say their own secret word by word
-    differ_from_alone   greedy answers that do not, and that are another when asked once more with nobody else there
+    differ_from_alone   greedy answers that do not, and that differ when asked once more without other requests
     cached              answers with `cached_tokens`; `own`: such as earlier requests of the same key and salt explain;
                         `unexplained`: none should be
     preemptions, resumes, killed   what has happened meanwhile
@@ -59,7 +59,7 @@ _TELL_EVERY_S = 10.0
 _MAX_TOLD = 20  # of each kind of finding
 _MAX_ALONE = 400  # asked once more
 _MAX_TRIES, _RETRY_S = 40, 0.25  # of a background request
-_PROBE_WORDS = 400  # of a prompt whose cached beginning is to be felt
+_PROBE_WORDS = 400  # of a prompt with a cached beginning that the time of a response could show
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Canary:
                 group.create_task(keep_asking())
 
     async def differing_alone(self) -> list[Json]:
-        """Ask those greedy requests again, one by one, whose answers were not their secrets."""
+        """Send those greedy requests again, one by one, that were not answered with their secrets."""
         found = []
         for asked, text in self.findings.mute[:_MAX_ALONE]:
             alone = await self._answer(asked)
@@ -143,7 +143,7 @@ class Canary:
             return self._source.choice(earlier)
         self._num_owners += 1
         secrets = [self._secrets.new(self._num_owners) for _ in range(2 if kind == "batch" else 1)]
-        # Half of them have a salt that nobody has used: then nothing at all may be cached.
+        # Half of them have a salt that no request has used: then nothing at all may be cached.
         salt = self._source.choice([None, "mine", f"{self._num_owners}", f"{self._num_owners}"])
         prompt_ids = self._tokenizer.encode_chat(secrets[0].messages)
         asked = question(
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int) -> Json:
-    """The application's `args`: two replicas whose KV memory is too small for what they are sent."""
+    """The application's `args`: two replicas with too little KV memory for what they are sent."""
     entries = [
         {"name": f"tenant-{n}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for n, key in enumerate(keys)
     ]
@@ -305,15 +305,15 @@ async def _run(canary: Canary, running: Stage, given: argparse.Namespace) -> Jso
 
 
 async def times(canary: Canary, number: int, source: random.Random) -> dict[str, float | None]:
-    """Whether the time of an answer tells that somebody has sent its prompt before: somebody else, or oneself."""
-    found: dict[str, list[float]] = {"nobody": [], "others": [], "own": []}
+    """Whether the time of a response shows that its prompt was sent before: by another tenant, or by the same one."""
+    found: dict[str, list[float]] = {"new": [], "others": [], "own": []}
     for _ in range(number):
-        for sender, who in ((None, "nobody"), (1, "others"), (0, "own")):
+        for sender, kind in ((None, "new"), (1, "others"), (0, "own")):
             prompt = " ".join(str(source.randrange(200)) for _ in range(_PROBE_WORDS))
             for _ in range(6 if sender is not None else 0):  # so often that both replicas should have it
                 await canary.seconds(sender or 0, prompt)
-            found[who].append(await canary.seconds(0, prompt))
-    return {who: _area(found[who], found["nobody"]) for who in ("others", "own")}
+            found[kind].append(await canary.seconds(0, prompt))
+    return {kind: _area(found[kind], found["new"]) for kind in ("others", "own")}
 
 
 def _area(shorter: Sequence[float], longer: Sequence[float]) -> float | None:

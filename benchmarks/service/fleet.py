@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
     )
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer; a vocabulary above 600")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
     add_json_option(parser)
     return parser
 

@@ -215,7 +215,7 @@ def _is_bad(figures: Mapping[str, Any]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.fuzz", (__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="whose tokenizer and sizes are used")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer and sizes are used")
     parser.add_argument("--cases", type=positive, default=100_000, metavar="N", help="hostile requests")
     parser.add_argument("--rate", type=float, default=400.0, metavar="N", help="hostile requests a second")
     parser.add_argument("--connections", type=positive, default=256, metavar="N", help="hostile ones at once, at most")

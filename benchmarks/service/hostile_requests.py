@@ -1,4 +1,4 @@
-"""Requests that nobody honest sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP."""
+"""Requests that no honest client sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": ["one two", "three"], "max_tokens": 2, "logprobs": 1, "echo": True, "best_of": 1, "stop": "y",
         "stop_token_ids": [7], "bad_words": ["bad"], "ignore_eos": True, "truncate_prompt_tokens": 50, "priority": 0,
-        "stream": True, "stream_options": {"include_usage": True}, "user": "somebody", "deadline_s": 30,
+        "stream": True, "stream_options": {"include_usage": True}, "user": "a-user", "deadline_s": 30,
     },
     "/v1/responses": {
         "input": [{"role": "user", "content": "Hi"}], "instructions": "Be short.", "max_output_tokens": 2,

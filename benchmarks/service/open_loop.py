@@ -82,7 +82,7 @@ def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: fl
     """The requests to send and when. A workload that is too short is repeated.
 
     Raises:
-        BenchmarkError: a trace, whose times are its own, is too short, or nobody arrives.
+        BenchmarkError: a trace, which has its own times, is too short, or no request arrives.
     """
     number = _num_needed(workload, arrivals, extent, rate)
     if arrivals.kind == "trace" and number > len(workload.requests):
@@ -92,7 +92,7 @@ def schedule(workload: Workload, arrivals: Arrivals, extent: Extent, *, rate: fl
         return arranged
     in_time = tuple(timed for timed in arranged.requests if timed.arrival_s < extent.duration_s)
     if not in_time:
-        raise BenchmarkError(f"nobody arrives within --duration {extent.duration_s:g} s; make it longer")
+        raise BenchmarkError(f"no request arrives within --duration {extent.duration_s:g} s; make it longer")
     return Workload(in_time)
 
 
@@ -192,7 +192,7 @@ class RetryCheck:
             self._num_without_promise += 1
             return
         promised_s = answer.answered_s + answer.retry_after_s
-        if promised_s > self.ends_s:  # nobody else arrives by then, and keeping a promise is no art
+        if promised_s > self.ends_s:  # no other request arrives by then: the promise would be kept in any case
             self._num_not_due += 1
             return
         self._num_refused += 1

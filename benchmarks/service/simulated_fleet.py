@@ -125,10 +125,10 @@ class SimulatedReplica:
         return Step(progressed, ended)
 
     def report(self) -> ReplicaReport:
-        everyone = [*self._running, *self._waiting]
+        jobs = [*self._running, *self._waiting]
         return ReplicaReport(
-            num_requests=len(everyone),
-            num_prefill_tokens=sum(len(job.prompt) - job.num_computed for job in everyone),
+            num_requests=len(jobs),
+            num_prefill_tokens=sum(len(job.prompt) - job.num_computed for job in jobs),
             max_running=self._capability.max_running,
             tokens_per_s=self._pace.tokens_per_s_at(self._capability.max_running),
         )
@@ -185,7 +185,7 @@ class _Event:
     at_s: float
     number: int  # equal times in the order in which they were put
     job: Job | None = field(compare=False, default=None)  # that arrives
-    replica: SimulatedReplica | None = field(compare=False, default=None)  # whose step ends
+    replica: SimulatedReplica | None = field(compare=False, default=None)  # that ends a step
 
 
 class SimulatedFleet:

@@ -12,8 +12,7 @@ from tests.test_imports import imported_modules, is_within
 
 PACKAGE = Path(benchmarks.__file__).parent
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
-# Nobody imports these pages before they are asked for. The first is of the extra `plots`; the others are run by `make
-# clients`, each in an environment of its own.
+# Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     "pictures": ("matplotlib",),

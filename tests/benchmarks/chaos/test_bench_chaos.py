@@ -68,7 +68,7 @@ def test_an_answer_that_is_not_whole_is_told_apart_from_one_that_is_broken(
     assert (stream.is_complete, stream.is_well_formed, stream.outcome) == (False, is_well_formed, outcome)
 
 
-def test_nobody_there_is_no_connection() -> None:
+def test_no_server_is_no_connection() -> None:
     stream = Stream("greedy 0", begun_s=0.0)
     asyncio.run(follow(stream, Target.parse("http://127.0.0.1:9"), {}, timeout_s=5))
     assert stream.outcome == "no connection"

@@ -79,7 +79,7 @@ def test_a_partial_batch_is_waited_for_and_not_polled() -> None:
     assert [len(timeline.token_ids) for timeline in run.timelines.values()] == [4, 4]
 
 
-def test_who_misses_a_deadline_has_failed_and_the_others_have_not() -> None:
+def test_a_request_that_misses_its_deadline_has_failed_and_the_others_have_not() -> None:
     whole = workload(0, 0)
     hopeless = replace(whole.requests[0], request=replace(whole.requests[0].request, deadline_s=1e-6))
     run = Carousel(build_fake_engine()).serve(Workload((hopeless, whole.requests[1])))

@@ -1,4 +1,4 @@
-"""Padded batches: when they go, who is in them, what they waste."""
+"""Padded batches: when they start, which requests are in them, what they waste."""
 
 from __future__ import annotations
 

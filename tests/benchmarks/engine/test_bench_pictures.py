@@ -72,7 +72,7 @@ def test_without_matplotlib_a_plot_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(strategies, "find_spec", lambda name: None)
-    # The model and the workload do not exist: nobody gets as far as to look.
+    # The model and the workload do not exist: the plot is refused before they are read.
     assert strategies.main(["--model", "nowhere", "--workload", "nowhere.jsonl", "--plot", "out.png"]) == 2
     assert r"pip install -c constraints.txt -e '.[plots]'" in capsys.readouterr().err
 

@@ -285,12 +285,12 @@ def another_reason(entry: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (another_start, "who ran"),
+        (another_start, "requests computed"),
         (another_pool, "free blocks"),
-        (another_block, "the blocks of those who joined"),
+        (another_block, "blocks of the requests that joined"),
         (another_queue, "how many wait"),
         (another_reason, "why the first one waits"),
-        (another_end, "who ended"),
+        (another_end, "requests ended"),
     ],
 )
 def test_a_step_that_was_changed_is_found_and_explained(change: Callable[[Any], bool], what: str) -> None:
@@ -332,7 +332,7 @@ def test_a_drawn_token_that_was_changed_shows_when_it_is_looked_at() -> None:
     assert Replay(header, recorded.lines).found.divergence is None
     divergence = Replay(header, mutated(recorded.lines, another_token)).found.divergence
     assert divergence is not None
-    assert "who ran" in divergence.what
+    assert "requests computed" in divergence.what
     assert "computes tokens 12 to 13" in divergence.expected
     assert "computes tokens 4 to 13" in divergence.got
 
@@ -459,7 +459,7 @@ def test_what_if_it_had_been_set_up_otherwise(
     assert main([str(log_folders[True]), "--simulated", "--set", *settings]) == 1
     out = capsys.readouterr().out
     assert "scheduler.strategy.name: continuous in the log, static here; scheduler.policy.name" in out
-    assert "step 1 differs: who ran" in out
+    assert "step 1 differs: requests computed" in out
 
 
 def test_a_cut_last_line_is_left_out(
@@ -497,7 +497,7 @@ def test_what_cannot_be_read_is_told_in_a_sentence(
     assert message in capsys.readouterr().err
 
 
-def test_a_log_whose_beginning_is_gone_cannot_be_replayed(
+def test_a_log_without_its_beginning_cannot_be_replayed(
     log_folders: dict[bool, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file,) = log_folders[True].iterdir()

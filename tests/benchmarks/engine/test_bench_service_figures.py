@@ -65,7 +65,7 @@ def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promi
     assert found.slo_requests_per_s == pytest.approx(share * 3 / 10, abs=1e-4)
 
 
-def test_whoever_does_not_stream_has_no_first_token_but_a_latency() -> None:
+def test_an_engine_that_does_not_stream_has_no_first_token_but_a_latency() -> None:
     run = Run(seconds=2, timelines={"a": timeline(0, 2)}, streams=False)
     found = ServiceFigures.of(workload(a=""), Served(run=run, joined_s={"a": 0}), None)
     assert (found.ttft_p50_s, found.itl_p50_s, found.latency_p50_s) == (None, None, 2)

@@ -1,4 +1,4 @@
-"""The step log: who took part when, who waited, and what the slots were used for."""
+"""The trace of steps: the requests computed, those that waited, the use of the slots."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_waiting_for_a_timer_counts_as_empty_slots_and_waiting_for_an_arrival_do
     assert arrival.bubble_share(8) == 0
 
 
-def test_who_joins_is_noted_by_the_first_step_it_is_in() -> None:
+def test_a_request_joins_in_its_first_step() -> None:
     _, log = serve(workload(2, 2), max_running=1)
     assert log.joined_s() == pytest.approx({"r0": 0, "r1": 2 * STEP_S})
 

@@ -77,7 +77,7 @@ def test_padding_is_waste_outside_the_engine(common: list[str], capsys: pytest.C
         assert (trial["ttft_p50_s"], trial["bubble_share"]) == (None, None)
 
 
-def test_a_deadline_is_given_to_whoever_has_none(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_without_a_deadline_get_one(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--arrival", "trace", "--policies", "fcfs", "--deadline-s", "1e-6", "--slo-latency-s", "60"]
     assert strategies.main([*common, *arguments]) == 0
     out = capsys.readouterr().out

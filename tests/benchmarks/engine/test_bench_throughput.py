@@ -19,7 +19,7 @@ from tests.fakes import run_to_end
 def workload_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [
         {"id": f"r{number}", "prompt_token_ids": [3, *range(20, 22 + 9 * number)], "max_tokens": 3 + 2 * number,
-         "ignore_eos": True, "arrival_s": 0.02 * number, "tenant": "somebody"}
+         "ignore_eos": True, "arrival_s": 0.02 * number, "tenant": "a-tenant"}
         for number in range(4)
     ]  # fmt: skip
     path = tmp_path_factory.mktemp("workload") / "tiny.jsonl"

@@ -38,7 +38,7 @@ def test_those_asked_for_are_combined() -> None:
     assert [trial.name for trial in asked(policies="sjf")] == ["continuous sjf"]
 
 
-def test_whole_batches_have_as_many_slots_as_the_others_unless_somebody_chose() -> None:
+def test_whole_batches_have_as_many_slots_as_the_others_by_default() -> None:
     asked_for = asked("scheduler.max_running=12", strategies="static,static:batch_size=3,adaptive")
     found = [trial.scheduler.strategy for trial in asked_for]
     assert isinstance(found[0], StaticConfig)
@@ -47,7 +47,7 @@ def test_whole_batches_have_as_many_slots_as_the_others_unless_somebody_chose() 
     assert found[2].model_dump()["batch_size"] == 12
 
 
-def test_a_parameter_that_is_set_goes_to_whoever_has_it() -> None:
+def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:
     found = asked(
         "scheduler.strategy.max_wait_ms=7", "scheduler.policy.max_overtaking_s=5",
         strategies="bucketed,continuous", policies="sjf,fcfs",

@@ -79,7 +79,7 @@ def test_a_report_has_the_median_of_the_repeats_and_counters_of_the_middle_one()
     assert found["peak_rss_mb"] > 0
 
 
-def test_whoever_delivers_only_at_the_end_has_no_first_token_and_no_gaps() -> None:
+def test_an_engine_that_delivers_only_at_the_end_has_no_first_token_and_no_gaps() -> None:
     found = summed_up(SETUP, WORKLOAD, [run(2, streams=False)], start_to_first_token_s=None)
     assert (found.ttft_p50_s, found.itl_p50_s) == (None, None)
     assert found.latency_p50_s == 2

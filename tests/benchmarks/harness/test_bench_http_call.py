@@ -110,7 +110,7 @@ def test_an_answer_that_is_not_whole_has_not_succeeded(pieces: tuple[bytes, ...]
     assert answer.outcome == outcome
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_a_request_times_out() -> None:
     answer = answer_to(HEAD + b"\r\n", EVENTS[2], keeps_open=True, timeout_s=0.1)
     assert answer.outcome == "timeout"
     assert answer.ended_s - answer.begun_s == pytest.approx(0.1, abs=0.05)

@@ -42,7 +42,7 @@ def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path)
     assert [timed.request.request_id for timed in workload.requests] == ["first", "second", "late"]
 
 
-def test_a_line_may_say_whose_it_is_how_urgent_and_until_when(tmp_path: Path) -> None:
+def test_a_line_may_have_a_tenant_a_priority_and_a_deadline(tmp_path: Path) -> None:
     plain, special = read(tmp_path, line(), line("b", tenant="x", priority=-3, deadline_s=1.5)).requests
     assert (plain.request.tenant, plain.request.priority, plain.request.deadline_s) == ("", 0, None)
     assert (special.request.tenant, special.request.priority, special.request.deadline_s) == ("x", -3, 1.5)

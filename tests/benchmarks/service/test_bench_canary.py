@@ -90,8 +90,8 @@ def searched(engine: AsyncEngine, tokenizer: Tokenizer) -> Callable[..., Finding
     return run
 
 
-def test_nobody_gets_anything_of_anybody_else(searched: Callable[..., Findings], engine: AsyncEngine) -> None:
-    found = searched(number=260, is_sound=True)
+def test_no_response_has_words_of_another_request(searched: Callable[..., Findings], engine: AsyncEngine) -> None:
+    found = searched(number=130, is_sound=True)
     assert found.hits == []
     assert found.unexplained == []
     assert set(found.statuses) <= {"200", "left", "429"}, "background is refused while all slots are taken"
@@ -109,18 +109,18 @@ def test_what_is_given_to_another_is_found(searched: Callable[..., Findings], en
 
     async def leaky(request: Request) -> AsyncIterator[TokenDelta]:
         prompt, last[0] = last[0], request.prompt_token_ids
-        if source.random() < 0.2 and prompt:
+        if source.random() < 0.5 and prompt:
             request = replace(request, prompt_token_ids=prompt)
         async for delta in engine.generate(request):
             yield delta
 
-    assert len(searched(leaky, number=80).hits) > 5
+    assert len(searched(leaky, number=32).hits) > 5
 
 
 def test_cached_prefixes_of_others_are_found(searched: Callable[..., Findings]) -> None:
     # One by one: what was sent before is computed by then.
-    assert searched(number=30, at_once=1, share_prefixes=True).unexplained != []
-    assert searched(number=30, at_once=1).unexplained == []
+    assert searched(number=20, at_once=1, share_prefixes=True).unexplained != []
+    assert searched(number=20, at_once=1).unexplained == []
 
 
 def test_a_mark_is_found_in_any_text_and_belongs_to_one() -> None:

@@ -109,7 +109,7 @@ time.sleep(30)
         root.communicate()
 
 
-def test_cpu_time_between_two_looks_counts_whoever_came_in_between() -> None:
+def test_cpu_time_between_two_looks_counts_processes_that_began_in_between() -> None:
     before = {1: Process(1, 0, 1, 2.0, "a"), 2: Process(2, 1, 1, 5.0, "b")}
     after = {1: Process(1, 0, 1, 2.5, "a"), 3: Process(3, 1, 1, 0.25, "a")}
     assert cpu_between(before, after) == {"a": 0.75}

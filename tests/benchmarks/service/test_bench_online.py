@@ -1,4 +1,4 @@
-"""The open-loop client against servers whose behaviour is known."""
+"""The open-loop client against servers with known behaviour."""
 
 from __future__ import annotations
 
