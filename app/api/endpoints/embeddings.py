@@ -1,4 +1,4 @@
-"""The use case behind /v1/embeddings: texts become requests that end with a vector, vectors become the output."""
+"""POST /v1/embeddings: each text becomes a request that ends with a vector."""
 
 from __future__ import annotations
 

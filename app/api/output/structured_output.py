@@ -134,7 +134,7 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
 
 
 def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """JSON documents of a schema. `param` is the field it came in; `is_lenient`: keywords that are not supported are ignored.
+    """JSON documents of a schema, which came in the field `param`. `is_lenient`: unsupported keywords are ignored.
 
     Raises InvalidRequest when it is too long.
     """
