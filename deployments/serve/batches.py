@@ -1,4 +1,4 @@
-"""The batches deployment: files and batches in one process, whose lines go to the replicas. No torch here."""
+"""The batches deployment: files and batches in one process; their items go to replicas or engines. No torch here."""
 
 from __future__ import annotations
 

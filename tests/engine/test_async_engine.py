@@ -56,7 +56,7 @@ class FailingRunner(CountingRunner):
         return super().run(batch)
 
 
-def test_concurrent_requests_each_hear_their_own_tokens() -> None:
+def test_concurrent_requests_each_get_their_own_tokens() -> None:
     requests = [make_request((5, 6, 7 + n), max_tokens=3 + n) for n in range(20)]
 
     async def main(engine: AsyncEngine) -> list[list[int]]:
@@ -270,7 +270,7 @@ def test_an_expired_request_is_answered_while_the_engine_waits_for_a_batch() -> 
         asyncio.run(main(engine))
 
 
-def test_prompts_beyond_the_token_bound_are_refused_unless_nobody_waits() -> None:
+def test_prompts_beyond_the_token_bound_are_refused_unless_no_other_waits() -> None:
     runner = GatedRunner()
 
     async def main(engine: AsyncEngine) -> None:
@@ -290,7 +290,7 @@ def test_prompts_beyond_the_token_bound_are_refused_unless_nobody_waits() -> Non
         engine.shutdown()
 
 
-def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
+def test_a_refused_client_gets_the_time_when_a_place_should_be_free() -> None:
     clock = FakeClock()
 
     class Timed(GatedRunner):
@@ -319,7 +319,7 @@ def test_who_is_sent_away_is_told_when_a_place_should_be_free() -> None:
         asyncio.run(main(engine))
 
 
-def test_new_settings_hold_when_reconfigure_returns_and_nobody_is_lost() -> None:
+def test_new_settings_hold_when_reconfigure_returns_and_no_request_is_lost() -> None:
     runner = GatedRunner()
 
     async def main(engine: AsyncEngine) -> None:
@@ -347,7 +347,7 @@ def test_new_settings_hold_when_reconfigure_returns_and_nobody_is_lost() -> None
         asyncio.run(main(engine))
 
 
-def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_nobody_waits_for_ever() -> None:
+def test_settings_that_a_stopped_engine_cannot_take_are_refused_and_no_caller_waits_for_ever() -> None:
     runner = GatedRunner()
 
     async def main(engine: AsyncEngine) -> None:

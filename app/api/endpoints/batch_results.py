@@ -12,7 +12,7 @@ from app.errors import NotFound
 from app.jobs import Answered, BatchService, Json
 from app.jobs.items import BYTE_ORDER_MARK
 
-MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: larger results are read from the files
+MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
 _READ_BYTES = 1024 * 1024
 
 

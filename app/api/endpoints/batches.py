@@ -46,7 +46,7 @@ def _text(value: Any) -> Any:
 
 
 class WebhookRequest(Schema):
-    """The receiver of a message when the batch has ended. The secret signs the message (Standard Webhooks)."""
+    """The receiver of the message about the batch's end. The secret signs it (Standard Webhooks)."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
@@ -74,7 +74,7 @@ class BatchRequest(Schema):
 
 
 class BatchRoutes:
-    """The endpoints, over the service that keeps the batches."""
+    """The endpoints, over the service that keeps batches."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
         self._service = service

@@ -33,7 +33,7 @@ class ExpiresAfter(Schema):
 
 
 class FileRoutes:
-    """The endpoints, over the service that keeps the files."""
+    """The endpoints, over the service that keeps files."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str], *, max_file_bytes: int) -> None:
         self._service = service
