@@ -12,7 +12,7 @@ from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import ModelRunner
-from app.engine.request import FinishReason, Request
+from app.engine.request import Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
 from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request, until
 
@@ -65,24 +65,6 @@ def test_concurrent_requests_each_get_their_own_tokens() -> None:
     with async_engine() as engine:
         heard = asyncio.run(main(engine))
     assert heard == [expected_tokens(r.prompt_token_ids, r.sampling.max_tokens) for r in requests]
-
-
-def test_a_slow_reader_gets_what_has_accumulated_as_one_delta() -> None:
-    runner = GatedRunner()
-    request = make_request(max_tokens=4)
-
-    async def main(engine: AsyncEngine) -> tuple[int, ...]:
-        deltas = engine.generate(request)
-        runner.gate.release()
-        await anext(deltas)
-        runner.gate.release(100)
-        await collect(engine, make_request(max_tokens=4))  # it came later, so the first is done before
-        last = await anext(deltas)
-        assert last.finish_reason is FinishReason.LENGTH
-        return last.token_ids
-
-    with async_engine(runner) as engine:
-        assert list(asyncio.run(main(engine))) == expected_tokens(request.prompt_token_ids, 4)[1:]
 
 
 def test_closing_the_stream_aborts_the_request_and_frees_its_blocks() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None
 
 
 class NoReader:
-    def put(self, delta: TokenDelta) -> None: ...
+    def put_all(self, deltas: Sequence[TokenDelta]) -> None: ...
 
 
 # The request that arrives ("day", "night") or ends ("-day", "-night").
