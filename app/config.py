@@ -487,9 +487,6 @@ class IngressConfig(Settings):
 
     num_replicas: int = Field(1, ge=1, le=256, description="ingress processes")
     num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
-    transport: Literal["frames", "per_request"] = Field(
-        "frames", description="tokens on one stream from each replica, or a call each (no failover; for comparison)"
-    )
 
 
 class WebhooksConfig(Settings):

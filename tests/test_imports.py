@@ -16,14 +16,14 @@ ALLOWED = {
     "app": set(),
     "app.config": {"pydantic"},
     "app.errors": {"pydantic"},
-    "app.fleet.dispatch": {"app.errors"},
-    "app.engine": {"app.config", "app.errors"},
+    "app.fleet.dispatch": {"app.errors", "msgspec"},
+    "app.engine": {"app.config", "app.errors", "msgspec"},
     "app.grammar": {
         "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
-        "msgpack",
+        "msgspec",
     },
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",

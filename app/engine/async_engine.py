@@ -1,7 +1,7 @@
 """The thread that steps an engine, and one async stream for each request.
 
 asyncio outside, one thread inside. Two hand-over points, both without polling: commands go in through a condition,
-the deltas of a whole step come out through one call per event loop.
+the deltas of a whole step come out through one call per receiver.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import structs
+
 from app.config import SchedulerConfig
 from app.engine.engine import Engine, StepError
 from app.engine.matcher import Matcher, Matchers
-from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta, merge_deltas
+from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.throughput import RetryTimes
 from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded
@@ -31,8 +32,8 @@ _MAX_FAILED_IN_A_ROW = 8
 class DeltaReceiver(Protocol):
     """Receives the deltas of one request or of several, in order. Called in the event loop of `submit`."""
 
-    def put(self, delta: TokenDelta) -> None:
-        """A request's new tokens; the last delta has a finish reason, and with ERROR the error."""
+    def put_all(self, deltas: Sequence[TokenDelta]) -> None:
+        """One step's deltas, one for each request; a request's last has a finish reason, and with ERROR the error."""
         ...
 
 
@@ -84,7 +85,7 @@ class AsyncEngine:
         return self._max_requests
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """Stream a request's tokens; a delta holds all tokens since the last one.
+        """Stream a request's deltas, one for each step.
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
@@ -92,16 +93,17 @@ class AsyncEngine:
         """
         stream = _Stream()
         queued: Queued | None = self.submit(request, stream, await self.matcher_of(request))
+        has_ended = False
         try:
-            while True:
-                delta = await stream.next()
-                if queued is not None:
-                    delta, queued = delta._replace(queued=queued), None
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+            while not has_ended:
+                delta = await stream.deltas.get()
+                has_ended = delta.finish_reason is not None
+                if delta.error is not None:
+                    raise delta.error
+                yield structs.replace(delta, queued=queued)
+                queued = None
         finally:
-            if not stream.has_ended:  # otherwise another request may have this id by now
+            if not has_ended:  # otherwise another request may have this id by now
                 self.abort(request.request_id)
 
     async def matcher_of(self, request: Request) -> Matcher | None:
@@ -329,15 +331,22 @@ class AsyncEngine:
             logger.info("request %s aborted", request_id)
 
     def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Pass a step's deltas to their receivers: one call for each event loop, not one for each request."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[DeltaReceiver, TokenDelta]]] = defaultdict(list)
+        """Pass a step's deltas to their receivers: one call for each receiver, not one for each request."""
+        batches: dict[DeltaReceiver, tuple[asyncio.AbstractEventLoop, list[TokenDelta]]] = {}
         for delta in deltas:
             ended = delta.finish_reason is not None
             subscription = self._leave(delta.request_id) if ended else self._receivers.get(delta.request_id)
-            if subscription is not None:
-                by_loop[subscription.loop].append((subscription.receiver, delta))
-        for loop, puts in by_loop.items():
-            _put_all(loop, puts)
+            if subscription is None:
+                continue
+            batch = batches.get(subscription.receiver)
+            if batch is None:
+                batch = batches[subscription.receiver] = subscription.loop, []
+            batch[1].append(delta)
+        for receiver, (loop, batch_of_receiver) in batches.items():
+            try:
+                loop.call_soon_threadsafe(receiver.put_all, batch_of_receiver)
+            except RuntimeError:  # that loop has closed, and its receivers with it
+                logger.debug("%d deltas belong to a closed event loop", len(batch_of_receiver))
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
@@ -355,37 +364,8 @@ class _Stream:
     """The deltas of one request that are not read yet. Used only in its event loop."""
 
     def __init__(self) -> None:
-        self._deltas: list[TokenDelta] = []
-        self._error: CarouselError | None = None
-        self._filled = asyncio.Event()
-        self.has_ended = False
+        self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
 
-    def put(self, delta: TokenDelta) -> None:
-        self.has_ended = delta.finish_reason is not None
-        if delta.error is not None:
-            self._error = delta.error
-        else:
-            self._deltas.append(delta)
-        self._filled.set()
-
-    async def next(self) -> TokenDelta:
-        """All deltas since the last call, as one; an error comes after the tokens before it."""
-        await self._filled.wait()
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            if self._error is None:
-                self._filled.clear()
-            return merge_deltas(deltas)
-        assert self._error is not None, "a stream is woken by a delta or an error"
-        raise self._error
-
-
-def _put_all(loop: asyncio.AbstractEventLoop, puts: list[tuple[DeltaReceiver, TokenDelta]]) -> None:
-    def put() -> None:
-        for receiver, delta in puts:
-            receiver.put(delta)
-
-    try:
-        loop.call_soon_threadsafe(put)
-    except RuntimeError:  # that loop has closed, and its receivers with it
-        logger.debug("%d deltas belong to a closed event loop", len(puts))
+    def put_all(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            self.deltas.put_nowait(delta)

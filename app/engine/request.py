@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from app.errors import CarouselError
 
 MAX_PRIORITY = 100  # priorities go from -100 to 100
@@ -160,8 +162,10 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
-class TokenDelta(NamedTuple):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
+
+    It crosses processes by position: new fields go to the end and need a default.
 
     A stop or end-of-text token is among `token_ids` (it was generated and counts as such); callers that
     show text drop it. `stop_token_id` names it on the last delta when the reason is STOP.

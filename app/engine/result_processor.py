@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from functools import partial
 from itertools import count
+
+from msgspec import structs
 
 from app.engine.batch import Batch, StepResult
 from app.engine.block_pool import BlockPool
@@ -101,8 +102,9 @@ class ResultProcessor:
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
         else:  # most tokens end here
-            return _delta_of((request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None,
-                              logprobs, (), None))  # fmt: skip
+            return TokenDelta(
+                request.request_id, (token_id,), None, None, sequence.num_cached_tokens, None, None, logprobs
+            )
         self._end(sequence, num_generated)
         return TokenDelta(
             request_id=request.request_id,
@@ -124,10 +126,6 @@ class ResultProcessor:
             num_cached_tokens=sequence.num_cached_tokens,
             embedding=embedding,
         )
-
-
-# A TokenDelta of all its fields; as `_make`, without a Python frame: a step makes one for every token.
-_delta_of: Callable[[tuple[object, ...]], TokenDelta] = partial(tuple.__new__, TokenDelta)
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:
@@ -169,7 +167,7 @@ def _newly_scored(batch: Batch, result: StepResult) -> Scores:
 def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
     """The deltas with the scores of their prompts; one more delta for each prompt that is not yet computed."""
     scored_deltas = [
-        delta._replace(prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
+        structs.replace(delta, prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
         for delta in deltas
     ]
     return scored_deltas + [TokenDelta(request_id, (), prompt_logprobs=scored) for request_id, scored in scores.items()]

@@ -1,26 +1,26 @@
-"""The ingress's and the replica's ends of what runs between them: frames, journals, failover. No Ray, no HTTP."""
+"""Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
 
-from app.fleet.attempt import Lost
-from app.fleet.board import Board
-from app.fleet.fleet import Calls, Fleet, FleetMetrics, Limits
-from app.fleet.frame import Frame, Report
-from app.fleet.line import Patience
+from app.fleet.fleet import FailoverLimits, Fleet, FleetMetrics, ReplicaTransport
+from app.fleet.frame_client import FrameReader, LivenessTimeouts, connect
+from app.fleet.frame_server import Address, FrameServer
+from app.fleet.frames import Frame, report_of
+from app.fleet.in_flight import ReplicaLost
 from app.fleet.outbox import Outbox
-from app.fleet.port import Address, FramePort
-from app.fleet.tap import frames_from
+from app.fleet.replica_registry import ReplicaRegistry
 
 __all__ = [
     "Address",
-    "Board",
-    "Calls",
+    "FailoverLimits",
     "Fleet",
     "FleetMetrics",
     "Frame",
-    "FramePort",
-    "Limits",
-    "Lost",
+    "FrameReader",
+    "FrameServer",
+    "LivenessTimeouts",
     "Outbox",
-    "Patience",
-    "Report",
-    "frames_from",
+    "ReplicaLost",
+    "ReplicaRegistry",
+    "ReplicaTransport",
+    "connect",
+    "report_of",
 ]

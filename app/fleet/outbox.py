@@ -1,62 +1,75 @@
-"""The replica's end of the stream to one ingress: what happened to that ingress's requests and is not yet told."""
+"""The replica's end of the stream to one ingress: what happened to that ingress's requests and is not sent yet."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from app.engine.request import Queued, Request, TokenDelta, merge_deltas
 from app.errors import Unavailable
-from app.fleet.frame import Frame, Report
+from app.fleet.dispatch import ReplicaReport
+from app.fleet.frames import Frame
 
 logger = logging.getLogger(__name__)
 
 Submit = Callable[[Request], Queued]
 
 
-class Outbox:
-    """Collects the deltas of one ingress's requests and hands them out as frames. Belongs to one event loop.
+class FrameStream(Protocol):
+    """Carries frames to one ingress."""
 
-    A reader who is slow gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
+    def send(self, frame: Frame) -> None:
+        """Send a frame. Only called while `is_writable`."""
+        ...
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the ingress keeps up. `Outbox.flush` must be called when it becomes true again."""
+        ...
+
+    def close(self) -> None:
+        """Close the stream: a newer one has taken its place."""
+        ...
+
+
+class Outbox:
+    """Collects the deltas of one ingress's requests and sends them as frames. Belongs to one event loop.
+
+    A slow ingress gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
     """
 
     def __init__(
-        self, report: Callable[[], Report], *, orphaned_after_s: float, on_orphaned: Callable[[], object]
+        self, report: Callable[[], ReplicaReport], *, orphaned_after_s: float, on_orphaned: Callable[[], object]
     ) -> None:
-        """`report` is asked for each frame. When nobody has read for `orphaned_after_s`, all requests end."""
+        """`report` is called for each frame. Without a stream for `orphaned_after_s`, all requests end."""
         self._report = report
         self._on_orphaned = on_orphaned
         self._orphaned_after_s = orphaned_after_s
-        self._deltas: dict[str, list[TokenDelta]] = {}  # by request id, in the order of their first
-        self._filled = asyncio.Event()
+        self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
         self._ends: dict[str, asyncio.Future[None]] = {}  # of the requests that have not ended
-        self._num_streams = 0  # that were ever opened; the last is the one that counts
-        self._orphaned: asyncio.TimerHandle | None = None
-        self._expect_a_reader()
+        self._stream: FrameStream | None = None
+        self._next_number = 0  # of the stream's next frame
+        self._heartbeat_s = 0.0
+        self._sent_at = 0.0  # by the event loop's clock
+        self._timer = self._begin_orphan_timer()
 
-    def put(self, delta: TokenDelta) -> None:
-        """Called by the engine for each delta of this ingress's requests."""
-        self._deltas.setdefault(delta.request_id, []).append(delta)
-        self._filled.set()
-        if delta.finish_reason is not None:
-            end = self._ends.pop(delta.request_id, None)
-            if end is not None and not end.done():
-                end.set_result(None)
+    # ------------------------------------------------------------------ requests
 
-    async def carry(self, request: Request, submit: Submit, abort: Callable[[str], None]) -> None:
-        """Submit a request whose deltas come here, and return when it has ended. Cancelling it aborts the request.
+    async def serve(self, request: Request, submit: Submit, abort: Callable[[str], None]) -> None:
+        """Submit a request whose deltas come here, and return when it has ended. Cancelling this aborts the request.
 
         The stream says first that the request is queued, and where.
 
         Raises:
-            CarouselError: what `submit` raises; nothing was queued then.
-            Unavailable: nobody has read this outbox for too long; the request is aborted.
+            CarouselError: from `submit`; nothing was queued then.
+            Unavailable: there was no stream for too long; the request is aborted.
         """
         request_id = request.request_id
         queued = submit(request)
         end = self._ends[request_id] = asyncio.get_running_loop().create_future()
-        self.put(TokenDelta(request_id, (), queued=queued))
+        self.put_all([TokenDelta(request_id, (), queued=queued)])
         try:
             await end
         finally:
@@ -64,56 +77,83 @@ class Outbox:
                 abort(request_id)
                 self._deltas.pop(request_id, None)
 
-    async def frames(self, *, heartbeat_s: float) -> AsyncIterator[Frame]:
-        """The frames from now on: one at once, then whenever there is something to tell, and every `heartbeat_s`.
+    def put_all(self, deltas: Iterable[TokenDelta]) -> None:
+        """Send these deltas of the ingress's requests, or keep them while the ingress is slow or away."""
+        kept = self._deltas
+        for delta in deltas:
+            of_request = kept.get(delta.request_id)
+            if of_request is None:
+                kept[delta.request_id] = [delta]
+            else:
+                of_request.append(delta)
+            if delta.finish_reason is not None:
+                end = self._ends.pop(delta.request_id, None)
+                if end is not None and not end.done():
+                    end.set_result(None)
+        self.flush()
 
-        Ends when a newer stream is opened: an ingress that has lost one opens another.
+    # ------------------------------------------------------------------ the stream
+
+    def attach(self, stream: FrameStream, *, heartbeat_s: float) -> None:
+        """Send on this stream from now on: a frame at once, then whenever something is new and every `heartbeat_s`.
+
+        The stream before is closed: an ingress that has lost one opens another.
         """
-        self._num_streams += 1
-        number_of_stream = self._num_streams
-        self._cancel_timer()
-        self._filled.set()  # wakes the stream before this one, which ends
-        number = 0
-        try:
-            while number_of_stream == self._num_streams:
-                yield Frame(number, self._report(), self._take())
-                number += 1
-                await self._something_to_tell(heartbeat_s)
-        finally:
-            if number_of_stream == self._num_streams:
-                self._expect_a_reader()
+        before, self._stream = self._stream, stream
+        if before is not None:
+            before.close()
+        self._timer.cancel()
+        self._next_number = 0
+        self._heartbeat_s = heartbeat_s
+        self._send_frame(stream)
+        self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
 
-    def _take(self) -> tuple[TokenDelta, ...]:
-        self._filled.clear()
+    def detach(self, stream: FrameStream) -> None:
+        """A stream has ended. Nothing happens when it was not the newest."""
+        if stream is self._stream:
+            self._stream = None
+            self._timer.cancel()
+            self._timer = self._begin_orphan_timer()
+
+    def flush(self) -> None:
+        """Send what is kept, if anything is and the ingress keeps up."""
+        stream = self._stream
+        if self._deltas and stream is not None and stream.is_writable:
+            self._send_frame(stream)
+
+    def _send_frame(self, stream: FrameStream) -> None:
         deltas, self._deltas = self._deltas, {}
-        return tuple([merge_deltas(of_one) for of_one in deltas.values()])
+        merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
+        frame = Frame(self._next_number, self._report(), merged)
+        self._next_number += 1
+        self._sent_at = asyncio.get_running_loop().time()
+        stream.send(frame)
 
-    async def _something_to_tell(self, heartbeat_s: float) -> None:
-        if self._filled.is_set():
+    def _beat(self) -> None:
+        """Send a heartbeat if nothing was sent for as long. One timer a heartbeat, whatever is sent meanwhile."""
+        loop, stream = asyncio.get_running_loop(), self._stream
+        if stream is None:
             return
-        timer = asyncio.get_running_loop().call_later(heartbeat_s, self._filled.set)
-        try:
-            await self._filled.wait()
-        finally:
-            timer.cancel()
+        wait_s = self._sent_at + self._heartbeat_s - loop.time()
+        if wait_s <= 0:
+            wait_s = self._heartbeat_s
+            if stream.is_writable:
+                self._send_frame(stream)
+        self._timer = loop.call_later(wait_s, self._beat)
 
-    def _expect_a_reader(self) -> None:
-        self._cancel_timer()
-        self._orphaned = asyncio.get_running_loop().call_later(self._orphaned_after_s, self._end_all)
+    # ------------------------------------------------------------------ without a stream
 
-    def _cancel_timer(self) -> None:
-        if self._orphaned is not None:
-            self._orphaned.cancel()
-            self._orphaned = None
+    def _begin_orphan_timer(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._orphaned_after_s, self._end_all)
 
     def _end_all(self) -> None:
-        """Nobody listens: the ingress is gone, or the way to it. It will have resumed its requests elsewhere."""
+        """The ingress is gone, or the way to it. It has resumed its requests at other replicas."""
         if self._ends:
             logger.warning(
-                "%d requests end: their ingress has not read for %g s", len(self._ends), self._orphaned_after_s
+                "%d requests end: their ingress has had no stream for %g s", len(self._ends), self._orphaned_after_s
             )
         self._deltas.clear()
         self._on_orphaned()
         for end in self._ends.values():
             if not end.done():
-                end.set_exception(Unavailable("the ingress of this request no longer listens"))
+                end.set_exception(Unavailable("the ingress of this request has gone"))

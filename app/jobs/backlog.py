@@ -1,4 +1,4 @@
-"""Which items wait, which are on which engine, and what becomes of those whose engine dies. Plain bookkeeping.
+"""Which items wait, which are on which engine, and what becomes of those that lose their engine. Plain bookkeeping.
 
 An item is suspected after each death of an engine that had it. From the second death on it runs alone, after all
 others, so that the item at fault is found without its neighbours. An item that has lost its engine four times, twice
@@ -48,10 +48,10 @@ class Loss:
 
 
 class Backlog(Generic[ItemT]):
-    """The items of a run between the input and their records. One event loop uses it."""
+    """The items of a run between the input and their results. One event loop uses it."""
 
     def __init__(self, ended: ItemSet) -> None:
-        """`ended` are the items that have a record; the caller adds to it, this class only asks."""
+        """`ended` are the items that have a result; the caller adds to it, this class only asks."""
         self._ended = ended
         self._waiting: deque[ItemT] = deque()
         self._suspects: deque[ItemT] = deque()
@@ -74,7 +74,7 @@ class Backlog(Generic[ItemT]):
         return not self._known
 
     def add(self, items: Iterable[ItemT]) -> None:
-        """Rows from the input; one that is ended or known already is passed over."""
+        """Items from the input; one that has ended or is known already is passed over."""
         for item in items:
             if item.number not in self._ended and item.number not in self._known:
                 self._known.add(item.number)

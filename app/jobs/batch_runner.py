@@ -59,7 +59,7 @@ class BatchWork:
 class Execution(Protocol):
     """How the items of batches are computed."""
 
-    endpoints: Sequence[str] | None  # whose items it can answer; None for all
+    endpoints: Sequence[str] | None  # those that it can answer; None for all
 
     def num_in_flight(self, owner: str) -> int:
         """Items of this owner that are computed."""
@@ -242,7 +242,7 @@ class BatchRunner:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
 
     async def _give_up(self, job_id: str) -> None:
-        """End a batch whose files cannot be written, for another reason than the storage."""
+        """End a batch without files: they cannot be written, for another reason than the storage."""
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
 
@@ -342,7 +342,7 @@ class BatchRunner:
         await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Of a batch whose end was not written, as far as can be told: they are written again."""
+        """Delete files that the catalog does not know, of a batch that has not ended: they are written again."""
         if not (await self._thread.run(self._catalog.job, job.id)).status.has_ended:
             for file in files:
                 await asyncio.to_thread(self._files.delete, file.id)

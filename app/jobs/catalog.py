@@ -106,7 +106,7 @@ class Catalog:
             self._connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def expired_file_ids(self, now: float) -> list[str]:
-        """Files whose time is over and that no batch reads."""
+        """Files that have expired and that no batch reads."""
         query = f"""SELECT id FROM files WHERE expires_at < ? AND id NOT IN
                     (SELECT input_file_id FROM batches WHERE {_NOT_ENDED})"""
         return [row["id"] for row in self._connection.execute(query, (now,))]

@@ -1,6 +1,6 @@
 """Runs any number of items on one engine at once, in a thread that steps it: each item ends when it is done.
 
-`AsyncEngine` wakes a task for every token of every request, which readers of streams need. Nobody reads along here:
+`AsyncEngine` wakes a task for every token of every request, which readers of streams need. No client reads along here:
 items are handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
 """
 
@@ -42,7 +42,7 @@ class EngineWorker:
     """One engine, its thread and the items it computes."""
 
     def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer, matchers: Matchers) -> None:
-        """Start the thread. From here on nobody else may use the engine. `matchers` are closed with this."""
+        """Start the thread. From here on no other code may use the engine. `matchers` are closed with this."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
@@ -60,7 +60,7 @@ class EngineWorker:
         self._thread.start()
 
     def add(self, items: Sequence[PreparedItem]) -> None:
-        """Queue items, once they are checked and their grammars compiled. Each comes back in a collection, once."""
+        """Queue items, once they are checked and their grammars compiled. Each comes back from `collect`, once."""
         entering = [self._checked(item) for item in items]  # here, not in the thread that steps
         with self._changed:
             self._entering.extend(entering)
@@ -116,7 +116,7 @@ class EngineWorker:
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
-        except Exception as error:  # a device that fails on all it has: whoever feeds it takes the items elsewhere
+        except Exception as error:  # a device that fails on all it has: its pool takes the items elsewhere
             logger.exception("the engine failed with %d items", len(self._answers))
             with self._changed:
                 self._failure = f"the engine failed with {len(self._answers):,} items: {error}"
@@ -149,7 +149,7 @@ class EngineWorker:
                 self._answers[item.request.request_id] = answer
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
-        """What a step has brought. Whoever collects sees all of it or nothing: `_changed` is held."""
+        """What a step has brought. `collect` sees all of it or nothing: `_changed` is held."""
         for delta in deltas:
             answer = self._answers[delta.request_id]
             self._num_tokens += len(delta.token_ids)

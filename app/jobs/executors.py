@@ -200,7 +200,7 @@ class RequestExecutor(Executor[Item]):
         slots: asyncio.Semaphore,
         patience_s: float,
     ) -> None:
-        """`slots` bound the requests of all runs that share them, which take turns.
+        """`slots` bound the requests of all runs that share them. A run waits for one at a time, so they take turns.
 
         A service that does not answer is waited for, at most `patience_s` seconds at a time.
         """
@@ -211,6 +211,7 @@ class RequestExecutor(Executor[Item]):
         self._patience_s = patience_s
         self._sent_at: dict[int, float] = {}  # items under way
         self._num_failures: dict[int, int] = {}  # by item
+        self._next_slot: asyncio.Task[None] | None = None  # that waits for one, or has one that is not used yet
         self._looked_at = 0.0
         self._trouble = ""
 
@@ -246,11 +247,15 @@ class RequestExecutor(Executor[Item]):
             async with asyncio.TaskGroup() as group:
                 while not self._is_over:
                     self._look_at_the_clock(time.monotonic())
-                    for item in self._next():
-                        group.create_task(self._ask(item))
+                    while self._has_next() and await self._has_slot():
+                        [item] = self._backlog.take(_SERVICE, room=1, input_is_over=self._input_is_over)
+                        self._next_slot = None
+                        group.create_task(self._ask(item)).add_done_callback(lambda _: self._slots.release())
                     await self._wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            await self._give_back_slot()
 
     def _look_at_the_clock(self, now: float) -> None:
         if self._backlog.num_waiting:
@@ -275,11 +280,32 @@ class RequestExecutor(Executor[Item]):
                 f"on with --resume once it is back"
             )
 
-    def _next(self) -> list[Item]:
-        room = self._window.limit - self._num_under_way
-        if room <= 0:
-            return []
-        return self._backlog.take(_SERVICE, room=room, input_is_over=self._input_is_over)
+    def _has_next(self) -> bool:
+        has_room = self._num_under_way < self._window.limit
+        return has_room and self._backlog.has_items_for(_SERVICE, input_is_over=self._input_is_over)
+
+    async def _has_slot(self) -> bool:
+        """Whether there is a slot for the next item; if not, the loop is woken once there is."""
+        if self._next_slot is None and not self._slots.locked():
+            return await self._slots.acquire()  # at once
+        if self._next_slot is None:
+            self._next_slot = asyncio.create_task(self._take_slot())
+        return self._next_slot.done()
+
+    async def _take_slot(self) -> None:
+        await self._slots.acquire()
+        try:
+            await self.has_changed()
+        except asyncio.CancelledError:
+            self._slots.release()
+            raise
+
+    async def _give_back_slot(self) -> None:
+        if self._next_slot is not None:
+            self._next_slot.cancel()
+            [failure] = await asyncio.gather(self._next_slot, return_exceptions=True)
+            if failure is None:
+                self._slots.release()
 
     async def _wait(self) -> None:
         """Return when something has changed, or the clock should be looked at."""
@@ -290,12 +316,11 @@ class RequestExecutor(Executor[Item]):
 
     async def _ask(self, item: Item) -> None:
         try:
-            async with self._slots:
-                self._sent_at[item.number] = time.monotonic()
-                try:
-                    answered = await self._client.answer(item)
-                finally:
-                    del self._sent_at[item.number]
+            self._sent_at[item.number] = time.monotonic()
+            try:
+                answered = await self._client.answer(item)
+            finally:
+                del self._sent_at[item.number]
         except ServiceFull as full:
             self._take_back(item)
             self._window.refused(time.monotonic(), self._num_under_way, retry_after_s=full.retry_after_s)

@@ -27,7 +27,7 @@ ANSWER_S = 3600.0  # an item may wait as long for idle slots, then it is sent ag
 MAX_RETRY_AFTER_S = 120.0
 # A machine that vanishes without a word is noticed after SILENCE_S + PROBES * PROBE_S.
 SILENCE_S, PROBE_S, PROBES = 30, 10, 3
-REPLICAS_LOST = "replicas_lost"  # the code of an error: this request has cost several replicas, or was there
+REPLICAS_LOST = "replicas_lost"  # the code of an error: several replicas were lost while they computed this request
 # In OpenAI's API the tier of those that can wait. Here: idle slots only, never queued, preempted first.
 LOWEST_CLASS = {"service_tier": "flex"}
 
@@ -117,7 +117,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _watched_socket(address: Any) -> socket.socket:
-    """A socket whose peer is looked after by the kernel: an item may wait an hour without a byte."""
+    """A socket with keep-alive probes: an item may wait an hour without a byte."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family=family, type=kind, proto=protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

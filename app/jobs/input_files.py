@@ -68,7 +68,7 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     Local paths and whatever pyarrow (and so Ray Data) opens by a URI: s3://, gs://, abfs://, hdfs://.
 
     Raises:
-        InvalidSetup: there is none, or one whose format its name does not tell.
+        InvalidSetup: there is none, or the name of one does not show its format.
     """
     try:
         uris = _remote(pattern) if "://" in pattern else _local(pattern)
@@ -191,7 +191,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
-    """Raise InvalidSetup when two rows have the same id. Only those whose hashes are equal are looked at twice."""
+    """Raise InvalidSetup when two rows have the same id. Only those with equal hashes are looked at twice."""
     hashes = numpy.sort(numpy.frombuffer(id_hashes, dtype=numpy.uint64))
     twice = {int(value) for value in hashes[1:][hashes[1:] == hashes[:-1]]}
     if not twice:

@@ -157,7 +157,7 @@ def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
 
 
 def items_of_prompts(endpoint: str, bodies: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    """A list of prompts, whose ids are their places in the list."""
+    """A list of prompts; the id of each is its place in the list."""
     return (Item(number=index, id=str(index), url=endpoint, body=body) for index, body in enumerate(bodies))
 
 

@@ -190,7 +190,7 @@ class LocalBatchService:
             await thread.run(catalog.close)
 
     async def _keep_house(self, opened: _Open) -> None:
-        """Remove files whose time is over and uploads that are not continued."""
+        """Remove files that have expired and uploads that are not continued."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
@@ -199,7 +199,7 @@ class LocalBatchService:
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
-            logger.exception("files and uploads whose time is over could not be removed")
+            logger.exception("files and uploads that have expired could not be removed")
 
     # Files
 

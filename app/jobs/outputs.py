@@ -35,7 +35,7 @@ _WHY_UNFINISHED = {
 }
 
 
-class Format(Protocol):
+class ResultFormat(Protocol):
     """Turns ends of items into results."""
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
@@ -59,7 +59,7 @@ class BatchFormat:
         self._as_response = as_response
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         response = {"status_code": answered.status_code, "request_id": uuid.uuid4().hex, "body": answered.body}
         try:
             line = _batch_line(item.id, response, None)
@@ -79,7 +79,7 @@ class BatchFormat:
         )
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         if output.error is not None:
             return self.invalid(InvalidItem(number=output.number, id=output.id, reason=output.error))
         assert self._as_response is not None, "only engines of the job's own generate"
@@ -87,7 +87,7 @@ class BatchFormat:
         return self.answered(item, Answered(200, self._as_response(output)))
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
         return ItemResult(number=item.number, is_error=True, line=line)
 
@@ -143,7 +143,7 @@ class RecordFormat:
     """Records with one text each: see COLUMNS."""
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         if answered.status_code == 200:
             try:
                 return self.generated(_output_of(item, answered.body))
@@ -158,7 +158,7 @@ class RecordFormat:
         return self.invalid(InvalidItem(number=item.number, id=item.id, reason=reason))
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         columns = {"row": output.number} | asdict(output)
         record = {name: columns[name] for name in COLUMNS}
         return ItemResult(
@@ -170,7 +170,7 @@ class RecordFormat:
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """See `Format`."""
+        """See `ResultFormat`."""
         return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
 
 

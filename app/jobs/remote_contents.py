@@ -28,7 +28,7 @@ class RemoteContents:
             self._filesystem.makedirs(self._folder, exist_ok=True)
 
     def keep(self, draft: Path, file_id: str) -> None:
-        """See `Contents`. Where the storage does not take files whole, what a crash leaves is known to nobody."""
+        """See `Contents`. Where files are not taken whole, the catalog does not know what a crash leaves."""
         with _as_os_errors():
             self._filesystem.put_file(str(draft), self._path(file_id))
         draft.unlink()

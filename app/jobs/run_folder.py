@@ -139,7 +139,7 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
     version = there.pop("version", 1)
     if version != FORMAT_VERSION:
         raise InvalidSetup(
-            f"--output {path}: holds a run whose files have version {version}; this Carousel has {FORMAT_VERSION}: use "
+            f"--output {path}: holds a run with files of version {version}; this Carousel has {FORMAT_VERSION}: use "
             f"another folder, or finish it with the version that began it"
         )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))

@@ -17,7 +17,7 @@ from app.errors import Failure
 from app.jobs.backlog import Backlog, ItemT, Loss
 from app.jobs.executors import Executor
 from app.jobs.job import Answered, EngineOutput, InvalidItem, Item, ItemResult
-from app.jobs.outputs import Format
+from app.jobs.outputs import ResultFormat
 from app.jobs.progress import RunProgress
 from app.jobs.results import ItemSet, ResultStore
 
@@ -45,7 +45,7 @@ class JobRun(Generic[ItemT]):
     def __init__(
         self,
         results: ResultStore,
-        form: Format,
+        form: ResultFormat,
         *,
         on_results: Callable[[Sequence[ItemResult]], None] = lambda _: None,
         on_tokens: Callable[[int], None] = lambda _: None,

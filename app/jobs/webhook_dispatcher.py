@@ -14,7 +14,7 @@ from app.config import WebhooksConfig
 from app.jobs.one_thread import OneThread
 from app.jobs.service import NewWebhook
 from app.jobs.webhook_outbox import DeliveryState, DueMessage, WebhookOutbox
-from app.webhooks import DeliveryFailed, WebhookClient, WebhookMessage, default_secret, pause_s
+from app.webhooks import DeliveryFailed, WebhookClient, WebhookMessage, default_secret
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,15 @@ class WebhookDispatcher:
             subject_id=message.batch_id,
             created_at=message.ended_at,
         )
+
+
+def pause_s(num_attempts: int, config: WebhooksConfig, rng: random.Random) -> float:
+    """Seconds after so many failed attempts: twice as long each time, up to a bound, and never all at the same moment.
+
+    Between half of the whole pause and all of it.
+    """
+    whole = min(config.first_pause_s * 2.0 ** min(num_attempts - 1, 64), config.max_pause_s)
+    return whole * rng.uniform(0.5, 1.0)
 
 
 def _default_receiver(config: WebhooksConfig) -> NewWebhook:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,6 @@ from yarl import URL
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest
 from app.webhooks.addresses import AddressGate, ForbiddenAddress
-from app.webhooks.message import WebhookMessage
 from app.webhooks.signature import SigningKey
 from app.webhooks.url import parse_url
 
@@ -26,9 +28,36 @@ LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 GONE = 410
 # Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
-# purpose holds up nobody.
+# purpose holds up no other message.
 _NUM_LOOK_UP_THREADS = 64
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookMessage:
+    """What is sent, where to, and what signs it."""
+
+    id: str
+    url: str = field(repr=False)
+    secret: str = field(repr=False)
+    event: str  # as `batch.completed`
+    subject_id: str
+    created_at: int  # seconds since 1970
+
+    def body(self) -> bytes:
+        """As OpenAI's events are."""
+        event = {
+            "id": self.id,
+            "object": "event",
+            "created_at": self.created_at,
+            "type": self.event,
+            "data": {"id": self.subject_id},
+        }
+        return json.dumps(event, separators=(",", ":")).encode()
+
+
+def new_message_id() -> str:
+    return f"evt_{uuid.uuid4().hex}"
 
 
 class DeliveryFailed(Exception):

@@ -1,4 +1,4 @@
-"""Whoever hears of everything that names no receiver of its own: its URL in the settings, its secret in a file."""
+"""The receiver of messages about batches that name none: its URL in the settings, its secret in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs that messages may go to, read by one strict rule, so that nobody can read another host in them than we do."""
+"""URLs that messages may go to, read by one strict rule: no other parser finds another host in them."""
 
 from __future__ import annotations
 

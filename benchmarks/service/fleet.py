@@ -139,8 +139,7 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
                 "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
-        "ingress": {"num_replicas": given.ingresses, "num_cpus": 0.1}
-        | ({} if given.transport is None else {"transport": given.transport}),
+        "ingress": {"num_replicas": given.ingresses, "num_cpus": 0.1},
     }
 
 
@@ -269,7 +268,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
-    parser.add_argument("--transport", metavar="NAME", help="ingress.transport; default: as the service has it")
     parser.add_argument(
         "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
     )

@@ -19,6 +19,7 @@ from app.fleet.dispatch import DispatchPolicy, Ledger, OutputLengths, PrefixInde
 _MAX_STEP_TOKENS = 512
 _CHUNK_TOKENS = 256
 _BLOCK_SIZE = 16
+_MAX_REQUESTS = 10**9  # a replica refuses none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class SimulatedReplica:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._chunks: dict[str, int] = {}  # prompt tokens in the current step, by request id
+        self._kv_tokens = kv_tokens
         self._cache = PrefixIndex(block_size=_BLOCK_SIZE, max_tokens=kv_tokens)
         self._pace = Throughput()
         self.is_computing = False
@@ -127,10 +129,17 @@ class SimulatedReplica:
     def report(self) -> ReplicaReport:
         jobs = [*self._running, *self._waiting]
         return ReplicaReport(
+            group="",
             num_requests=len(jobs),
-            num_prefill_tokens=sum(len(job.prompt) - job.num_computed for job in jobs),
+            num_background=0,
+            num_staying_background=0,
+            max_requests=_MAX_REQUESTS,
             max_running=self._capability.max_running,
+            num_waiting_tokens=sum(len(job.prompt) - job.num_computed for job in jobs),
+            num_kv_tokens=self._kv_tokens,
             tokens_per_s=self._pace.tokens_per_s_at(self._capability.max_running),
+            ended_per_s=0.0,
+            step_age_s=0.0,
         )
 
     def _admit(self, job: Job) -> None:
@@ -140,7 +149,7 @@ class SimulatedReplica:
 
 
 class SimulatedIngress:
-    """What an ingress knows and does about dispatch, as `app.fleet.board` does it: replies are cached unknown to it."""
+    """What an ingress knows and does about dispatch, as `ReplicaRegistry` does it: replies are cached unknown to it."""
 
     def __init__(self, policy: DispatchPolicy, replica_ids: Sequence[str], *, kv_tokens: int) -> None:
         self._policy = policy
@@ -158,8 +167,8 @@ class SimulatedIngress:
         size = RequestSize(
             num_prompt_tokens=len(job.prompt), num_expected_tokens=self._lengths.expected_tokens(job.max_tokens)
         )
-        loads = self._ledger.loads(self._replica_ids, now=now, num_cached_tokens=cached)
-        replica_id = self._policy.decide(loads, size).order[0]
+        candidates = self._ledger.candidates(self._replica_ids, now=now, num_cached_tokens=cached)
+        replica_id = self._policy.decide(candidates, size).order[0]
         self._ledger.place(
             job.request_id,
             replica_id,
@@ -177,7 +186,7 @@ class SimulatedIngress:
         self._lengths.learn(job.max_tokens, job.num_generated)
 
     def correct(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        self._ledger.correct(replica_id, report, now=now)
+        self._ledger.note(replica_id, report, now=now)
 
 
 @dataclass(order=True, slots=True)

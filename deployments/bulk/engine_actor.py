@@ -28,7 +28,7 @@ class EngineActor:
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:
-        """Load the model. Raises InvalidSetup. Not in the constructor, whose errors Ray tells as a death."""
+        """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
         engine = build_sync_engine(self._config)
         model = self._config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)

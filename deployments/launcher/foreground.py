@@ -84,7 +84,7 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     start_own_cluster(
         num_cpus=num_cpus_for(num_cpus),
         namespace="serve",
-        include_dashboard=dashboard or any(map(_runs_jobs, config.applications.values())),
+        include_dashboard=dashboard,
         _temp_dir=str(run_folder),
     )
     found = ray.cluster_resources().get("GPU", 0)

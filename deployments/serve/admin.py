@@ -1,4 +1,4 @@
-"""Gathers what admins want to know: their route reaches one ingress and must tell of all."""
+"""Collects what admins ask for: their request reaches one ingress, and the answer is about all."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ray.serve.handle import DeploymentHandle
 from app.api.auth.keys import Authenticator
 from app.api.endpoints.admin import Findings, ProcessReport, usage_of
 from app.config import ServedModelConfig
-from deployments.serve.boards import board_of
 from deployments.serve.metrics import answers_of
+from deployments.serve.registries import registry_of
 from deployments.serve.settings import deployment_name
 
 
-class Insight:
-    """One for each process that sends requests: tells what this process knows, and asks the others."""
+class AdminCollector:
+    """One for each process that sends requests: reports what this process knows, and asks the others."""
 
     def __init__(
         self, models: Iterable[ServedModelConfig], authenticator: Authenticator, batches: DeploymentHandle | None = None
     ) -> None:
         """`batches` sends requests as ingresses do, where it is served."""
-        self._boards = {model.name: board_of(deployment_name(model)) for model in models}
+        self._registries = {model.name: registry_of(deployment_name(model)) for model in models}
         self._authenticator = authenticator
         self._others = [] if batches is None else [batches]
 
@@ -33,9 +33,7 @@ class Insight:
             process=serve.get_replica_context().replica_id.unique_id,
             usage=usage_of(self._authenticator),
             replicas={
-                model: [state._asdict() for state in board.states()]
-                for model, board in self._boards.items()
-                if board is not None
+                model: registry.describe() for model, registry in self._registries.items() if registry is not None
             },
         )
 

@@ -85,7 +85,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
-        request_router_config=RequestRouterConfig(request_router_class="deployments.serve.router.BoardRouter"),
+        request_router_config=RequestRouterConfig(request_router_class="deployments.serve.router.RegistryRouter"),
     )
 
 

@@ -1,6 +1,6 @@
 """Adapter from Serve's autoscaling to `app.fleet.autoscaling`. Serve's controller runs the policy ten times a second.
 
-Serve has the delays, the limits and the start from zero; replicas report what they have to do. Serve pickles this
+Serve has the delays, the limits and the start from zero; replicas report their work. Serve pickles this
 module by value into its controller, so nothing here is shared with other modules of that process.
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ray.serve import config as serve_config
 
 from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
-from app.fleet.autoscaling import ReplicaUse, Situation, desired_replicas
+from app.fleet.autoscaling import AutoscalingLoad, desired_replicas
 
 REPORT_INTERVAL_S = 2.0  # how often replicas and handles tell the controller
 LOOK_BACK_S = 4.0  # Serve wants it longer than the interval; a fifth of it is how often a replica is asked
+# What a replica reports.
+TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
+REQUESTS = "num_requests"  # running and waiting
+KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
 
 
 class TokenPolicy:
-    """Called by Serve with what it knows of a deployment; answers how many replicas it should have."""
+    """Called by Serve with what it knows of a deployment; returns how many replicas it should have."""
 
     def __init__(self, autoscaling: Mapping[str, Any], num_slots: int) -> None:
         """`autoscaling` are our settings as plain values: Serve wants JSON."""
@@ -31,14 +34,18 @@ class TokenPolicy:
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number, and no state to be kept."""
-        situation = Situation(
+        uses = _last_uses(context.raw_metrics)
+        load = AutoscalingLoad(
             target=context.target_num_replicas,
             num_running=context.current_num_replicas,
-            uses=_uses(context.raw_metrics),
+            num_reporting=len(uses),
+            num_outstanding_tokens=sum(use[TOKENS] for use in uses),
+            num_replica_requests=sum(use[REQUESTS] for use in uses),
+            kv_use=sum(use[KV_USE] for use in uses),
             num_queued=context.total_queued_requests,
             num_slots=self._num_slots,
         )
-        return desired_replicas(situation, self._config), {}
+        return desired_replicas(load, self._config), {}
 
 
 def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
@@ -71,21 +78,20 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
 
 
 def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, float]:
-    """What a replica reports to Serve, by the names of ReplicaUse's fields."""
-    use = ReplicaUse(
-        num_outstanding_tokens=measurements.num_outstanding_tokens,
-        num_requests=stats.num_running + stats.num_waiting,
-        kv_use=1.0 - stats.num_free_blocks / stats.num_blocks,
-    )
-    return asdict(use)
+    """What a replica reports to Serve."""
+    return {
+        TOKENS: measurements.num_outstanding_tokens,
+        REQUESTS: stats.num_running + stats.num_waiting,
+        KV_USE: 1.0 - stats.num_free_blocks / stats.num_blocks,
+    }
 
 
-def _uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[ReplicaUse]:
-    """The last report of each replica. `metrics` are time series by our names, then by replica."""
-    series = {name: metrics.get(name, {}) for name in ReplicaUse.__slots__}
-    told_all = set.intersection(*(set(by_replica) for by_replica in series.values()))
+def _last_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
+    """The last report of each replica that has reported. `metrics` are time series by our names, then by replica."""
+    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE)}
+    replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))
     return [
-        ReplicaUse(**{name: by_replica[replica][-1].value for name, by_replica in series.items()})
-        for replica in told_all
+        {name: by_replica[replica][-1].value for name, by_replica in series.items()}
+        for replica in replicas
         if all(by_replica[replica] for by_replica in series.values())
     ]

@@ -1,4 +1,4 @@
-"""The batches deployment: files and batches in one process, whose lines go to the replicas. No torch here."""
+"""The batches deployment: files and batches in one process; their items go to replicas or engines. No torch here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from app.jobs.preparation import PreparedItem
 from app.jobs.results import ResultStore
 from app.jobs.runner import JobRun
 from app.metrics import BatchCounts
-from deployments.serve.admin import Insight
-from deployments.serve.client import ModelClient, cascades_of, served_model
+from deployments.ray_internals import keep_calls_on_loopback
+from deployments.serve.admin import AdminCollector
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.metrics import IngressReport, MetricsCollector
+from deployments.serve.model_client import ModelClient, cascades_of, served_model
 
 OPENING_TIMEOUT_S = 10.0
 
@@ -64,7 +64,7 @@ class Batches:
 
     def admin_report(self) -> ProcessReport:
         """What this process knows of keys and replicas, for the ingress that an admin has asked."""
-        return Insight(self._config.models, self._keys.authenticator).report()
+        return AdminCollector(self._config.models, self._keys.authenticator).report()
 
     def check_health(self) -> None:
         """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
@@ -79,7 +79,7 @@ class Batches:
         execution: Execution
         for model in config.models:
             metrics = self._metrics.requests.model(model.name)
-            client = ModelClient(model, self._handles[model.name], config.ingress.transport, metrics)
+            client = ModelClient(model, self._handles[model.name], metrics)
             models.append(await served_model(model, self._paths[model.name], client))
         cascades = cascades_of(config.cascades, models)
         handler = RequestHandler(

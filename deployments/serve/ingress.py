@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Mapping
 
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -16,14 +15,13 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
-from deployments.serve.admin import Insight
+from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
+from deployments.serve.admin import AdminCollector
 from deployments.serve.batch_calls import RemoteBatchService
-from deployments.serve.client import ModelClient, cascades_of, served_model
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.metrics import IngressReport, MetricsCollector
-from deployments.serve.odd_headers import accept_odd_headers
+from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.settings import check_exposure
 
 READY_CACHE_S = 1.0
@@ -51,15 +49,13 @@ class Ingress:
         self._batches = batches
         self._metrics = MetricsCollector(handles, batches)
         self._clients = {
-            model.name: ModelClient(
-                model, handles[model.name], config.ingress.transport, self._metrics.requests.model(model.name)
-            )
+            model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
             for model in config.models
         }
         # Here too, for whoever deploys on a cluster has no launcher that would say so.
-        check_exposure(_get_global_client().http_config.host, config.api)
+        check_exposure(http_host(), config.api)
         self._keys = Keys(config.api)
-        self._insight = Insight(config.models, self._keys.authenticator, batches)
+        self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -84,7 +80,7 @@ class Ingress:
             self._is_ready,
             expose=self._metrics.expose,
             batch_routes=self._batch_routes(handler),
-            collect=self._insight.collect,
+            collect=self._admin.collect,
         )
 
     def metrics_report(self) -> IngressReport:
@@ -93,7 +89,7 @@ class Ingress:
 
     def admin_report(self) -> ProcessReport:
         """What this process knows, for the ingress that an admin has asked."""
-        return self._insight.report()
+        return self._admin.report()
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:

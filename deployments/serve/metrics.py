@@ -13,6 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from app.metrics import BatchCounts, EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
+from deployments.ray_internals import begin_call_on_all_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,7 @@ async def answers_of(handle: DeploymentHandle, method: str) -> Answers:
     """What a method without arguments gives on all replicas of a deployment that answer in time."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            # Not `results_async`: when one replica hangs, it gives the answers of none.
-            calls = await handle.broadcast(method)._fetch_replica_results_async()
+            calls = await begin_call_on_all_replicas(handle, method)
     except DeploymentUnavailableError:  # it has no replicas now
         return Answers([])
     except Exception as error:

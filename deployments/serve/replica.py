@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import cast
 
 import ray
 from ray import serve
 
 from app.assembly import build_engine
 from app.config import ServedModelConfig
-from app.engine.request import ModelFacts, Request, TokenDelta
+from app.engine.request import ModelFacts, Request
 from app.engine.stats import EngineStats
-from app.fleet import Address, FramePort, Outbox, Report
-from app.fleet.dispatch import Group, group_of_rank
+from app.fleet import Address, FrameServer, Outbox, report_of
+from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
 from app.metrics import EngineReport
+from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.calls import FramesFrom
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.loopback import keep_calls_on_loopback
 from deployments.serve.settings import retuned
+from deployments.serve.transport import FramesFrom
 
-# An ingress whose line is down opens it again every few seconds; one that is gone does not.
+# An ingress whose connection broke opens another every few seconds; one that is gone does not.
 ORPHANED_AFTER_S = 15.0
 
 
@@ -38,7 +35,7 @@ class Replica:
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
         self._outboxes: dict[str, Outbox] = {}  # by ingress
-        self._port = FramePort(ray.util.get_node_ip_address(), self._outbox)
+        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._outbox)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
@@ -58,18 +55,11 @@ class Replica:
         """
         matcher = await self._engine.matcher_of(request)
         outbox = self._outbox(ingress_id)
-        await outbox.carry(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
+        await outbox.serve(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
 
     async def frame_address(self, _: FramesFrom) -> Address:
         """Where this replica's frames are to be had."""
-        return await self._port.open()
-
-    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """Stream the tokens of `request` by a call of its own. Closing the stream aborts the request."""
-        deltas = cast(AsyncGenerator[TokenDelta, None], self._engine.generate(request))
-        async with aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+        return await self._frame_server.open()
 
     def facts(self) -> ModelFacts:
         """What the engine knows about its model."""
@@ -106,9 +96,9 @@ class Replica:
             )
         return outbox
 
-    def _report(self) -> Report:
+    def _report(self) -> ReplicaReport:
         engine = self._engine
-        return Report.of(
+        return report_of(
             engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 

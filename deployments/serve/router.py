@@ -1,29 +1,30 @@
-"""Adapter from Serve's RequestRouter to the fleet's board: lives in the process that holds the handle.
+"""Adapter from Serve's RequestRouter to the fleet's registry: lives in the process that holds the handle.
 
-Serve pickles this module by value into that process; `deployments.serve.boards` is imported there, so it is shared.
+Serve pickles this module by value into that process; `deployments.serve.registries` is imported there, so it is shared.
 """
 
 from __future__ import annotations
 
 import random
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from app.engine.request import Request
 from app.errors import CarouselError, Overloaded, Unavailable
+from deployments.ray_internals import PlacementRouter
 
 
-class BoardRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Tries the replicas in the board's order; refuses at once when all of them are full."""
+class RegistryRouter(PlacementRouter):
+    """Tries the replicas in the registry's order; refuses at once when all of them are full."""
 
     # A replica that is busy computing may take longer than Serve's 0.1 s to say how full it is; the order is worth it.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self) -> None:
         """Called by Serve once, before any request."""
-        from deployments.serve.boards import board_of
+        from deployments.serve.registries import registry_of
 
-        self._board = board_of(self._deployment_id.name)
+        self._registry = registry_of(self.deployment)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -47,41 +48,33 @@ class BoardRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         return [[replicas[replica_id]] for replica_id in self._order(list(replicas), argument)]
 
     def _order(self, replica_ids: list[str], argument: object) -> list[str]:
-        if self._board is None or not isinstance(argument, Request):
+        if self._registry is None or not isinstance(argument, Request):
             return random.sample(replica_ids, len(replica_ids))  # a control call: any replica will do
-        return self._board.order(argument.request_id, replica_ids)
+        return self._registry.order(argument.request_id, replica_ids)
 
     def _full(self, replicas: list[RunningReplica]) -> Overloaded:
         num_slots = sum(replica.max_ongoing_requests for replica in replicas)
-        if self._board is None:
+        if self._registry is None:
             return Overloaded(f"all {len(replicas)} replicas are full ({num_slots} calls)")
-        return self._board.full(num_slots)
+        return self._registry.full(num_slots)
 
-    async def _choose_replica_for_request(
-        self, pending_request: PendingRequest, *, is_retry: bool = False
-    ) -> RunningReplica:
-        # Serve has no hook for "this request goes to that replica" that comes before the replica has answered.
-        try:
-            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        except BaseException:
-            self._remove_pending_request_from_indices(pending_request)
-            raise
+    def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:
+        """See PlacementRouter."""
         request = pending_request.args[0] if pending_request.args else None
-        if self._board is not None and isinstance(request, Request):
-            self._board.placed(request.request_id, replica.replica_id.unique_id)
-        return replica
+        if self._registry is not None and isinstance(request, Request):
+            self._registry.placed(request.request_id, replica.replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""
         super().update_replicas(replicas)
-        if self._board is not None:
-            self._board.set_replicas({replica.replica_id.unique_id: None for replica in replicas}.keys())
+        if self._registry is not None:
+            self._registry.set_replicas({replica.replica_id.unique_id: None for replica in replicas}.keys())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Called by Serve when a call has found a replica dead, some time before the controller says so."""
         super().on_replica_actor_died(replica_id)
-        if self._board is not None:
-            self._board.suspect(replica_id.unique_id)
+        if self._registry is not None:
+            self._registry.suspect(replica_id.unique_id)
 
 
 def _refuse(pending_request: PendingRequest, error: CarouselError) -> None:

@@ -98,7 +98,7 @@ def test_a_place_in_the_queue_that_cannot_be_is_refused_by_name(fields, param) -
 
 
 @pytest.mark.parametrize("num_done", [1, 3, 7])
-def test_a_request_that_was_generating_elsewhere_goes_on_after_its_tokens(num_done: int) -> None:
+def test_a_request_generated_in_part_elsewhere_continues_after_its_tokens(num_done: int) -> None:
     prompt = (5, 6, 7, 8, 9)
     whole = expected_tokens(prompt, 8)
     request = replace(make_request(prompt, max_tokens=8), generated_token_ids=tuple(whole[:num_done]))

@@ -1,4 +1,4 @@
-"""Log-probabilities through the engine: whose they are, that none is lost and none comes twice."""
+"""Log-probabilities through the engine: each belongs to its token, none is lost and none comes twice."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Poisoned(CountingRunner):
         return super().run(batch)
 
 
-def test_who_shares_a_step_with_poison_loses_nothing() -> None:
+def test_requests_in_a_step_with_a_failing_one_lose_nothing() -> None:
     runner = Poisoned()
     requests = [make_request(prompt(20, first=n), prompt_logprobs=1, logprobs=2) for n in range(5)]
     runner.poison = requests[2].request_id

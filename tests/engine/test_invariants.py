@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.ended_otherwise: set[str] = set()
 
     def new_recorder(self) -> Recorder | None:
-        """Who is told what happens; nobody here."""
+        """The engine's recorder; this one ignores all events."""
         return None
 
     @rule(

@@ -71,7 +71,7 @@ def test_one_among_many_is_found_in_few_runs() -> None:
     assert runner.num_runs - 12 <= 2 * 6  # two halves for each power of two
 
 
-def test_a_step_that_only_fails_as_a_whole_costs_nobody_anything() -> None:
+def test_a_step_that_only_fails_as_a_whole_fails_no_request() -> None:
     engine = build_fake_engine(runner=OutOfMemoryRunner())
     requests = [make_request((5, 6, n), max_tokens=6) for n in range(8)]
     outcome = run_to_end(engine, *requests)
@@ -89,7 +89,7 @@ class BrokenRunner(CountingRunner):
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 64])
-def test_a_broken_device_is_told_from_poison_without_trying_everything(num_requests: int) -> None:
+def test_a_broken_device_is_recognised_without_trying_every_request(num_requests: int) -> None:
     runner = BrokenRunner()
     engine = build_fake_engine(runner=runner, max_running=64, max_step_tokens=512, num_blocks=512)
     for n in range(num_requests):

@@ -53,7 +53,7 @@ def test_prompt_length_classes_and_tenants_are_apart_and_a_new_tenant_is_taken_f
     assert predict(predictor, tenant="new") == 30
 
 
-def test_it_follows_what_changes_and_tells_its_error() -> None:
+def test_it_follows_changing_lengths_and_measures_its_error() -> None:
     predictor = LengthPredictor()
     teach(predictor, [10] * 200)
     small = predictor.mean_error_tokens

@@ -1,4 +1,4 @@
-"""Requests whose tokens a matcher allows, in both engines, with matchers made for the purpose."""
+"""Requests with a matcher, in both engines, with matchers made for the purpose."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_matcher_that_fails_ends_its_request_and_no_other(engine: Engine) -> N
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_preempted_it_goes_on_where_it_was() -> None:
+def test_a_preempted_request_continues_where_it_was() -> None:
     engine = build_fake_engine(runner=MatchedRunner(), num_blocks=8)
     requests = [asking(f"{n} {n + 1} {n + 2}", max_tokens=16) for n in range(3, 9)]
     outcome = served(engine, requests)

@@ -140,7 +140,7 @@ def test_penalties_are_waited_for_and_nothing_else_is() -> None:
         assert runner.num_ahead == num_ahead
 
 
-def test_a_step_that_fails_once_is_computed_again_and_nobody_notices() -> None:
+def test_a_step_that_fails_once_is_computed_again_with_the_same_tokens() -> None:
     for fails in ("fails_next", "fails_later"):
         runner = LateRunner()
         engine = build_fake_engine(runner=runner, max_running=2)
@@ -197,7 +197,7 @@ def test_a_broken_device_fails_the_requests_of_its_step_and_no_others() -> None:
     assert run_to_end(engine).token_ids == {second.request_id: expected_tokens((7, 8), 8)}
 
 
-def test_whoever_misses_a_deadline_is_told_while_steps_are_launched_ahead() -> None:
+def test_a_missed_deadline_ends_a_request_while_steps_are_launched_ahead() -> None:
     clock = FakeClock()
     engine = build_fake_engine(runner=LateRunner(clock), clock=clock)
     slow, other = make_request((5, 6), max_tokens=90, deadline_s=0.055), make_request((7, 8), max_tokens=9)

@@ -124,7 +124,7 @@ def work_of_steps(*, num_waiting: int) -> Work:
         work.num_keys += policy.num_keys - num_keys
         work.num_comparisons += CountedNumber.num_comparisons - num_comparisons
         for delta in deltas:
-            if delta.finish_reason is not None:  # whoever leaves is replaced, so the queue stays as long as it is
+            if delta.finish_reason is not None:  # a request that ends is replaced, so the queue keeps its length
                 work.num_joined += 1
                 engine.add(next(requests))
         assert engine.stats().num_waiting == num_waiting + NUM_RUNNING - engine.stats().num_running
@@ -184,7 +184,7 @@ def instructions_of_steps(strategy: str, policy: str, *, num_waiting: int) -> in
 def test_under_no_strategy_and_policy_does_a_step_cost_more_because_more_wait(strategy: str, policy: str) -> None:
     few = instructions_of_steps(strategy, policy, num_waiting=100)
     many = instructions_of_steps(strategy, policy, num_waiting=NUM_WAITING)
-    assert many < 1.3 * few  # who joins is another one, and with another number of tokens computed in each step
+    assert many < 1.3 * few  # other requests join, and the number of tokens differs in each step
 
 
 def test_a_running_sequence_costs_a_step_a_few_instructions() -> None:

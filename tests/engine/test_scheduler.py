@@ -1,4 +1,4 @@
-"""The scheduler through the engine, with a runner whose tokens depend on every token in the KV cache."""
+"""The scheduler through the engine, with a runner that derives each token from every token in the KV cache."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_no_step_exceeds_the_token_budget_and_every_running_request_gets_a_token
         assert steps == list(range(steps[0], steps[-1] + 1))  # none was left out of a step while it ran
 
 
-def test_requests_join_in_order_of_arrival_and_nobody_overtakes() -> None:
+def test_requests_join_in_order_of_arrival_and_none_overtakes() -> None:
     runner = CountingRunner()
     engine = build_fake_engine(runner=runner, num_blocks=6)  # 24 slots
     running, too_large, small = (make_request(prompt(n, first=n), max_tokens=3) for n in (13, 16, 1))
@@ -166,7 +166,7 @@ def test_the_end_token_is_banned_before_min_tokens() -> None:
     assert finished(make_request(max_tokens=5, min_tokens=2)) == ([7, 7, EOS], FinishReason.STOP)
 
 
-def test_ignore_eos_goes_on_to_max_tokens() -> None:
+def test_ignore_eos_generates_up_to_max_tokens() -> None:
     assert finished(make_request(max_tokens=3, ignore_eos=True)) == ([EOS] * 3, FinishReason.LENGTH)
 
 
@@ -288,7 +288,7 @@ def test_fewer_may_run_from_one_step_to_the_next_and_the_last_in_order_wait_agai
         assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 8)
 
 
-def test_a_strategy_whose_settings_stay_keeps_what_it_has_learnt() -> None:
+def test_a_strategy_with_unchanged_settings_keeps_what_it_has_learnt() -> None:
     clock = FakeClock()
     adaptive = {"name": "adaptive", "target_latency_ms": 10_000, "max_wait_ms": 0}
     engine = build_fake_engine(runner=TimedRunner(clock), clock=clock, strategy=adaptive)

@@ -55,7 +55,7 @@ def test_an_engine_that_runs_ahead_measures_the_same_requests() -> None:
     assert sizes(engine.measurements())[:2] == [3, 3]
 
 
-def test_what_is_outstanding_shrinks_with_every_step_to_nothing() -> None:
+def test_the_outstanding_tokens_shrink_with_every_step_to_nothing() -> None:
     engine = build_fake_engine(max_running=1)
     for _ in range(2):
         engine.add(make_request((5, 6, 7), max_tokens=5, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""The measured pace, and when those who were sent away should come back."""
+"""The measured throughput, and when refused clients should come back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_old_steps_fade() -> None:
     assert pace.step_s == pytest.approx(0.01, rel=0.1)
 
 
-def test_those_who_are_sent_away_come_back_one_after_the_other_as_places_become_free() -> None:
+def test_refused_clients_come_back_one_after_the_other_as_places_become_free() -> None:
     retry = RetryTimes()
     waits = [retry.next_after(100.0, ended_per_s=4.0) for _ in range(4)]
     assert waits == pytest.approx([0.25, 0.5, 0.75, 1.0])

@@ -1,4 +1,4 @@
-"""Replicas in this process: real engines and outboxes behind `Calls`, which can be killed, hung, slowed and filled."""
+"""Replicas in this process: real engines and outboxes, which can be killed, hung, slowed and filled."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
 from app.engine.request import Request
-from app.fleet import Board, Fleet, Frame, Limits, Lost, Outbox, Patience, Report
-from app.fleet.dispatch import Group, GroupChooser, make_policy
+from app.fleet import (
+    FailoverLimits,
+    Fleet,
+    Frame,
+    FrameReader,
+    LivenessTimeouts,
+    Outbox,
+    ReplicaLost,
+    ReplicaRegistry,
+    report_of,
+)
+from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
+from app.fleet.frames import encode
 from tests.fakes import CountingRunner, build_fake_engine, until
 
 
@@ -28,7 +38,7 @@ class SteppedRunner(CountingRunner):
         self._hold: tuple[int, threading.Event] | None = None
         self.is_held = False
         self.is_broken = False
-        self.deadly_token_id: int | None = None  # whoever computes it dies
+        self.deadly_token_id: int | None = None  # a replica that computes it dies
         self.on_deadly: Callable[[], object] = lambda: None
 
     def hold_before(self, step: int) -> None:
@@ -71,9 +81,9 @@ class LocalReplica:
         self.aborted: list[str] = []
         self.outbox = Outbox(self._report, orphaned_after_s=60.0, on_orphaned=lambda: None)
 
-    def _report(self) -> Report:
+    def _report(self) -> ReplicaReport:
         engine = self.engine
-        return Report.of(
+        return report_of(
             engine.stats(), group=self.group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 
@@ -90,64 +100,93 @@ class LocalReplica:
         self.engine.shutdown()
 
 
-class LocalCalls:
-    """`Calls` without a wire."""
+class LocalStream(asyncio.BaseTransport):
+    """Carries the frames of one replica to one reader as bytes, while the replica is heard."""
 
-    def __init__(self, board: Board, replicas: list[LocalReplica]) -> None:
-        self.board = board
+    def __init__(self, replica: LocalReplica, reader: FrameReader) -> None:
+        super().__init__()
+        self._replica = replica
+        self._reader = reader
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._carrying = asyncio.ensure_future(self._carry())
+
+    @property
+    def is_writable(self) -> bool:
+        return True
+
+    def send(self, frame: Frame) -> None:
+        self._frames.put_nowait(encode(frame))
+
+    def close(self) -> None:
+        self._replica.outbox.detach(self)
+        self._carrying.cancel()
+        self._reader.connection_lost(None)
+
+    async def _carry(self) -> None:
+        while True:
+            data = await self._frames.get()
+            if self._replica.is_dead:
+                self._reader.connection_lost(RuntimeError("the actor died"))
+                return
+            await self._replica.is_heard.wait()
+            self._reader.data_received(data)
+
+
+class LocalTransport:
+    """`ReplicaTransport` without a socket: bytes go from the outbox to the reader."""
+
+    def __init__(self, registry: ReplicaRegistry, replicas: list[LocalReplica]) -> None:
+        self.registry = registry
         self.replicas = {replica.replica_id: replica for replica in replicas}
         self.present = set(self.replicas)
-        self.is_somebody_there = asyncio.Event()
-        self.is_somebody_there.set()
+        self.has_replica = asyncio.Event()
+        self.has_replica.set()
         self.is_sent = asyncio.Event()  # else requests stay between the order and the replica
         self.is_sent.set()
 
     async def serve(self, request: Request) -> None:
-        await self.is_somebody_there.wait()
-        replica = self.replicas[self.board.order(request.request_id, sorted(self.present))[0]]
+        await self.has_replica.wait()
+        replica = self.replicas[self.registry.order(request.request_id, sorted(self.present))[0]]
         await self.is_sent.wait()
-        self.board.placed(request.request_id, replica.replica_id)
+        self.registry.placed(request.request_id, replica.replica_id)
         await replica.is_heard.wait()
         if replica.is_dead:
-            raise Lost("the actor died", reason="call_failed")
+            raise ReplicaLost("the actor died", reason="call_failed")
         replica.served.append(request)
         carrying = asyncio.ensure_future(
-            replica.outbox.carry(request, lambda r: replica.engine.submit(r, replica.outbox), replica.abort)
+            replica.outbox.serve(request, lambda r: replica.engine.submit(r, replica.outbox), replica.abort)
         )
         dying = asyncio.ensure_future(replica.died.wait())
         try:
             await asyncio.wait({carrying, dying}, return_when=asyncio.FIRST_COMPLETED)
             if dying.done():
-                raise Lost("the actor died", reason="call_failed")
+                raise ReplicaLost("the actor died", reason="call_failed")
             carrying.result()
         finally:
             dying.cancel()
             carrying.cancel()
             await asyncio.gather(carrying, dying, return_exceptions=True)
 
-    async def frames(self, replica_id: str, *, heartbeat_s: float) -> AsyncIterator[Frame]:
+    async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> LocalStream:
         replica = self.replicas[replica_id]
         if replica.is_dead:
             raise RuntimeError("the actor died")
-        async with aclosing(replica.outbox.frames(heartbeat_s=heartbeat_s)) as frames:  # type: ignore[type-var]
-            async for frame in frames:
-                if replica.is_dead:
-                    raise RuntimeError("the actor died")
-                await replica.is_heard.wait()
-                yield frame
+        stream = LocalStream(replica, reader)
+        replica.outbox.attach(stream, heartbeat_s=heartbeat_s)
+        return stream
 
     def leave(self, replica_id: str) -> None:
         """It takes no more requests and ends what it has."""
         self.present.discard(replica_id)
         if not self.present:
-            self.is_somebody_there.clear()
-        self.board.set_replicas(self.present)
+            self.has_replica.clear()
+        self.registry.set_replicas(self.present)
 
     def join(self, replica_id: str) -> None:
         """It takes requests from now on."""
         self.present.add(replica_id)
-        self.is_somebody_there.set()
-        self.board.set_replicas(self.present)
+        self.has_replica.set()
+        self.registry.set_replicas(self.present)
 
 
 class Counts:
@@ -171,7 +210,7 @@ class Counts:
 class LocalFleet:
     """A fleet over such replicas. Use it inside an event loop, `async with`.
 
-    Its patience is endless where a test says nothing: on a busy machine everybody may be slow.
+    Its timeouts are long where a test sets none: on a busy machine every replica may be slow.
     """
 
     def __init__(
@@ -192,23 +231,23 @@ class LocalFleet:
         self._step_s = step_s
         self._max_requests = max_requests
         self.replicas = [self._replica(n, names[n % len(names)] if names else "") for n in range(num_replicas)]
-        self.board = Board(
+        self.registry = ReplicaRegistry(
             make_policy(dispatch, random.Random(1)), GroupChooser(groups), block_size=4, clock=time.monotonic
         )
         self.counts = Counts()
         self.tasks: list[asyncio.Task[None]] = []  # of a test; they end with the block
-        self.calls = LocalCalls(self.board, self.replicas)
-        self._limits = Limits(
+        self.transport = LocalTransport(self.registry, self.replicas)
+        self._limits = FailoverLimits(
             max_resumes=max_resumes,
             place_timeout_s=place_timeout_s,
-            patience=Patience(silence_s=silence_s, step_s=stuck_s),
+            liveness=LivenessTimeouts(silence_s=silence_s, step_s=stuck_s),
         )
         self._clock = clock
 
     async def __aenter__(self) -> LocalFleet:
-        self.fleet = Fleet(self.calls, self.board, self._limits, self.counts, clock=self._clock)
-        self.board.set_replicas(self.calls.present)
-        await until(lambda: len(self.board.reports) == len(self.replicas))
+        self.fleet = Fleet(self.transport, self.registry, self._limits, self.counts, clock=self._clock)
+        self.registry.set_replicas(self.transport.present)
+        await until(lambda: len(self.registry.reports) == len(self.replicas))
         return self
 
     def _replica(self, number: int, group: str = "") -> LocalReplica:
@@ -218,8 +257,8 @@ class LocalFleet:
         """A new replica, which takes requests from now on."""
         replica = self._replica(len(self.replicas))
         self.replicas.append(replica)
-        self.calls.replicas[replica.replica_id] = replica
-        self.calls.join(replica.replica_id)
+        self.transport.replicas[replica.replica_id] = replica
+        self.transport.join(replica.replica_id)
         return replica
 
     def hold(self, *replicas: LocalReplica, before: int = 5) -> None:
@@ -228,11 +267,11 @@ class LocalFleet:
             replica.runner.hold_before(before)
 
     async def held(self, *replicas: LocalReplica) -> None:
-        """They have got there."""
+        """They have come to that step."""
         await until(lambda: all(replica.runner.is_held for replica in replicas))
 
     def go(self) -> None:
-        """Nobody is held any more."""
+        """Hold no replica any more."""
         for replica in self.replicas:
             replica.runner.go()
 

@@ -25,7 +25,7 @@ def poisonous(local: LocalFleet, replica: LocalReplica) -> None:
 
     async def replaced() -> None:
         await asyncio.sleep(0.05)
-        local.calls.leave(replica.replica_id)
+        local.transport.leave(replica.replica_id)
         poisonous(local, local.join_another())
 
     def die() -> None:
@@ -148,11 +148,11 @@ def test_one_that_is_refused_on_its_trial_lets_the_next_begin_at_once() -> None:
             await until(lambda: all(replica.served for replica in local.replicas))
             [doomed] = [replica for replica in local.replicas if replica.served[0].prompt_token_ids[-1] == 8]
             doomed.kill()
-            await until(lambda: bool(local.board.suspects))
-            clock.advance(60.0)  # so long ago that it is told of full queues as a new request is
+            await until(lambda: bool(local.registry.suspects))
+            clock.advance(60.0)  # so long ago that it is refused as a new request is
             with pytest.raises(Overloaded):
                 await suspect
-            await asyncio.wait_for(local.fleet._trials.begin("the next"), 0.5)
+            await asyncio.wait_for(local.fleet._suspects.begin("the next"), 0.5)
             local.go()
             assert len(await filling) == 5
 

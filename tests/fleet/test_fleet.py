@@ -61,7 +61,7 @@ def test_every_request_gets_its_tokens_and_its_end() -> None:
             assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
             assert all(last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for _, last in answers)
             assert all(replica.served for replica in local.replicas)
-            assert local.fleet.num_attempts == 0
+            assert local.fleet.num_in_flight == 0
 
     asyncio.run(main())
 
@@ -155,11 +155,11 @@ def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> N
             await local.held(silent)
             silent.is_heard.clear()
             local.go()
-            await until(lambda: "r0" in local.board.suspects)
+            await until(lambda: "r0" in local.registry.suspects)
             silent.is_heard.set()
             assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
             assert set(local.counts.resumes) == {"silent"}
-            await until(lambda: not local.board.suspects)  # it speaks again, and is trusted again
+            await until(lambda: not local.registry.suspects)  # it speaks again, and is trusted again
             tokens, _ = await collect(local, requests[0])
             assert tokens == expected(requests[0])
 
@@ -171,15 +171,15 @@ def test_a_replica_that_falls_silent_while_a_request_is_on_its_way_gets_it_in_va
         request = make_request((5, 6, 7), max_tokens=20)
         silence_s = 2.0
         async with LocalFleet(2, dispatch="round_robin", silence_s=silence_s) as local:
-            local.calls.is_sent.clear()
+            local.transport.is_sent.clear()
             answer = asyncio.ensure_future(collect(local, request))
-            await until(lambda: local.board.decision(request.request_id) is not None)
-            decision = local.board.decision(request.request_id)
+            await until(lambda: local.registry.decision(request.request_id) is not None)
+            decision = local.registry.decision(request.request_id)
             assert decision is not None
-            chosen = local.calls.replicas[decision.order[0]]
+            chosen = local.transport.replicas[decision.order[0]]
             chosen.is_heard.clear()
-            await until(lambda: local.board.suspects == {chosen.replica_id})
-            local.calls.is_sent.set()
+            await until(lambda: local.registry.suspects == {chosen.replica_id})
+            local.transport.is_sent.set()
             tokens, _ = await asyncio.wait_for(answer, silence_s / 2)
             assert tokens == expected(request)
             assert local.counts.resumes["late"] == 1
@@ -214,7 +214,7 @@ def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
                 replica.kill()
             with pytest.raises(Unavailable, match="3 replicas were lost"):
                 await answer
-            assert local.fleet.num_attempts == 0
+            assert local.fleet.num_in_flight == 0
 
     asyncio.run(main())
 
@@ -245,7 +245,7 @@ def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time()
     async def main() -> None:
         requests = alike(8)
         async with LocalFleet(4, max_resumes=3) as local:
-            local.calls.leave("r3")
+            local.transport.leave("r3")
             *lost, _ = local.replicas
             local.hold(*lost)
             answers = start(local, requests)
@@ -254,7 +254,7 @@ def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time()
                 replica.kill()
             await asyncio.sleep(0.5)
             assert not any(answer.done() for answer in answers)
-            local.calls.join("r3")
+            local.transport.join("r3")
             assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
 
     asyncio.run(main())
@@ -263,7 +263,7 @@ def test_requests_outlive_the_loss_of_every_replica_when_another_comes_in_time()
 def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
     async def main() -> None:
         async with LocalFleet(1, place_timeout_s=0.1) as local:
-            local.calls.leave("r0")
+            local.transport.leave("r0")
             with pytest.raises(Unavailable, match=r"for 0.1 s"):
                 await collect(local, make_request())
 
@@ -277,7 +277,7 @@ def test_a_replica_that_leaves_ends_what_it_has() -> None:
             local.hold(*local.replicas)
             answers = start(local, requests)
             await local.held(*local.replicas)
-            local.calls.leave("r0")
+            local.transport.leave("r0")
             local.go()
             assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
             assert not local.counts.resumes
@@ -319,7 +319,7 @@ def test_background_work_on_every_slot_of_every_replica_refuses_nobody_else() ->
             local.hold(*local.replicas)
             answers = start(local, night[:num_slots])
             await local.held(*local.replicas)
-            await until(lambda: sum(report.num_background for report in local.board.reports.values()) == num_slots)
+            await until(lambda: sum(report.num_background for report in local.registry.reports.values()) == num_slots)
             with pytest.raises(Overloaded, match="all 2 replicas are full"):  # and no replica had to say so
                 await collect(local, night[num_slots])
             assert sum(len(replica.served) for replica in local.replicas) == num_slots
@@ -348,7 +348,7 @@ def test_closing_a_stream_aborts_the_request_where_it_runs() -> None:
             await until(lambda: replica.engine.stats().total_aborted == 1)
             stats = replica.engine.stats()
             assert stats.num_free_blocks == stats.num_blocks
-            assert local.fleet.num_attempts == 0
+            assert local.fleet.num_in_flight == 0
 
     asyncio.run(main())
 

@@ -87,6 +87,32 @@ def test_lines_of_all_batches_share_the_places_in_flight(tmp_path: Path) -> None
     assert echo.max_open == 4
 
 
+def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: Path) -> None:
+    large = jsonl(*(input_line(f"large-{n}") for n in range(200)))
+    small = jsonl(*(input_line(f"small-{n}") for n in range(3)))
+    num_asked = []
+
+    def last(_: int) -> Answered:
+        num_asked.append(echo.asked.total())
+        return ok("small-2")
+
+    echo = Echo({"small-2": last})
+
+    async def use(service: LocalBatchService) -> None:
+        echo.hold = asyncio.Event()
+        first = await begin(service, large)
+        await echo.has_open(2)
+        second = await begin(service, small)
+        await until(service, second, "in_progress")
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await until(service, second)
+        await until(service, first)
+        assert num_asked[0] < 20
+
+    run(tmp_path, echo, use, max_in_flight=2)
+
+
 def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
     request = ContextVar("request", default="none")
     seen = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from app.config import WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.jobs import NewBatch, NewWebhook, PageOf
 from app.jobs.local_service import LocalBatchService
+from app.jobs.webhook_dispatcher import pause_s
 from app.webhooks import WebhookClient
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
 from tests.jobs.lives import service_in as in_folder
@@ -356,3 +358,22 @@ def test_no_log_line_and_no_object_shows_a_secret_or_a_url(tmp_path: Path, caplo
 
     asyncio.run(main())
     assert "attempt 1 failed" in caplog.text
+
+
+def test_pauses_double_up_to_a_bound() -> None:
+    config = WebhooksConfig(first_pause_s=5, max_pause_s=100)
+    rng = random.Random(1)
+    for num_attempts, whole in ((1, 5), (2, 10), (3, 20), (5, 80), (6, 100), (100, 100), (10_000, 100)):
+        pauses = [pause_s(num_attempts, config, rng) for _ in range(200)]
+        assert whole / 2 <= min(pauses) < whole * 0.6
+        assert whole * 0.9 < max(pauses) <= whole
+
+
+def test_a_receiver_that_is_down_for_an_hour_hears_of_it_within_the_next() -> None:
+    config, rng = WebhooksConfig(), random.Random(1)
+    at, num_attempts = 0.0, 1
+    while at < 3600:
+        at += pause_s(num_attempts, config, rng)
+        num_attempts += 1
+    assert at < 2 * 3600
+    assert num_attempts < 15

@@ -25,7 +25,7 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture
 def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, products whose rows do not depend on their place: numpy's BLAS rounds some differently."""
+    """In the interpreter, matrix products by row: numpy's BLAS rounds some rows differently by their place."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -12,7 +12,7 @@ def scheduled(token_ids: tuple[int, ...], start: int, block_ids: list[int], samp
     )  # fmt: skip
 
 
-def test_tokens_of_all_sequences_stand_in_one_row() -> None:
+def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:
     batch = Batch(
         (
             scheduled((11, 12, 13), 2, [4, 7], samples=False),

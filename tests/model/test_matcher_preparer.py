@@ -1,4 +1,4 @@
-"""Matchers prepared beside a computation: each once, all of them, whoever comes first."""
+"""Matchers prepared beside a computation: each once, and all of them, in either thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.model.matcher_preparer import MatcherPreparer
 
 
 class GatedMatcher:
-    """Counts how often it is prepared, and by whom; waits at a gate where it has one."""
+    """Counts how often it is prepared, and in which thread; waits at a gate where it has one."""
 
     failure = None
 
@@ -26,7 +26,7 @@ class GatedMatcher:
     def prepare(self) -> None:
         self.begun.set()
         if self._gate is not None:
-            assert self._gate.wait(20), "nobody opened the gate"
+            assert self._gate.wait(20), "the gate was not opened"
         self.prepared_by.append(threading.current_thread().name)
         if self._error is not None:
             raise self._error
@@ -45,7 +45,7 @@ def test_all_are_prepared_once_while_something_is_computed() -> None:
         assert matchers[0].prepared_by == ["masks"]
 
 
-def test_what_the_thread_has_not_begun_is_done_by_who_needs_it() -> None:
+def test_matchers_that_the_thread_has_not_begun_are_prepared_by_the_caller() -> None:
     gate = threading.Event()
     matchers = [GatedMatcher(gate), *(GatedMatcher() for _ in range(5))]
     opener = threading.Thread(target=lambda: (matchers[-1].begun.wait(20), gate.set()))
@@ -58,7 +58,7 @@ def test_what_the_thread_has_not_begun_is_done_by_who_needs_it() -> None:
     assert all(matcher.prepared_by == [threading.current_thread().name] for matcher in matchers[1:])
 
 
-def test_an_error_is_left_to_who_asks_and_the_thread_lives_on() -> None:
+def test_an_error_of_one_matcher_does_not_end_the_thread() -> None:
     preparer = MatcherPreparer()
     for _ in range(3):
         matchers = [GatedMatcher(error=ValueError("no")), GatedMatcher()]

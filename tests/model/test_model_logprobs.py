@@ -93,7 +93,7 @@ def test_values_are_the_models_own(architecture: str, way: str, tiny_model_path:
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
 def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str) -> None:
-    """As an evaluation asks for them: many ragged contexts, each with a continuation, whose sum is within 1e-4."""
+    """As an evaluation wants them: many ragged contexts, each with a continuation; each sum is within 1e-4."""
     contexts = [
         replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=20))
         for n, request in enumerate(random_requests(30, 763, seed=9))

@@ -85,7 +85,7 @@ def test_a_step_sleeps_on_the_real_clock() -> None:
     assert time.thread_time() - cpu_began < 0.05
 
 
-def test_the_same_request_has_the_same_tokens_whoever_shares_its_steps() -> None:
+def test_the_same_request_has_the_same_tokens_beside_any_others() -> None:
     requests = [
         make_request(prompt(3 * number, 5 + number), request_id=str(number), max_tokens=9 + number, temperature=1.0)
         for number in range(6)
@@ -218,7 +218,7 @@ def test_what_the_model_does_not_allow_is_refused(demo_path: Path, tmp_path: Pat
         build_sync_engine(demo_config(tmp_path))
 
 
-def test_a_simulated_replica_keeps_the_step_log_it_is_told_to(demo_path: Path, tmp_path: Path) -> None:
+def test_a_simulated_replica_writes_the_configured_step_log(demo_path: Path, tmp_path: Path) -> None:
     config = demo_config(demo_path).model_copy(update={"step_log": StepLogConfig(path=str(tmp_path))})
     engine = build_sync_engine(config)
     run_to_end(engine, make_request((5, 6, 7), request_id="told", max_tokens=3))

@@ -40,13 +40,13 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValida
 
 
 def _text(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # whatever it is, it is not repeated
+    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # the error must not repeat a secret
         raise ValueError(f"should be a string of at most {MAX_SECRET_LENGTH} characters")
     return value
 
 
 class WebhookRequest(Schema):
-    """Who is told when the batch has ended. The secret signs what they get (Standard Webhooks)."""
+    """The receiver of the message about the batch's end. The secret signs it (Standard Webhooks)."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
@@ -63,7 +63,7 @@ class BatchRequest(Schema):
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-    webhook: WebhookRequest | None = None  # ours: OpenAI's are set up for a whole project
+    webhook: WebhookRequest | None = None  # not in OpenAI's API, where webhooks belong to a project
 
     @field_validator("endpoint")
     @classmethod
@@ -74,7 +74,7 @@ class BatchRequest(Schema):
 
 
 class BatchRoutes:
-    """The endpoints, over whoever keeps the batches."""
+    """The endpoints, over the service that keeps batches."""
 
     def __init__(self, service: BatchService, owner_of: Callable[[Request], str]) -> None:
         self._service = service

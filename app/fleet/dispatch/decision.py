@@ -6,91 +6,101 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from app.fleet.dispatch.load import ReplicaLoad, RequestSize
-
 _MAX_EXPLAINED = 4  # candidates that the line shows; the rest are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSize:
+    """What a request will add to the load of its replica."""
+
+    num_prompt_tokens: int
+    num_expected_tokens: int  # to be generated
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_expected_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One replica as a decision saw it. Weighed tokens are tokens of a replica of the usual speed."""
+    """One replica as the decision about one request sees it."""
 
     replica_id: str
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_ahead: int
-    num_request_tokens: int  # that this request would add
-    relative_speed: float  # 1: as fast as the middle one of those whose speed is known, or not known
-    num_cached_tokens: int
-    holds_session: bool
-    is_full: bool
+    num_requests: int = 0  # sent there and not ended
+    num_prefill_tokens: int = 0  # of their prompts, not computed yet
+    num_decode_tokens: int = 0  # that they are expected still to generate
+    num_ahead: int = 0  # of those requests, how many must end before another one is computed
+    tokens_per_s: float = 0.0  # in a step of a given size, the same for all replicas; 0: not known
+    num_cached_tokens: int = 0  # of this request's prompt that the replica should have in its KV memory
+    holds_session: bool = False  # the previous request of the same session went there
+    group: str = ""  # of an A/B trial; "": none
+    is_full: bool = False  # it would refuse this request
 
-    @property
-    def outstanding(self) -> float:
-        """Weighed tokens of what is there already."""
-        return (self.num_prefill_tokens + self.num_decode_tokens) / self.relative_speed
 
-    @property
-    def queue(self) -> float:
-        """Weighed tokens until this request would join those that are computed: so many must end before.
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How candidates compare for one request, in tokens of a replica of the usual speed."""
 
-        While a replica is full, one ends for as many tokens as a request has; this one stands for all.
+    num_request_tokens: int  # that the request would add
+    usual_tokens_per_s: float  # the median of the known speeds; 0: no speed is known
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], size: RequestSize) -> Scoring:
+        """For these candidates and a request of this size."""
+        known = [each.tokens_per_s for each in candidates if each.tokens_per_s > 0]
+        return cls(size.num_tokens, median(known) if known else 0.0)
+
+    def relative_speed(self, candidate: Candidate) -> float:
+        """1: the usual speed, or not known."""
+        return candidate.tokens_per_s / self.usual_tokens_per_s if candidate.tokens_per_s > 0 else 1.0
+
+    def outstanding(self, candidate: Candidate) -> float:
+        """The work that is there already."""
+        return (candidate.num_prefill_tokens + candidate.num_decode_tokens) / self.relative_speed(candidate)
+
+    def queue(self, candidate: Candidate) -> float:
+        """The work that must end before this request would be computed.
+
+        While a replica is full, one request ends for as many tokens as a request has; this one stands for all.
         """
-        return self.num_ahead * self.num_request_tokens / self.relative_speed
+        return candidate.num_ahead * self.num_request_tokens / self.relative_speed(candidate)
 
-    @property
-    def score(self) -> float:
-        """Weighed tokens for all that is there, the queue and this request; the least is best."""
-        return self.outstanding + self.queue + self.num_request_tokens / self.relative_speed
+    def score(self, candidate: Candidate) -> float:
+        """The work that is there, the queue and this request; the least is best."""
+        own = self.num_request_tokens / self.relative_speed(candidate)
+        return self.outstanding(candidate) + self.queue(candidate) + own
 
-    def __str__(self) -> str:
-        parts = f"{self.num_prefill_tokens:,} prompt + {self.num_decode_tokens:,} output"
-        parts += f" + {self.num_request_tokens:,} own tokens at speed {self.relative_speed:.2f} = {self.score:,.0f}"
-        parts += f", {self.num_ahead:,} must end first" if self.num_ahead else ""
-        parts += f", {self.num_cached_tokens:,} cached" if self.num_cached_tokens else ""
-        parts += ", has the session" if self.holds_session else ""
-        parts += ", full" if self.is_full else ""
-        return f"{self.replica_id} ({parts})"
+    def explain(self, candidate: Candidate) -> str:
+        """The candidate with the parts of its score."""
+        parts = f"{candidate.num_prefill_tokens:,} prompt + {candidate.num_decode_tokens:,} output"
+        parts += f" + {self.num_request_tokens:,} own tokens at speed {self.relative_speed(candidate):.2f}"
+        parts += f" = {self.score(candidate):,.0f}"
+        parts += f", {candidate.num_ahead:,} must end first" if candidate.num_ahead else ""
+        parts += f", {candidate.num_cached_tokens:,} cached" if candidate.num_cached_tokens else ""
+        parts += ", has the session" if candidate.holds_session else ""
+        parts += ", full" if candidate.is_full else ""
+        return f"{candidate.replica_id} ({parts})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The replicas, most preferred first, and why."""
+    """The candidates, most preferred first, and why."""
 
     policy: str
     rule: str  # why the first is first, in a few words
-    reasons: tuple[Candidate, ...]  # all candidates, most preferred first
+    candidates: tuple[Candidate, ...]  # all of them, most preferred first
+    scoring: Scoring
 
     @property
     def order(self) -> list[str]:
-        """The ids of all replicas that were given, most preferred first."""
-        return [candidate.replica_id for candidate in self.reasons]
+        """The ids of all candidates, most preferred first."""
+        return [candidate.replica_id for candidate in self.candidates]
 
     def explain(self) -> str:
         """One line for a log or a trace."""
-        if not self.reasons:
+        if not self.candidates:
             return f"{self.policy}: there is no replica"
-        shown = "; ".join(map(str, self.reasons[:_MAX_EXPLAINED]))
-        num_more = len(self.reasons) - _MAX_EXPLAINED
+        shown = "; ".join(map(self.scoring.explain, self.candidates[:_MAX_EXPLAINED]))
+        num_more = len(self.candidates) - _MAX_EXPLAINED
         more = f"; and {num_more:,} more" if num_more > 0 else ""
-        return f"{self.policy}: {self.reasons[0].replica_id}, {self.rule}: {shown}{more}"
-
-
-def candidates_from(loads: Sequence[ReplicaLoad], size: RequestSize) -> list[Candidate]:
-    """Each replica with the parts of its score, in the order given."""
-    known = [load.tokens_per_s for load in loads if load.tokens_per_s > 0]
-    usual = median(known) if known else 0.0
-    return [
-        Candidate(
-            replica_id=load.replica_id,
-            num_prefill_tokens=load.num_prefill_tokens,
-            num_decode_tokens=load.num_decode_tokens,
-            num_ahead=load.num_ahead,
-            num_request_tokens=size.num_prompt_tokens + size.num_expected_tokens,
-            relative_speed=load.tokens_per_s / usual if load.tokens_per_s > 0 else 1.0,
-            num_cached_tokens=load.num_cached_tokens,
-            holds_session=load.holds_session,
-            is_full=load.is_full,
-        )
-        for load in loads
-    ]
+        return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}: {shown}{more}"

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import accumulate
 
 from app.errors import InvalidRequest
-from app.fleet.dispatch.load import ReplicaLoad
+from app.fleet.dispatch.decision import Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     """The group of the replica with this rank (0, 1, 2, …); "" when there are no groups.
 
     The first ranks go to the groups in turn, so that each has a replica. Every later one goes to the group that is the
-    furthest behind its share (Sainte-Laguë's method). How many replicas there are makes no difference to any of them:
-    whoever is there keeps its group when another joins.
+    furthest behind its share (Sainte-Laguë's method). A replica keeps its group when others join.
     """
     if not groups:
         return ""
@@ -64,7 +63,7 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
     return groups[chosen].name
 
 
-def of_group(loads: Sequence[ReplicaLoad], group: str) -> list[ReplicaLoad]:
+def of_group(candidates: Sequence[Candidate], group: str) -> list[Candidate]:
     """The replicas of a group; all replicas when it has none, and for the group ""."""
-    members = [load for load in loads if load.group == group] if group else []
-    return members or list(loads)
+    members = [each for each in candidates if each.group == group] if group else []
+    return members or list(candidates)

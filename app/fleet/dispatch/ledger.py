@@ -1,4 +1,4 @@
-"""What is outstanding on each replica, as one ingress knows it."""
+"""What one ingress knows of each replica: its own outstanding work there, and what the replica reports beyond it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,34 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from app.fleet.dispatch.load import ReplicaLoad
+from app.fleet.dispatch.decision import Candidate
+from app.fleet.dispatch.report import ReplicaReport
 
-REPORT_LIFE_S = 5.0  # what others have on a replica is forgotten when it has not been reported for so long
-# Without work, its speed is forgotten after this: one that was slow for a while would else never be tried again.
+REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten when no report of it came for so long
+# The speed of a replica without work is forgotten after this: a replica that was slow for a while is tried again.
 SPEED_LIFE_S = 30.0
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
-    """What a replica says of itself at one moment: the work of all ingresses."""
-
-    num_requests: int
-    num_prefill_tokens: int  # of prompts, not computed yet
-    num_background: int = 0  # requests that nobody waits for
-    num_staying_background: int = 0  # of these, such as make way for nobody
-    max_running: int | None = None  # requests that it computes at once; None: it does not know
-    tokens_per_s: float = 0.0  # see ReplicaLoad; 0: not known
-
-
 class Ledger:
-    """What this ingress has outstanding on each replica, and what replicas report beyond it. One thread, no locks.
+    """The outstanding work on each replica. One thread, no locks.
 
-    What is ours is counted at once and exactly, so requests placed in the same moment see each other. Of what a
-    replica reports, only what exceeds our own share is added: it belongs to other ingresses. Time is told, in seconds
-    of any one clock.
+    The work of this ingress is counted at once and exactly, so requests placed in the same moment see each other. Of
+    the work that a replica reports, only what exceeds that share is added: it belongs to other ingresses. `now` is in
+    seconds of any one clock.
     """
 
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}  # by request id
-        self._accounts: dict[str, _Account] = {}  # by replica id
+        self._replicas: dict[str, ReplicaState] = {}  # by replica id
         self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
+
+    def replica(self, replica_id: str) -> ReplicaState:
+        """What is known of a replica; a new entry for a new one."""
+        state = self._replicas.get(replica_id)
+        if state is None:
+            state = self._replicas[replica_id] = ReplicaState()
+        return state
 
     def place(
         self,
@@ -49,20 +45,16 @@ class Ledger:
         num_expected_tokens: int,
         is_background: bool = False,
     ) -> None:
-        """A request goes to a replica; it leaves the one it was on.
+        """A request goes to a replica and leaves the one that had it.
 
         `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
         another replica had generated already. `num_expected_tokens`: to be generated from here on.
         """
         self.end(request_id)
-        placed = _Placed(
-            replica_id=replica_id,
-            num_prefill_tokens=num_prompt_tokens,
-            num_expected_tokens=num_expected_tokens,
-            is_background=is_background,
-        )
-        self._placed[request_id] = placed
-        self._account(replica_id).add(placed, 1)
+        ours = self.replica(replica_id).ours
+        left = max(1, num_expected_tokens)
+        self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
+        ours.add(1, is_background, num_prompt_tokens, left)
         # Seen at any moment, half of a request is left on average.
         self._usual_decode_tokens += 0.05 * (num_expected_tokens / 2 - self._usual_decode_tokens)
 
@@ -72,89 +64,57 @@ class Ledger:
         if placed is None:
             return  # it has ended; these were on their way
         # Only the differences: this is called for every token.
-        ours = self._account(placed.replica_id).ours
+        ours = placed.work
         if placed.num_prefill_tokens:
             ours.num_prefill_tokens -= placed.num_prefill_tokens
             placed.num_prefill_tokens = 0
-        num_decode_tokens = placed.num_decode_tokens
-        placed.num_generated += num_new_tokens
-        ours.num_decode_tokens += placed.num_decode_tokens - num_decode_tokens
+        placed.num_unused_tokens -= num_new_tokens
+        # A request that still runs generates at least one more token.
+        left = placed.num_unused_tokens if placed.num_unused_tokens > 1 else 1
+        ours.num_decode_tokens += left - placed.num_decode_tokens
+        placed.num_decode_tokens = left
 
     def end(self, request_id: str) -> None:
         """A request has ended, in whatever way, or was placed nowhere."""
         placed = self._placed.pop(request_id, None)
         if placed is not None:
-            self._account(placed.replica_id).add(placed, -1)
+            placed.work.add(-1, placed.is_background, placed.num_prefill_tokens, placed.num_decode_tokens)
 
-    def correct(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
-        """Take in what a replica says of itself."""
-        self._account(replica_id).correct(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
+    def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
+        """Take in a replica's report."""
+        self.replica(replica_id).note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
-    def loads(
+    def candidates(
         self,
         replica_ids: Iterable[str],
         *,
         now: float,
-        max_requests: int | None = None,
         is_background: bool = False,
         num_cached_tokens: Mapping[str, int] = _NONE,
-        groups: Mapping[str, str] = _NONE,
         session_replica_id: str | None = None,
-    ) -> list[ReplicaLoad]:
-        """The load of each of these replicas, in their order, with what is known of this request there.
-
-        `max_requests`: what one replica takes before it refuses. Without `is_background` only background work counts
-        towards it that makes way for nobody; with it everything does, and not more than is computed at once.
-        `num_cached_tokens` and `groups` by replica id.
-        """
-        found = []
-        for replica_id in replica_ids:
-            account = self._accounts.get(replica_id) or _Account()
-            work = account.work(now)
-            found.append(
-                ReplicaLoad(
-                    replica_id=replica_id,
-                    num_requests=work.num_requests,
-                    num_prefill_tokens=work.num_prefill_tokens,
-                    num_decode_tokens=work.num_decode_tokens,
-                    num_ahead=account.num_ahead(work.num_requests),
-                    tokens_per_s=account.tokens_per_s(now),
-                    num_cached_tokens=num_cached_tokens.get(replica_id, 0),
-                    holds_session=replica_id == session_replica_id,
-                    group=groups.get(replica_id, ""),
-                    is_full=max_requests is not None
-                    and account.num_in_the_way(work, is_background=is_background)
-                    >= account.most(max_requests, is_background=is_background),
-                )
+    ) -> list[Candidate]:
+        """These replicas in their order, with what is known of one request there. `num_cached_tokens` by replica id."""
+        states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
+        reports = [state.report for state in states.values() if state.report is not None]
+        # A replica that has not reported yet accepts as many requests as the others.
+        max_requests = max((report.max_requests for report in reports), default=None)
+        return [
+            state.candidate(
+                replica_id,
+                now=now,
+                max_requests=max_requests,
+                is_background=is_background,
+                num_cached_tokens=num_cached_tokens.get(replica_id, 0),
+                holds_session=replica_id == session_replica_id,
             )
-        return found
+            for replica_id, state in states.items()
+        ]
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
-        self._placed = {each: placed for each, placed in self._placed.items() if placed.replica_id in replica_ids}
-        self._accounts = {each: account for each, account in self._accounts.items() if each in replica_ids}
-
-    def _account(self, replica_id: str) -> _Account:
-        account = self._accounts.get(replica_id)
-        if account is None:
-            account = self._accounts[replica_id] = _Account()
-        return account
-
-
-@dataclass(slots=True, kw_only=True)
-class _Placed:
-    """One request and what is left of it."""
-
-    replica_id: str
-    num_prefill_tokens: int
-    num_expected_tokens: int
-    is_background: bool
-    num_generated: int = 0
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Expected still to come. Whoever runs generates at least one more, however long it has been."""
-        return max(1, self.num_expected_tokens - self.num_generated)
+        self._replicas = {each: state for each, state in self._replicas.items() if each in replica_ids}
+        kept = {id(state.ours) for state in self._replicas.values()}
+        self._placed = {each: placed for each, placed in self._placed.items() if id(placed.work) in kept}
 
 
 @dataclass(slots=True)
@@ -163,6 +123,12 @@ class _Work:
     num_background: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+
+    def add(self, sign: int, is_background: bool, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        self.num_requests += sign
+        self.num_background += sign * is_background
+        self.num_prefill_tokens += sign * num_prefill_tokens
+        self.num_decode_tokens += sign * num_decode_tokens
 
     def __add__(self, other: _Work) -> _Work:
         return _Work(
@@ -173,53 +139,77 @@ class _Work:
         )
 
 
-class _Account:
-    """One replica's: our work, the others', and what it can do."""
+@dataclass(slots=True)
+class _Placed:
+    """One request and what is left of it."""
+
+    work: _Work  # of its replica, where it is counted
+    num_prefill_tokens: int
+    num_decode_tokens: int  # expected still to come, at least 1
+    num_unused_tokens: int  # the expected tokens less the generated ones; below 1 when it is longer than expected
+    is_background: bool
+
+
+class ReplicaState:
+    """One replica as one ingress knows it."""
 
     def __init__(self) -> None:
-        self.ours = _Work()
-        self.others = _Work()
-        self.reported_at = float("-inf")
-        self.worked_at = float("-inf")
-        self.num_staying_background = 0
-        self.max_running: int | None = None
-        self.reported_tokens_per_s = 0.0
+        self.report: ReplicaReport | None = None  # the last one
+        self.is_suspect = False  # its stream broke or is silent
+        self.ours = _Work()  # sent by this ingress
+        self._others = _Work()  # of other ingresses, by the last report
+        self._reported_at = float("-inf")
+        self._worked_at = float("-inf")  # when a report last had requests
 
-    def work(self, now: float) -> _Work:
-        return self.ours + self.others if now - self.reported_at <= REPORT_LIFE_S else self.ours
-
-    def tokens_per_s(self, now: float) -> float:
-        return self.reported_tokens_per_s if now - self.worked_at <= SPEED_LIFE_S else 0.0
-
-    def num_in_the_way(self, work: _Work, *, is_background: bool) -> int:
-        """How many of these requests take the places that a new one may have."""
-        if is_background:
-            return work.num_requests
-        return work.num_requests - work.num_background + min(work.num_background, self.num_staying_background)
-
-    def most(self, max_requests: int, *, is_background: bool) -> int:
-        """From how many on a new one is refused."""
-        return min(max_requests, self.max_running or max_requests) if is_background else max_requests
-
-    def num_ahead(self, num_requests: int) -> int:
-        return 0 if self.max_running is None else max(0, num_requests + 1 - self.max_running)
-
-    def add(self, placed: _Placed, sign: int) -> None:
-        self.ours.num_requests += sign
-        self.ours.num_background += sign * placed.is_background
-        self.ours.num_prefill_tokens += sign * placed.num_prefill_tokens
-        self.ours.num_decode_tokens += sign * placed.num_decode_tokens
-
-    def correct(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
-        num_requests = max(0, report.num_requests - self.ours.num_requests)
-        num_background = min(num_requests, max(0, report.num_background - self.ours.num_background))
-        num_prefill_tokens = max(0, report.num_prefill_tokens - self.ours.num_prefill_tokens)
-        # How long its outputs will be a replica knows no better than we.
-        num_decode_tokens = round(num_requests * usual_decode_tokens)
-        self.others = _Work(num_requests, num_background, num_prefill_tokens, num_decode_tokens)
-        self.num_staying_background = report.num_staying_background
-        self.reported_at = now
-        self.max_running = report.max_running
-        self.reported_tokens_per_s = report.tokens_per_s
+    def note(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
+        """Take in a report. `usual_decode_tokens`: left to generate of a request of which nothing is known."""
+        ours = self.ours
+        num_requests = max(0, report.num_requests - ours.num_requests)
+        num_background = min(num_requests, max(0, report.num_background - ours.num_background))
+        num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
+        # A replica does not know either how long its outputs will be.
+        self._others = _Work(
+            num_requests, num_background, num_prefill_tokens, round(num_requests * usual_decode_tokens)
+        )
+        self.report = report
+        self.is_suspect = False
+        self._reported_at = now
         if report.num_requests:
-            self.worked_at = now
+            self._worked_at = now
+
+    def candidate(
+        self,
+        replica_id: str,
+        *,
+        now: float,
+        max_requests: int | None,
+        is_background: bool,
+        num_cached_tokens: int,
+        holds_session: bool,
+    ) -> Candidate:
+        """This replica for one request. More than `max_requests` are refused."""
+        work = self.ours + self._others if now - self._reported_at <= REPORT_LIFE_S else self.ours
+        report = self.report
+        knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
+        return Candidate(
+            replica_id=replica_id,
+            num_requests=work.num_requests,
+            num_prefill_tokens=work.num_prefill_tokens,
+            num_decode_tokens=work.num_decode_tokens,
+            num_ahead=0 if report is None else max(0, work.num_requests + 1 - report.max_running),
+            tokens_per_s=report.tokens_per_s if report is not None and knows_speed else 0.0,
+            num_cached_tokens=num_cached_tokens,
+            holds_session=holds_session,
+            group="" if report is None else report.group,
+            is_full=max_requests is not None and self._is_full(work, max_requests, is_background=is_background),
+        )
+
+    def _is_full(self, work: _Work, max_requests: int, *, is_background: bool) -> bool:
+        """A background request needs a free slot; for another, only background work counts that is not preempted."""
+        max_running, num_staying = max_requests, 0
+        if self.report is not None:
+            max_running, num_staying = self.report.max_running, self.report.num_staying_background
+        if is_background:
+            return work.num_requests >= min(max_requests, max_running)
+        num_in_the_way = work.num_requests - work.num_background + min(work.num_background, num_staying)
+        return num_in_the_way >= max_requests

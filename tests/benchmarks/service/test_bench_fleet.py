@@ -78,9 +78,6 @@ def test_the_application_is_one_that_the_service_takes() -> None:
     assert model.engine.model.simulated is not None
     assert model.engine.model.simulated.step_ms == 7
     assert (model.engine.cache.num_blocks or 0) * model.engine.cache.block_size >= 100 * (32 + 128)
-    assert "transport" not in application(given)["ingress"]
-    given = _parser().parse_args(["--transport", "frames"])
-    assert application(given)["ingress"]["transport"] == "frames"
 
 
 def test_cpu_time_is_of_a_process_its_children_and_their_daemons() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> N
     day = [make_request((9, n), max_tokens=6, tenant="day") for n in range(2, 4)]
     for request in day:
         engine.add(request)
-    for _ in range(6):  # what they need when nobody is in their way
+    for _ in range(6):  # what they need when no other request runs
         outcome.book(engine.step())
     assert {request.request_id for request in day} <= outcome.reasons.keys()
     rest = run_to_end(engine, clock=clock)
@@ -60,7 +61,7 @@ def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> N
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_background_work_joins_only_when_nobody_else_waits(policy: str) -> None:
+def test_background_work_joins_only_when_no_other_request_waits(policy: str) -> None:
     engine, clock = engine_of(policy, max_running=1, max_step_tokens=8)
     night = background(max_tokens=3)
     day = [make_request((9, n), max_tokens=3) for n in range(2, 6)]
@@ -98,7 +99,7 @@ def test_prompts_of_background_work_take_little_of_a_step_while_others_are_serve
     outcome = run_to_end(engine, clock=clock)
     alone, first, *others = [batch.num_scheduled_tokens for batch in runner.batches]
     assert alone == 22
-    assert first == 1 + 3 + 5  # whoever decodes, the prompt that somebody waits for, a part of the other
+    assert first == 1 + 3 + 5  # the decoding sequence, the foreground prompt, a part of the other
     assert max(others) <= 1 + 1 + 5
     assert len(outcome.reasons) == 3
 
@@ -143,10 +144,10 @@ def test_background_requests_come_when_there_is_a_slot_and_never_queue() -> None
 
 
 class NoReader:
-    def put(self, delta: TokenDelta) -> None: ...
+    def put_all(self, deltas: Sequence[TokenDelta]) -> None: ...
 
 
-# Who comes ("day", "night"), or leaves ("-day", "-night").
+# The request that arrives ("day", "night") or ends ("-day", "-night").
 MOVES = st.lists(st.sampled_from(["day", "day", "night", "night", "-day", "-night"]), max_size=40)
 
 
@@ -184,7 +185,7 @@ def test_requests_are_refused_only_for_those_that_do_not_make_way(
     asyncio.run(main())
 
 
-def test_a_full_house_of_background_work_refuses_nobody_else_and_loses_nothing() -> None:
+def test_background_requests_in_all_slots_refuse_no_other_request_and_lose_nothing() -> None:
     async def main() -> None:
         runner = GatedRunner()
         engine = AsyncEngine(build_fake_engine(runner=runner, max_running=4, max_step_tokens=16), max_requests=4)

@@ -1,4 +1,4 @@
-"""Deadlines: the earliest that can be met first, the others refused; nothing late, nothing computed for who expired."""
+"""Deadlines: the earliest that can be met first, the others refused; nothing is computed for expired requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def computed(runner: TimedRunner) -> list[str]:
     return [item.request_id for batch in runner.batches for item in batch.scheduled]
 
 
-def test_the_earliest_deadline_goes_first_and_those_without_one_stand_where_the_default_puts_them() -> None:
+def test_the_earliest_deadline_goes_first_and_requests_without_one_have_the_default() -> None:
     engine, runner, clock = timed_engine("deadline", max_running=1)
     for name, deadline_s in {"90": 90, "none": None, "10": 10, "70": 70}.items():
         engine.add(make_request(request_id=name, max_tokens=1, deadline_s=deadline_s))
@@ -83,7 +83,7 @@ def test_a_deadline_that_could_not_be_met_even_alone_is_refused_at_once(policy: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_is_refused_on_a_guess_of_the_output_length(policy: str) -> None:
+def test_no_request_is_refused_by_a_guess_of_the_output_length(policy: str) -> None:
     """A chat without max_tokens may use the whole context; that it could says nothing of what it will."""
     engine, _, clock = timed_engine(policy)
     engine.add(make_request(request_id="runs", max_tokens=100))
@@ -119,7 +119,7 @@ def test_what_can_no_longer_make_it_is_refused_before_it_expires() -> None:
     assert "second" not in computed(runner)
 
 
-def test_a_deadline_that_has_passed_raises_nobodys_urgency() -> None:
+def test_a_deadline_that_has_passed_makes_no_request_more_urgent() -> None:
     engine, runner, clock = timed_engine("deadline", max_running=1)
     engine.add(make_request(request_id="runs", max_tokens=2))
     engine.step()

@@ -79,7 +79,7 @@ def test_first_come_first_served_would_not_do() -> None:
 
 
 def test_long_requests_are_charged_for_what_they_are() -> None:
-    """The same tokens for tenants whose requests differ in length, not the same number of requests."""
+    """Tenants with requests of different lengths get the same number of tokens, not of requests."""
     traffic = Traffic("fair", max_running=12)
     sizes = {"short": (4, 4), "prompt": (40, 4), "output": (4, 40)}
     waiting = dict.fromkeys(sizes, 0)
@@ -117,7 +117,7 @@ def test_a_tenant_that_returns_has_no_credit_however_long_it_was_idle(idle_steps
     assert returns <= 1.1 * min(a, b)
 
 
-def test_a_new_tenant_waits_for_nobodys_backlog() -> None:
+def test_a_new_tenant_does_not_wait_for_the_backlog_of_others() -> None:
     traffic = Traffic("fair", max_running=2)
     for _ in range(50):
         traffic.send("greedy")
@@ -129,7 +129,7 @@ def test_a_new_tenant_waits_for_nobodys_backlog() -> None:
     assert traffic.shares(slice(-30, None), ["polite"]) == [12 + 12 - 1]
 
 
-def test_who_has_gone_is_forgotten_in_the_end() -> None:
+def test_idle_tenants_are_forgotten_in_the_end() -> None:
     from app.engine import policies
 
     engine = build_fake_engine(policy="fair")

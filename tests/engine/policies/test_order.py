@@ -1,4 +1,4 @@
-"""First come first served, shortest job first and priority: who goes first, and for how long others may overtake."""
+"""First come first served, shortest job first and priority: the order, and how long others may overtake."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_under_an_endless_stream_of_shorter_jobs_a_long_one_waits_no_longer_than
         lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2),
         every_s=0.015,
     )
-    # Those who come within the bound go first, and to serve them takes 20 ms for every 15 ms in which they came.
+    # Requests that arrive within the bound go first; to serve them takes 20 ms for every 15 ms of arrivals.
     assert max_overtaking_s - 0.05 <= waited_s <= max_overtaking_s * 20 / 15 + 0.05
 
 
@@ -138,7 +138,7 @@ def test_under_an_endless_stream_of_better_classes_a_low_one_waits_no_longer_tha
     ),
     seed=st.integers(0, 2**32),
 )
-def test_nobody_is_overtaken_by_one_who_came_later_than_the_bound(policy: Any, seed: int) -> None:
+def test_no_request_is_overtaken_by_one_that_arrives_later_than_the_bound(policy: Any, seed: int) -> None:
     draw = random.Random(seed)
     engine, runner, clock = one_by_one(policy)
     arrivals: dict[str, tuple[float, int]] = {}
@@ -223,8 +223,8 @@ def test_whole_batches_are_not_broken_up_for_a_better_class() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "fair", "deadline"])
-def test_who_does_not_fit_keeps_its_place_at_the_head(policy: str) -> None:
-    """It is not put back at the tail, and nobody slips past it."""
+def test_a_sequence_that_does_not_fit_keeps_its_place_at_the_head(policy: str) -> None:
+    """It is not put back at the tail, and no other overtakes it."""
     engine, runner, clock = one_by_one(policy, max_running=8, num_blocks=6)  # 24 slots
     engine.add(make_request((5,) * 13, request_id="runs", max_tokens=3, priority=-1))
     engine.step()

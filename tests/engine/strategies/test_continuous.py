@@ -21,7 +21,7 @@ def chunks(runner: CountingRunner) -> list[dict[str, int]]:
 
 
 def test_continuous_is_no_time_window() -> None:
-    """Whoever comes joins at the next step, beside those who run, without any wait."""
+    """An arriving request joins at the next step, beside the running ones, without any wait."""
     runner = CountingRunner()
     engine = build_fake_engine(runner=runner)
     for n in range(4):

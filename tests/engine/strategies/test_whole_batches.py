@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 
 
 class Bench:
-    """An engine on a fake clock, and who was in each of its steps."""
+    """An engine on a fake clock, and the requests in each of its steps."""
 
     def __init__(self, strategy: Any, **settings: Any) -> None:
         self.clock = FakeClock()
@@ -30,7 +30,7 @@ class Bench:
             self.engine.add(request)
 
     def step(self) -> list[str]:
-        """Step once and tell whose tokens were computed."""
+        """Step once; returns the requests with computed tokens."""
         before = len(self.runner.batches)
         self.outcome.book(self.engine.step())
         return [item.request_id for batch in self.runner.batches[before:] for item in batch.scheduled]
@@ -55,7 +55,7 @@ def test_a_static_batch_goes_when_it_is_full() -> None:
     assert bench.step() == ["a", "b", "c"]
 
 
-def test_nobody_joins_until_the_whole_static_batch_has_left() -> None:
+def test_no_sequence_joins_until_the_whole_static_batch_has_ended() -> None:
     bench = Bench(STATIC)
     bench.add(*requests("a", "b", max_tokens=1), *requests("c", max_tokens=4))
     bench.step()
@@ -65,7 +65,7 @@ def test_nobody_joins_until_the_whole_static_batch_has_left() -> None:
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "bucketed", "adaptive"])
 def test_the_last_partial_batch_always_goes_when_the_oldest_has_waited_long_enough(name: str) -> None:
-    """The wait limit that is stored and never used, and the answer that only comes to who fills the batch."""
+    """A wait limit that is stored and never used, and a batch that only starts when it is full."""
     bench = Bench({"name": name, "max_wait_ms": 50, "batch_size": 3})
     if name == "adaptive":  # its size grows from 1 to 3 with two fast batches
         for _ in range(2):
@@ -205,7 +205,7 @@ def test_idle_time_between_batches_is_no_latency() -> None:
     assert bench.engine.stats().batch_size == 4
 
 
-def test_an_idle_engine_waits_for_nobody_and_an_empty_step_computes_nothing() -> None:
+def test_an_idle_engine_has_nothing_due_and_an_empty_step_computes_nothing() -> None:
     bench = Bench(STATIC)
     assert bench.engine.idle_s is None
     bench.add(*requests("a"))

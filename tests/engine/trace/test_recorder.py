@@ -47,7 +47,7 @@ class Kept:
         return [entry for entry in self.entries if isinstance(entry, StepRecord)]
 
 
-def test_a_step_tells_who_ran_joined_and_ended_and_when() -> None:
+def test_a_step_records_running_joined_and_ended_requests_and_times() -> None:
     kept = Kept(max_running=2, num_blocks=8)
     first = make_request((5, 6, 7, 8, 9), max_tokens=2)
     for request in (first, make_request((3, 4), max_tokens=3), make_request((2,), max_tokens=1)):
@@ -85,7 +85,7 @@ def test_a_step_records_why_the_first_sequence_waits(
     assert kept.steps[0].wait_reason == wait_reason
 
 
-def test_what_comes_from_outside_is_told_in_its_place() -> None:
+def test_events_from_outside_are_recorded_in_their_order() -> None:
     kept = Kept()
     request = make_request()
     kept.engine.add(request, arrived_at=99.5)
@@ -99,7 +99,7 @@ def test_what_comes_from_outside_is_told_in_its_place() -> None:
     assert others == [Abort(0), Reconfigured(SchedulerConfig(max_running=3)), CacheCleared()]
 
 
-def test_whoever_is_preempted_is_told_and_then_tells_where_it_goes_on() -> None:
+def test_a_preemption_is_recorded_and_so_is_joining_again() -> None:
     kept = Kept(num_blocks=5, prefix_caching=False)
     for number in range(2):
         kept.engine.add(make_request((5 + number, 6, 7, 8, 9), max_tokens=10))
@@ -110,7 +110,7 @@ def test_whoever_is_preempted_is_told_and_then_tells_where_it_goes_on() -> None:
     assert [step.joined for step in kept.steps if step.joined] == [[0, 1], [1]]
 
 
-def test_failures_are_told_with_those_who_ended_by_them() -> None:
+def test_failures_are_recorded_with_the_requests_that_ended_by_them() -> None:
     kept = Kept()
     requests = [make_request((5, number)) for number in range(4)]
     for request in requests:
@@ -128,7 +128,7 @@ def test_failures_are_told_with_those_who_ended_by_them() -> None:
     assert (kept.steps[1].ended_at, [number for number, _ in kept.steps[1].ended]) == (None, [0, 1, 3])
 
 
-def test_tokens_of_a_step_launched_ahead_are_told_as_late() -> None:
+def test_tokens_of_a_step_launched_ahead_are_recorded_as_late() -> None:
     kept = Kept(runner=LateRunner())
     run_to_end(kept.engine, make_request((5, 6, 7), max_tokens=3))
     tokens = expected_tokens((5, 6, 7), 3)
@@ -136,7 +136,7 @@ def test_tokens_of_a_step_launched_ahead_are_told_as_late() -> None:
     assert [step.is_late for step in kept.steps] == [False, True, True, True]
 
 
-def test_after_a_dropped_entry_the_share_is_told_in_full() -> None:
+def test_after_a_dropped_entry_the_scheduled_tokens_are_written_in_full() -> None:
     kept = Kept()
     kept.engine.add(make_request(max_tokens=9))
     for _ in range(3):

@@ -30,7 +30,7 @@ def hashes_of(entry: Entry) -> list[str]:
     return list(entry.request["block_hashes"])
 
 
-def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
+def test_neither_prompts_nor_outputs_nor_names_are_written() -> None:
     request = make_request(PROMPT, request_id="r", cache_salt="secret", tenant="alice", max_tokens=3)
     hidden = redacted(Arrival(0, 1.0, request), StepRecord(1, scheduled=ScheduledTokens([0], [0], [6]), token_ids=[47]))
     arrival, step = hidden
@@ -43,7 +43,7 @@ def test_neither_prompts_nor_outputs_nor_names_are_told() -> None:
     assert step == StepRecord(1, scheduled=ScheduledTokens([0], [0], [6]))
 
 
-def test_what_an_output_should_say_is_not_told_but_that_it_should() -> None:
+def test_the_text_of_a_grammar_is_not_written_but_that_there_is_one() -> None:
     grammar = Grammar(GrammarKind.REGEX, "my secret")
     request = make_request(PROMPT, grammar=grammar, bad_words=((41, 42), (43,)))
     [arrival] = redacted(Arrival(0, 1.0, request))
@@ -68,7 +68,7 @@ def test_equal_blocks_are_equal_within_a_log_and_not_between_two() -> None:
     assert other != first
 
 
-def test_what_was_generated_is_told_in_blocks_when_a_request_ends() -> None:
+def test_hashes_of_generated_blocks_are_written_when_a_request_ends() -> None:
     """It equals the blocks of a prompt that goes on with it, as the prefix cache sees them."""
     answered = Arrival(0, 1.0, make_request(PROMPT[:3]))
     steps = [

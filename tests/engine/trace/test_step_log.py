@@ -47,7 +47,7 @@ def test_what_is_put_is_in_the_file_in_its_order(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0, "prompts are for the owner's eyes only"
 
 
-def test_an_engine_that_ends_leaves_a_whole_log_with_its_header(tmp_path: Path) -> None:
+def test_an_engine_that_ends_leaves_a_complete_log_with_its_header(tmp_path: Path) -> None:
     config = EngineConfig(step_log=StepLogConfig(path=str(tmp_path)))
     recorder = recorder_of(config, runner=CountingRunner(), facts=FACTS, num_blocks=8)
     engine = build_fake_engine(recorder=recorder)
@@ -63,7 +63,7 @@ def test_an_engine_that_ends_leaves_a_whole_log_with_its_header(tmp_path: Path) 
 
 def test_a_full_file_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path) -> None:
     (tmp_path / "steps-20200101T000000-00000000-00001.jsonl").write_text("an older run")
-    (tmp_path / "notes.txt").write_text("somebody else's")
+    (tmp_path / "notes.txt").write_text("another program's")
     log = StepLog(files(tmp_path, run="20260101T000000-0", file_bytes=3_000, max_files=3), header())
     for number in range(2_000):
         log.put(Abort(number))
@@ -89,7 +89,7 @@ def test_a_file_that_is_being_written_is_not_deleted(tmp_path: Path) -> None:
 
 
 class Pipe:
-    """Files that take 64 kB and then block, as a disk does that cannot keep up, until somebody reads."""
+    """Files that take 64 kB and then block until they are read, as a disk that cannot keep up."""
 
     file_bytes = 10**9
 
@@ -104,12 +104,14 @@ class Pipe:
             return file.read().decode().splitlines()
 
 
-def test_a_slow_disk_loses_entries_which_are_counted_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_a_slow_disk_entries_are_dropped_and_counted_without_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pipe = Pipe()
     log = StepLog(pipe, header(), max_pending=100)
     taken, number = [], 0
     with caplog.at_level(logging.WARNING):
-        while log.num_lost < 50:  # nobody reads: this would never end if it blocked
+        while log.num_lost < 50:  # the files are not read: this would never end if it blocked
             if log.put(Abort(number)):
                 taken.append(number)
             number += 1
@@ -148,7 +150,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_engine(tmp_path: Path, caplo
     assert not log.put(Abort(2))
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = EngineConfig(step_log=StepLogConfig(path=str(tmp_path / "file" / "folder")))
     with pytest.raises(InvalidSetup, match=r"step_log\.path: got .*file/folder; it cannot be written"):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from app.errors import InvalidSetup
 from app.fleet.dispatch import (
+    Candidate,
     DispatchPolicy,
     LeastLoaded,
     PrefixAffinity,
-    ReplicaLoad,
     RequestSize,
     RoundRobin,
     make_policy,
@@ -25,15 +25,15 @@ SIZE = RequestSize(num_prompt_tokens=100, num_expected_tokens=50)
 POLICIES = ("round_robin", "least_loaded", {"name": "prefix_affinity", "max_imbalance_tokens": 1000})
 
 
-def load(replica_id: str, **known: Any) -> ReplicaLoad:
-    return ReplicaLoad(replica_id=replica_id, **known)
+def load(replica_id: str, **known: Any) -> Candidate:
+    return Candidate(replica_id=replica_id, **known)
 
 
-def loads(**num_decode_tokens: int) -> list[ReplicaLoad]:
+def loads(**num_decode_tokens: int) -> list[Candidate]:
     return [load(replica_id, num_decode_tokens=tokens) for replica_id, tokens in num_decode_tokens.items()]
 
 
-def order(policy: DispatchPolicy, *given: ReplicaLoad) -> list[str]:
+def order(policy: DispatchPolicy, *given: Candidate) -> list[str]:
     return policy.decide(given, SIZE).order
 
 
@@ -138,10 +138,10 @@ def test_of_many_candidates_the_line_shows_the_first_and_counts_the_rest() -> No
 
 
 @st.composite
-def any_loads(draw: st.DrawFn) -> list[ReplicaLoad]:
+def any_loads(draw: st.DrawFn) -> list[Candidate]:
     count = st.integers(0, 10_000)
     return [
-        ReplicaLoad(
+        Candidate(
             replica_id=replica_id,
             num_requests=draw(count),
             num_prefill_tokens=draw(count),
@@ -157,10 +157,10 @@ def any_loads(draw: st.DrawFn) -> list[ReplicaLoad]:
 
 @pytest.mark.parametrize("choice", POLICIES, ids=str)
 @given(many=any_loads())
-def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: Any, many: list[ReplicaLoad]) -> None:
+def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: Any, many: list[Candidate]) -> None:
     decision = make_policy(choice, random.Random(1)).decide(many, SIZE)
     assert sorted(decision.order) == sorted(each.replica_id for each in many)
-    fullness = [candidate.is_full for candidate in decision.reasons]
+    fullness = [candidate.is_full for candidate in decision.candidates]
     assert fullness == sorted(fullness)
     assert "\n" not in decision.explain() or any("\n" in each.replica_id for each in many)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.fleet.dispatch import Group, GroupChooser, ReplicaLoad, group_of_rank, of_group
+from app.fleet.dispatch import Candidate, Group, GroupChooser, group_of_rank, of_group
 
 GROUPS = (Group("control", 0.9), Group("trial", 0.1))
 
@@ -68,8 +68,8 @@ def test_every_group_has_a_replica_and_about_its_share(shares: list[float], num_
         assert all(abs(counts[name] - fair[name]) < 1.5 for name in fair)
 
 
-def loads(**groups: str) -> list[ReplicaLoad]:
-    return [ReplicaLoad(replica_id=replica_id, group=group) for replica_id, group in groups.items()]
+def loads(**groups: str) -> list[Candidate]:
+    return [Candidate(replica_id=replica_id, group=group) for replica_id, group in groups.items()]
 
 
 def test_a_request_goes_to_the_replicas_of_its_group() -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.fleet.dispatch import Ledger, ReplicaLoad, ReplicaReport
+from app.fleet.dispatch import Candidate, Ledger, ReplicaReport
 from app.fleet.dispatch.ledger import REPORT_LIFE_S, SPEED_LIFE_S
+from tests.fleet.reports import make_report
 
 NOTHING = (0, 0, 0)
 
 
-def load_of(ledger: Ledger, replica_id: str, now: float = 0.0) -> ReplicaLoad:
-    [load] = ledger.loads([replica_id], now=now)
-    return load
+def report(**fields: Any) -> ReplicaReport:
+    """Of a replica that computes any number of requests at once, of unknown speed."""
+    return make_report(**{"max_running": 10**6, "max_requests": 10**6, "tokens_per_s": 0.0, **fields})
+
+
+def load_of(ledger: Ledger, replica_id: str, now: float = 0.0) -> Candidate:
+    [found] = ledger.candidates([replica_id], now=now)
+    return found
 
 
 def work(ledger: Ledger, replica_id: str, now: float = 0.0) -> tuple[int, int, int]:
@@ -73,7 +81,7 @@ def test_tokens_and_ends_that_come_late_change_nothing() -> None:
 
 def test_what_a_replica_reports_beyond_our_share_is_added() -> None:
     ledger = ledger_with("one")
-    ledger.correct("a", ReplicaReport(num_requests=3, num_prefill_tokens=150), now=0.0)
+    ledger.note("a", report(num_requests=3, num_waiting_tokens=150), now=0.0)
     assert work(ledger, "a") == (3, 150, 40 + 2)  # one placed request says little of how long outputs are
     ledger.place("two", "a", num_prompt_tokens=10, num_expected_tokens=10)
     assert work(ledger, "a") == (4, 160, 50 + 2)
@@ -83,7 +91,7 @@ def test_what_a_replica_reports_beyond_our_share_is_added() -> None:
 
 def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -> None:
     ledger = ledger_with("one", "two")
-    ledger.correct("a", ReplicaReport(num_requests=1, num_prefill_tokens=0), now=0.0)
+    ledger.note("a", report(num_requests=1, num_waiting_tokens=0), now=0.0)
     assert work(ledger, "a") == (2, 200, 80)
 
 
@@ -91,26 +99,26 @@ def test_what_others_still_generate_is_estimated_from_our_own() -> None:
     ledger = Ledger()
     for number in range(500):
         ledger.place(f"past-{number}", "b", num_prompt_tokens=10, num_expected_tokens=100)
-    ledger.correct("a", ReplicaReport(num_requests=4, num_prefill_tokens=0), now=0.0)
+    ledger.note("a", report(num_requests=4, num_waiting_tokens=0), now=0.0)
     assert work(ledger, "a") == (4, 0, 200)  # half of each is left, on average
 
 
 def test_old_reports_of_others_are_forgotten_and_ours_is_not() -> None:
     ledger = ledger_with("one")
-    ledger.correct("a", ReplicaReport(num_requests=9, num_prefill_tokens=900), now=100.0)
+    ledger.note("a", report(num_requests=9, num_waiting_tokens=900), now=100.0)
     assert work(ledger, "a", now=100.0 + REPORT_LIFE_S) == (9, 900, 40 + 8)
     assert work(ledger, "a", now=100.1 + REPORT_LIFE_S) == (1, 100, 40)
 
 
 def test_the_speed_of_a_replica_without_work_is_forgotten_in_time() -> None:
     ledger = Ledger()
-    busy = ReplicaReport(num_requests=1, num_prefill_tokens=0, tokens_per_s=50.0)
-    ledger.correct("a", busy, now=100.0)
+    busy = report(num_requests=1, num_waiting_tokens=0, tokens_per_s=50.0)
+    ledger.note("a", busy, now=100.0)
     later = 100.0 + SPEED_LIFE_S
-    ledger.correct("a", ReplicaReport(num_requests=0, num_prefill_tokens=0, tokens_per_s=50.0), now=later)
+    ledger.note("a", report(num_requests=0, num_waiting_tokens=0, tokens_per_s=50.0), now=later)
     assert load_of(ledger, "a", later).tokens_per_s == 50.0
     assert load_of(ledger, "a", later + 1).tokens_per_s == 0.0
-    ledger.correct("a", busy, now=later + 2)
+    ledger.note("a", busy, now=later + 2)
     assert load_of(ledger, "a", later + 2).tokens_per_s == 50.0
 
 
@@ -118,21 +126,15 @@ def test_how_many_must_end_first_follows_from_what_a_replica_computes_at_once() 
     ledger = ledger_with("one", "two")
     assert load_of(ledger, "a").num_ahead == 0
     for max_running, num_ahead in ((3, 0), (2, 1), (1, 2)):
-        ledger.correct("a", ReplicaReport(num_requests=2, num_prefill_tokens=0, max_running=max_running), now=0.0)
+        ledger.note("a", report(num_requests=2, num_waiting_tokens=0, max_running=max_running), now=0.0)
         assert load_of(ledger, "a").num_ahead == num_ahead
 
 
 def test_loads_carry_what_is_known_of_this_request_on_each_replica() -> None:
     ledger = ledger_with("one")
-    ledger.correct("b", ReplicaReport(num_requests=0, num_prefill_tokens=0), now=0.0)
-    a, b = ledger.loads(
-        ["a", "b"],
-        now=0.0,
-        max_requests=1,
-        num_cached_tokens={"b": 32},
-        groups={"a": "control"},
-        session_replica_id="b",
-    )
+    ledger.note("a", report(num_requests=1, group="control", max_requests=1), now=0.0)
+    ledger.note("b", report(max_requests=1), now=0.0)
+    a, b = ledger.candidates(["a", "b"], now=0.0, num_cached_tokens={"b": 32}, session_replica_id="b")
     assert (a.is_full, a.num_cached_tokens, a.group, a.holds_session) == (True, 0, "control", False)
     assert (b.is_full, b.num_cached_tokens, b.group, b.holds_session) == (False, 32, "", True)
 
@@ -149,30 +151,28 @@ def test_background_work_of_all_that_makes_way_fills_no_replica_but_for_its_like
         ledger.place(
             f"{number}", "a", num_prompt_tokens=5, num_expected_tokens=5, is_background=number < num_background - 2
         )
-    report = ReplicaReport(
+    reported = report(
         num_requests=4,
-        num_prefill_tokens=0,
         num_background=num_background,
         num_staying_background=num_staying,
         max_running=3,
+        max_requests=4,
     )
-    ledger.correct("a", report, now=0.0)
-    [load] = ledger.loads(["a"], now=0.0, max_requests=4, is_background=is_background)
-    assert (load.num_requests, load.is_full) == (4, is_full)
+    ledger.note("a", reported, now=0.0)
+    [found] = ledger.candidates(["a"], now=0.0, is_background=is_background)
+    assert (found.num_requests, found.is_full) == (4, is_full)
 
 
 def test_background_work_looks_for_a_slot_and_not_for_a_place_in_a_queue() -> None:
     ledger = Ledger()
-    ledger.correct("a", ReplicaReport(num_requests=2, num_prefill_tokens=0, max_running=2), now=0.0)
-    assert [ledger.loads(["a"], now=0.0, max_requests=9, is_background=each)[0].is_full for each in (False, True)] == [
-        False,
-        True,
-    ]
+    ledger.note("a", report(num_requests=2, max_running=2, max_requests=9), now=0.0)
+    found = [ledger.candidates(["a"], now=0.0, is_background=each)[0].is_full for each in (False, True)]
+    assert found == [False, True]
 
 
 def test_a_replica_that_is_gone_takes_everything_along() -> None:
     ledger = ledger_with("one")
-    ledger.correct("a", ReplicaReport(num_requests=9, num_prefill_tokens=900, tokens_per_s=5.0), now=0.0)
+    ledger.note("a", report(num_requests=9, num_waiting_tokens=900, tokens_per_s=5.0), now=0.0)
     ledger.keep_only({"b"})
     ledger.end("one")
     assert load_of(ledger, "a").tokens_per_s == 0
@@ -206,8 +206,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(replica_id=REPLICAS, requests=COUNTS, prefill=COUNTS)
     def correct(self, replica_id: str, requests: int, prefill: int) -> None:
-        report = ReplicaReport(num_requests=requests, num_prefill_tokens=prefill)
-        self.ledger.correct(replica_id, report, now=self.now)
+        self.ledger.note(replica_id, report(num_requests=requests, num_waiting_tokens=prefill), now=self.now)
 
     @rule(kept=st.sets(REPLICAS))
     def keep_only(self, kept: set[str]) -> None:

@@ -25,7 +25,7 @@ def test_without_a_compiler_plain_torch_serves(
     assert "no C++ compiler found" in caplog.text
 
 
-def test_a_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_compiler_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(library.shutil, "which", lambda name: "/bin/false")
     assert library.library.__wrapped__() is None
     assert "cannot be built" in caplog.text

@@ -69,7 +69,7 @@ def test_frequencies_follow_the_probabilities(native: NativeDraw) -> None:
 
 
 def test_the_noise_is_the_same_function(native: NativeDraw) -> None:
-    """Two tokens whose logits differ by the noise's difference plus a hair: the choice shows the noise exactly."""
+    """Two logits differ by the noise's difference and a little more: the choice shows the noise exactly."""
     sequences = items(300)
     seeds = torch.tensor([[item.sampling.seed] for item in sequences])
     noise = gumbel_noise(seeds, torch.tensor([[item.end] for item in sequences]), vocab_size=2)

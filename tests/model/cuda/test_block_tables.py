@@ -51,7 +51,7 @@ def test_only_what_is_new_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written == [[[6 * row + 2], [8]]]
 
 
-def test_too_many_sequences_and_too_many_blocks_are_told() -> None:
+def test_too_many_sequences_and_too_many_blocks_fail_an_assertion() -> None:
     with pytest.raises(AssertionError, match="more than 3 sequences"):
         build().update([share([n]) for n in range(4)])
     with pytest.raises(AssertionError, match="7 blocks, the table has room for 6"):

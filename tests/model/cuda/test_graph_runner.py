@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
 
 
 def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
-    """In an order of its own, eagerly and by replay, beside a sequence whose token is known."""
+    """In an order of its own, eagerly and by replay, beside a sequence with a known token."""
     model = load(tiny_model_path("llama"))
 
     def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:

@@ -1,4 +1,4 @@
-"""Which prompt prefixes each replica should have in its KV memory, seen from what it was sent."""
+"""Where a request finds its beginning cached: the prompt prefixes and the sessions that each replica was sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrefixIndex:
         """`max_tokens`: what the KV memory of one replica holds."""
         self._block_size = block_size
         self._max_blocks = max_tokens // block_size
-        # A prefix is touched after those that continue it. So whoever is in here has all its beginnings in here too.
+        # A prefix is touched after those that continue it. So a prefix in here has all its own prefixes in here too.
         self._blocks: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica_id: str, token_ids: Sequence[int], *, salt: str = "") -> None:
@@ -53,6 +53,30 @@ class PrefixIndex:
             block = hash((block, tuple(token_ids[start : start + self._block_size])))
             chain.append(block)
         return chain
+
+
+class Sessions:
+    """The replica of each session, in bounded memory: the longest unused are forgotten first."""
+
+    def __init__(self, *, max_sessions: int = 100_000) -> None:
+        self._max_sessions = max_sessions
+        self._replica_ids: OrderedDict[str, str] = OrderedDict()
+
+    def place(self, session: str, replica_id: str) -> None:
+        """A request of this session has gone to this replica."""
+        self._replica_ids[session] = replica_id
+        self._replica_ids.move_to_end(session)
+        if len(self._replica_ids) > self._max_sessions:
+            self._replica_ids.popitem(last=False)
+
+    def replica_of(self, session: str) -> str | None:
+        """The replica that has the session; None for an unknown one."""
+        return self._replica_ids.get(session)
+
+    def keep_only(self, replica_ids: Collection[str]) -> None:
+        """Forget the sessions of replicas that are gone."""
+        kept = ((session, replica_id) for session, replica_id in self._replica_ids.items() if replica_id in replica_ids)
+        self._replica_ids = OrderedDict(kept)
 
 
 def _num_first_in(held: Collection[int], chain: Sequence[int]) -> int:

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from app.engine.request import Request
 from app.engine.throughput import RetryTimes
 from app.errors import Overloaded
 from app.fleet.dispatch import (
+    Candidate,
     Decision,
     DispatchPolicy,
     GroupChooser,
     Ledger,
     OutputLengths,
     PrefixIndex,
-    ReplicaLoad,
     ReplicaReport,
     RequestSize,
     Sessions,
     of_group,
 )
-from app.fleet.frame import Report
-
-
-class ReplicaState(NamedTuple):
-    """One replica as this process sees it, for people."""
-
-    replica: str
-    group: str
-    is_suspect: bool  # it broke off or is silent
-    is_full: bool
-    requests: int  # ours, and those of others as far as it has reported them of late
-    background: int | None  # of all of them
-    max_requests: int | None  # None, as above and below: it has not been heard of
-    max_running: int | None
-    prefill_tokens: int  # of these requests, still to compute
-    decode_tokens: int  # that they are expected to generate
-    kv_tokens: int | None  # that fit into its KV memory
-    tokens_per_s: float  # in steps of one size, the same on all replicas; 0: not known
-    ended_per_s: float | None  # requests, of late
-    step_age_s: float | None  # of the step that ran when it spoke last
 
 
 @dataclass(slots=True)
@@ -54,13 +34,13 @@ class _Expected:
     group: str
     charged_to: str = ""  # the replica on which the ledger has it
     decision: Decision | None = None
-    trusted: frozenset[str] = frozenset()  # the replicas that nothing was wrong with when the decision was made
+    trusted: frozenset[str] = frozenset()  # the replicas that were no suspects when the decision was made
 
 
-class Board:
+class ReplicaRegistry:
     """The replicas that may be sent requests, and in which order. One for each model in a process, one event loop.
 
-    Whoever routes asks for an order and says what became of it; whoever listens to the replicas notes what they report.
+    A router asks for the order of each request and says where it went; readers of frames note what replicas report.
     """
 
     def __init__(
@@ -71,8 +51,7 @@ class Board:
         self._groups = groups
         self._block_size = block_size
         self._clock = clock
-        self._reports: dict[str, Report | None] = {}  # of every replica there is
-        self._suspects: set[str] = set()
+        self._replica_ids: tuple[str, ...] = ()
         self._expected: dict[str, _Expected] = {}  # by request id
         self._ledger = Ledger()
         self._lengths = OutputLengths()
@@ -84,8 +63,8 @@ class Board:
 
     @property
     def replica_ids(self) -> Collection[str]:
-        """The replicas that take requests now. One that leaves is none of them, though it ends what it has."""
-        return self._reports.keys()
+        """The replicas that take requests now. One that leaves is not among them, though it ends what it has."""
+        return self._replica_ids
 
     # ------------------------------------------------------------------ one request
 
@@ -110,17 +89,25 @@ class Board:
         cached = (
             {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
         )
-        session_replica_id = self._sessions.replica_of(request.session) if request.session else None
-        loads = self._loads(replica_ids, cached, session_replica_id, is_background=request.is_background)
-        of_its_group = of_group(loads, expected.group)
-        shunned = self._suspects | expected.avoid
-        trusted = [load for load in of_its_group if load.replica_id not in shunned]
-        expected.trusted = frozenset(load.replica_id for load in trusted)
+        candidates = self._ledger.candidates(
+            replica_ids,
+            now=self._clock(),
+            is_background=request.is_background,
+            num_cached_tokens=cached,
+            session_replica_id=self._sessions.replica_of(request.session) if request.session else None,
+        )
+        of_its_group = of_group(candidates, expected.group)
+        trusted = [
+            each
+            for each in of_its_group
+            if each.replica_id not in expected.avoid and not self.is_suspect(each.replica_id)
+        ]
+        expected.trusted = frozenset(each.replica_id for each in trusted)
         decision = self._policy.decide(trusted or of_its_group, expected.size)
         expected.decision = decision
         order = decision.order
         self._charge(expected, order[0], cached.get(order[0], 0))
-        # Everybody else comes last: whoever is in trouble may still be better than nobody.
+        # All others come last: a suspect or another group's replica is better than none.
         return order + [replica_id for replica_id in replica_ids if replica_id not in order]
 
     def placed(self, request_id: str, replica_id: str) -> None:
@@ -143,9 +130,9 @@ class Board:
         return None if expected is None else expected.decision
 
     def has_become_suspect(self, request_id: str, replica_id: str) -> bool:
-        """Whether a replica was fine when a request's order was made, and is not any more."""
+        """Whether a replica was no suspect when a request's order was made, and is one now."""
         expected = self._expected.get(request_id)
-        return expected is not None and replica_id in expected.trusted and replica_id in self._suspects
+        return expected is not None and replica_id in expected.trusted and self.is_suspect(replica_id)
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """New tokens of a request have come."""
@@ -169,38 +156,18 @@ class Board:
             is_background=expected.request.is_background,
         )
 
-    def _loads(
-        self,
-        replica_ids: Sequence[str],
-        num_cached_tokens: dict[str, int],
-        session_replica_id: str | None = None,
-        *,
-        is_background: bool = False,
-    ) -> list[ReplicaLoad]:
-        reports = {each: report for each in replica_ids if (report := self._reports.get(each)) is not None}
-        return self._ledger.loads(
-            replica_ids,
-            now=self._clock(),
-            max_requests=max((report.max_requests for report in reports.values()), default=None),
-            is_background=is_background,
-            num_cached_tokens=num_cached_tokens,
-            groups={replica_id: report.group for replica_id, report in reports.items()},
-            session_replica_id=session_replica_id,
-        )
-
     def _check_room(self, *, is_background: bool) -> None:
-        sound = [each for each in self._reports if each not in self._suspects]
-        loads = self._loads(sound, {}, is_background=is_background)
-        if loads and all(load.is_full for load in loads):
-            raise self.full(sum(load.num_requests for load in loads))
+        sound = [each for each in self._replica_ids if not self.is_suspect(each)]
+        candidates = self._ledger.candidates(sound, now=self._clock(), is_background=is_background)
+        if candidates and all(each.is_full for each in candidates):
+            raise self.full(sum(each.num_requests for each in candidates))
 
     def full(self, num_requests: int) -> Overloaded:
-        """What a caller hears when nobody can take its request: how many are served, and when to come back."""
-        reports = [report for report in self._reports.values() if report is not None]
+        """The error for a caller when no replica can take its request: how many are served, and when to come back."""
         return Overloaded(
-            f"all {len(self._reports)} replicas are full ({num_requests:,} requests); try again shortly",
+            f"all {len(self._replica_ids)} replicas are full ({num_requests:,} requests); try again shortly",
             retry_after_s=self._retry_times.next_after(
-                self._clock(), ended_per_s=sum(report.ended_per_s for report in reports)
+                self._clock(), ended_per_s=sum(report.ended_per_s for report in self.reports.values())
             ),
         )
 
@@ -208,68 +175,61 @@ class Board:
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
         """These replicas take requests from now on, and no others."""
-        self._reports = {replica_id: self._reports.get(replica_id) for replica_id in replica_ids}
-        self._suspects.intersection_update(replica_ids)
+        self._replica_ids = tuple(replica_ids)
         self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)
         self.on_replicas(self.replica_ids)
 
-    def note(self, replica_id: str, report: Report) -> None:
-        """What a replica says of itself; one that speaks is trusted again."""
-        self._suspects.discard(replica_id)
-        if replica_id not in self._reports:
+    def note(self, replica_id: str, report: ReplicaReport) -> None:
+        """Take in a replica's report; a replica that reports is trusted again."""
+        if replica_id not in self._replica_ids:
+            self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
-        self._reports[replica_id] = report
         if self._prefixes is None:
             self._prefixes = PrefixIndex(block_size=self._block_size, max_tokens=report.num_kv_tokens)
-        self._ledger.correct(
-            replica_id,
-            ReplicaReport(
-                num_requests=report.num_requests,
-                num_prefill_tokens=report.num_waiting_tokens,
-                num_background=report.num_background,
-                num_staying_background=report.num_staying_background,
-                max_running=report.max_running,
-                tokens_per_s=report.speed,
-            ),
-            now=self._clock(),
-        )
+        self._ledger.note(replica_id, report, now=self._clock())
 
     def suspect(self, replica_id: str) -> None:
-        """A replica has broken off or fallen silent: it is asked last until it is heard of again."""
-        self._suspects.add(replica_id)
+        """A replica's stream broke or is silent: it is tried last until it reports again."""
+        self._ledger.replica(replica_id).is_suspect = True
 
-    @property
-    def reports(self) -> dict[str, Report]:
-        """The last report of each replica that has made one."""
-        return {replica_id: report for replica_id, report in self._reports.items() if report is not None}
-
-    def states(self) -> list[ReplicaState]:
-        """All replicas that take requests now."""
-        return [self._state(load) for load in self._loads(list(self._reports), {})]
-
-    def _state(self, load: ReplicaLoad) -> ReplicaState:
-        report = self._reports[load.replica_id]
-        return ReplicaState(
-            replica=load.replica_id,
-            group=load.group,
-            is_suspect=load.replica_id in self._suspects,
-            is_full=load.is_full,
-            requests=load.num_requests,
-            background=None if report is None else report.num_background,
-            max_requests=None if report is None else report.max_requests,
-            max_running=None if report is None else report.max_running,
-            prefill_tokens=load.num_prefill_tokens,
-            decode_tokens=load.num_decode_tokens,
-            kv_tokens=None if report is None else report.num_kv_tokens,
-            tokens_per_s=load.tokens_per_s,
-            ended_per_s=None if report is None else report.ended_per_s,
-            step_age_s=None if report is None else report.step_age_s,
-        )
+    def is_suspect(self, replica_id: str) -> bool:
+        """Whether a replica is not to be relied on now."""
+        return self._ledger.replica(replica_id).is_suspect
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Replicas that are not to be relied on now."""
-        return frozenset(self._suspects)
+        """The replicas that are not to be relied on now."""
+        return frozenset(each for each in self._replica_ids if self.is_suspect(each))
+
+    @property
+    def reports(self) -> dict[str, ReplicaReport]:
+        """The last report of each replica that takes requests and has made one."""
+        reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self._replica_ids}
+        return {replica_id: report for replica_id, report in reports.items() if report is not None}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All replicas that take requests now, for people."""
+        candidates = self._ledger.candidates(self._replica_ids, now=self._clock())
+        return [self._described(each, self._ledger.replica(each.replica_id).report) for each in candidates]
+
+    def _described(self, candidate: Candidate, report: ReplicaReport | None) -> dict[str, Any]:
+        """One replica. None: it has not reported yet."""
+        return {
+            "replica": candidate.replica_id,
+            "group": candidate.group,
+            "is_suspect": self.is_suspect(candidate.replica_id),
+            "is_full": candidate.is_full,
+            "requests": candidate.num_requests,  # of this ingress, and of the others by the last report
+            "background": report and report.num_background,
+            "max_requests": report and report.max_requests,
+            "max_running": report and report.max_running,
+            "prefill_tokens": candidate.num_prefill_tokens,
+            "decode_tokens": candidate.num_decode_tokens,
+            "kv_tokens": report and report.num_kv_tokens,
+            "tokens_per_s": candidate.tokens_per_s,
+            "ended_per_s": report and report.ended_per_s,
+            "step_age_s": report and report.step_age_s,
+        }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.request import FinishReason, Queued, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
-from app.fleet import Frame, Report
-from app.fleet.wire import Decoder, encode
+from app.fleet import Frame
+from app.fleet.dispatch import ReplicaReport
+from app.fleet.frames import FRAME_VERSION, FrameDecoder, InvalidFrame, encode
 from tests.fleet.reports import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
@@ -43,7 +44,7 @@ FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTA
 
 
 def arrived(frame: Frame) -> Frame:
-    [found] = Decoder().feed(encode(frame))
+    [found] = FrameDecoder().feed(encode(frame))
     return found
 
 
@@ -51,7 +52,7 @@ def arrived(frame: Frame) -> Frame:
 def test_frames_arrive_as_they_were_sent_wherever_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
     data = b"".join(map(encode, frames))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    decoder = Decoder()
+    decoder = FrameDecoder()
     found = [
         frame
         for start, end in pairwise(places)
@@ -67,7 +68,7 @@ def test_what_arrives_has_the_types_of_what_was_sent() -> None:
         TokenDelta("three", (6,), logprobs=(TokenLogprobs(-1.5, 2, (5,), (-0.5,)),)),
     )
     found = arrived(Frame(4, REPORT, deltas))
-    assert isinstance(found.report, Report)
+    assert isinstance(found.report, ReplicaReport)
     assert {type(delta) for delta in found.deltas} == {TokenDelta}
     assert isinstance(found.deltas[0].queued, Queued)
     assert found.deltas[1].finish_reason is FinishReason.STOP
@@ -92,18 +93,50 @@ class NewerError(CarouselError):
     """Of a version that the reader does not have."""
 
 
-def test_an_error_that_nobody_here_knows_is_a_failure_with_its_words() -> None:
+def test_an_error_of_an_unknown_kind_is_a_failure_with_its_message() -> None:
     [delta] = arrived(Frame(0, REPORT, (TokenDelta("one", (), error=NewerError("new trouble")),))).deltas
     assert type(delta.error) is Failure
     assert str(delta.error) == "new trouble"
 
 
-@pytest.mark.parametrize("data", [b"\xc1", msgpack.packb("hello"), msgpack.packb((1, 2)), msgpack.packb((1, (), ()))])
-def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        list(Decoder().feed(data))
+def framed(body: object, *, version: int = FRAME_VERSION) -> bytes:
+    data = msgspec.msgpack.encode(body)
+    return bytes([version]) + len(data).to_bytes(4, "big") + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK",
+        framed("hello"),
+        framed((1, 2)),
+        framed((1, (), ())),
+        framed((1, msgspec.to_builtins(REPORT), [["one", ["not a token"]]])),
+        framed((1, msgspec.to_builtins(REPORT), [["one", [], None, None, 0, "no error"]])),
+    ],
+)
+def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidFrame):
+        FrameDecoder().feed(data)
+
+
+def test_a_frame_of_another_version_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InvalidFrame, match=f"version 9 came; this ingress reads version {FRAME_VERSION}"):
+        FrameDecoder().feed(framed((0, msgspec.to_builtins(REPORT), []), version=9))
+
+
+def test_fields_of_a_newer_replica_are_ignored() -> None:
+    """A rolling update of code loses no stream: new fields are added at the end."""
+    report = [*msgspec.to_builtins(REPORT), "new", 5]
+    delta = [*msgspec.to_builtins(TokenDelta("one", (6, 7))), {"new": [1]}, 3]
+    assert FrameDecoder().feed(framed([4, report, [delta], "new"])) == [Frame(4, REPORT, (TokenDelta("one", (6, 7)),))]
+
+
+def test_fields_that_an_older_replica_does_not_send_have_their_defaults() -> None:
+    [frame] = FrameDecoder().feed(framed([4, msgspec.to_builtins(REPORT), [["one", [6]]]]))
+    assert frame.deltas == (TokenDelta("one", (6,)),)
 
 
 def test_a_frame_holds_plain_values_only() -> None:
-    with pytest.raises(TypeError, match="not set"):
-        encode(Frame(0, REPORT, (TokenDelta("one", {1}),)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not object"):
+        encode(Frame(0, REPORT, (TokenDelta("one", object()),)))  # type: ignore[arg-type]

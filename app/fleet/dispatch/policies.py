@@ -1,0 +1,111 @@
+"""The dispatch policies: each orders the replicas for one request. The request goes to the first that accepts it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from app.errors import InvalidSetup
+from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
+
+
+class DispatchPolicy(Protocol):
+    """Orders replicas for one request. Called on one thread, once for each time a request is to be placed."""
+
+    def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
+        """All candidates, most preferred first; those that are full come last."""
+        ...
+
+
+def make_policy(choice: str | Mapping[str, Any], rng: random.Random) -> DispatchPolicy:
+    """A new policy: by its name, or by the settings of `replicas.dispatch` as plain values, `name` among them.
+
+    Raises:
+        InvalidSetup: no policy has that name, or it lacks a setting that it needs.
+    """
+    settings = {"name": choice} if isinstance(choice, str) else choice
+    match settings:
+        case {"name": "round_robin"}:
+            return RoundRobin()
+        case {"name": "least_loaded"}:
+            return LeastLoaded(rng)
+        case {"name": "prefix_affinity", "max_imbalance_tokens": int(max_imbalance_tokens)}:
+            return PrefixAffinity(rng, max_imbalance_tokens=max_imbalance_tokens)
+        case {"name": "prefix_affinity"}:
+            raise InvalidSetup("replicas.dispatch: prefix_affinity needs max_imbalance_tokens, a number of tokens")
+    raise InvalidSetup(
+        f"replicas.dispatch: got {settings.get('name')!r}; must be one of round_robin, least_loaded, prefix_affinity"
+    )
+
+
+class RoundRobin:
+    """Each in turn, whatever its load. A replica that joins or leaves does not make another lose or repeat its turn."""
+
+    def __init__(self) -> None:
+        self._last = ""  # sorts before every id: the first turn goes to the lowest
+
+    def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
+        turn = sorted(candidates, key=lambda each: (each.is_full, each.replica_id <= self._last, each.replica_id))
+        if turn:
+            self._last = turn[0].replica_id
+        scoring = Scoring.of(candidates, size)
+        return Decision(policy="round_robin", rule="its turn", candidates=tuple(turn), scoring=scoring)
+
+
+class LeastLoaded:
+    """The replica that has the fewest tokens to compute until this request would have ended, by its speed.
+
+    The wait for a free slot counts as work, and all work is divided by the replica's speed. So an idle slow replica
+    gets a request only when the fast ones would end it later (shortest expected delay), and where all have queues each
+    gets its share by speed. Equal replicas come in random order: several ingresses with the same knowledge would
+    otherwise all choose the same one.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
+        scoring = Scoring.of(candidates, size)
+        ranked = tuple(self.ranked(candidates, scoring))
+        return Decision(policy="least_loaded", rule="the least work", candidates=ranked, scoring=scoring)
+
+    def ranked(self, candidates: Sequence[Candidate], scoring: Scoring) -> list[Candidate]:
+        """The candidates, the least loaded first."""
+        return sorted(candidates, key=lambda each: (each.is_full, scoring.score(each), self._rng.random()))
+
+
+class PrefixAffinity:
+    """The longest cached prefix first, or the session's replica, while its load is near enough to the least.
+
+    A replica with `max_imbalance_tokens` more outstanding (weighed) tokens than the least loaded one is passed over, so
+    that a prefix which all requests share does not fill one replica; without any match the least loaded is first.
+    The idea of a bound on imbalance is that of SGLang's cache-aware router; Preble (arXiv 2407.00023) has both sides
+    of the trade.
+    """
+
+    def __init__(self, rng: random.Random, *, max_imbalance_tokens: int) -> None:
+        self._least_loaded = LeastLoaded(rng)
+        self._max_imbalance_tokens = max_imbalance_tokens
+
+    def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
+        scoring = Scoring.of(candidates, size)
+        ranked = self._least_loaded.ranked(candidates, scoring)
+        least = min((scoring.outstanding(each) for each in ranked if not each.is_full), default=0.0)
+        matching = [each for each in ranked if (each.num_cached_tokens or each.holds_session) and not each.is_full]
+        near = [each for each in matching if scoring.outstanding(each) <= least + self._max_imbalance_tokens]
+        # The sort is stable: of equal matches the least loaded comes first.
+        near.sort(key=lambda each: (-each.num_cached_tokens, not each.holds_session))
+        rest = [each for each in ranked if each not in near]
+        return Decision(
+            policy="prefix_affinity", rule=self._rule(near, matching), candidates=(*near, *rest), scoring=scoring
+        )
+
+    def _rule(self, near: Sequence[Candidate], matching: Sequence[Candidate]) -> str:
+        if near and near[0].num_cached_tokens:
+            return f"{near[0].num_cached_tokens:,} tokens of the prompt cached"
+        if near:
+            return "the session's replica"
+        if matching:
+            return f"the least work, the matching have over {self._max_imbalance_tokens:,} tokens more"
+        return "the least work, no match"

@@ -1,0 +1,191 @@
+"""A request that an ingress has not finished: its tokens so far, and the attempt that serves it now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+
+from msgspec import structs
+
+from app.engine.request import Request, TokenDelta, merge_deltas
+from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
+
+
+class ReplicaLost(Exception):
+    """The replica of a request will send no more of it; another replica can go on."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        """`reason` is one word for metrics; the message is for the log."""
+        super().__init__(message)
+        self.reason = reason
+
+
+class InFlightRequest:
+    """One request of an ingress, served by one attempt after another. Belongs to one event loop, has one reader.
+
+    Every token that the reader gets is kept. Randomness is a function of seed and position (see
+    `app/model/sampler.py`), so these tokens are all the state there is: a replica that gets the prompt and the tokens
+    goes on exactly as the replica before would have.
+
+    Each attempt has an id of its own. What arrives for an earlier attempt is not for this one.
+    """
+
+    def __init__(self, request: Request, *, began_at: float) -> None:
+        self.request = request  # as its caller sent it
+        self.num_attempts = 0
+        self.lost_on: list[str] = []  # the replicas that were lost while they had it
+        self.fruitless_on: list[str] = []  # the last of these in a row that were sound before and gave it no token
+        self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
+        self._began_at = began_at
+        self._token_ids = list(request.generated_token_ids)
+        self._num_scored_tokens = request.num_scored_tokens
+        self._num_sent = self._num_known  # tokens and scores that the current replica was given
+        self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
+        self._begin(request)
+
+    def _begin(self, sent: Request) -> None:
+        """The fields of one attempt."""
+        self.sent = sent  # the request as this attempt has it
+        self.replica_id: str | None = None  # None: it is not placed yet
+        self.is_trusted = False  # nothing was known to be wrong with the replica when the request was placed there
+        self.is_accepted = False  # the replica has queued it
+        self.has_ended = False  # the attempt takes nothing more
+        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
+        self.sending: asyncio.Task[None] | None = None  # the call to the replica, open until the request ends there
+        self._deltas: list[TokenDelta] = []
+        self._error: CarouselError | ReplicaLost | None = None
+        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
+
+    @property
+    def attempt_id(self) -> str:
+        return self.sent.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far, by all attempts."""
+        return len(self._token_ids)
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current attempt, or the last one, has brought a token or a prompt token's score."""
+        return self._num_known > self._num_sent
+
+    @property
+    def _num_known(self) -> int:
+        return len(self._token_ids) + self._num_scored_tokens
+
+    # ------------------------------------------------------------------ attempts
+
+    def begin_attempt(self, now: float) -> Request:
+        """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
+
+        Raises DeadlineMissed when no time is left.
+        """
+        deadline_s = self.request.deadline_s
+        if deadline_s is not None and self.num_attempts:
+            deadline_s -= now - self._began_at
+            if deadline_s <= 0:
+                raise DeadlineMissed(
+                    f"the deadline of {self.request.deadline_s:g} s has passed with {self.num_tokens:,} tokens "
+                    f"generated; they were lost with a replica or waited for one"
+                )
+        # The first attempt keeps the id of the request.
+        sent = self.request
+        if self.num_attempts:
+            sent = replace(
+                self.request,
+                request_id=f"{self.request.request_id}.{self.num_attempts}",
+                generated_token_ids=tuple(self._token_ids),
+                num_scored_tokens=self._num_scored_tokens,
+                deadline_s=deadline_s,
+            )
+        self.num_attempts += 1
+        self._num_sent = self._num_known
+        self._begin(sent)
+        return sent
+
+    def place(self, replica_id: str, *, is_trusted: bool) -> None:
+        """The current attempt was sent to a replica, which may still refuse it."""
+        self.replica_id = replica_id
+        self.is_trusted = is_trusted
+
+    def note_loss(self, now: float) -> None:
+        """The replica of the current attempt is lost."""
+        replica_id = self.replica_id or self.attempt_id
+        self.lost_at = now
+        self.lost_on.append(replica_id)
+        if self.has_progressed:
+            self.fruitless_on.clear()
+        elif self.is_trusted:
+            self.fruitless_on.append(replica_id)
+
+    def forgive(self, explained: Collection[str]) -> None:
+        """Do not count the loss of these replicas: another request is known to have killed them."""
+        self.lost_on = [each for each in self.lost_on if each not in explained]
+        self.fruitless_on = [each for each in self.fruitless_on if each not in explained]
+
+    # ------------------------------------------------------------------ what arrives
+
+    def put(self, delta: TokenDelta) -> None:
+        """Take a delta of the current attempt; after its end nothing counts."""
+        if self.has_ended:
+            return
+        self.is_accepted = True
+        self.has_ended = delta.finish_reason is not None
+        if delta.error is not None:
+            delta = self._take_error(delta, delta.error)
+        if self._error is None or delta.token_ids:
+            self._deltas.append(delta)
+        self._wake_reader()
+
+    def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
+        # An engine that stops, or a device that fails on every request, says nothing about this request.
+        is_its_own = not isinstance(error, EngineStopped | DeviceFault)
+        self._error = error if is_its_own else ReplicaLost(str(error), reason="engine_failed")
+        return structs.replace(delta, finish_reason=None, error=None)
+
+    def fail(self, error: CarouselError | ReplicaLost) -> None:
+        """End the current attempt without its replica."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._error = error
+            self._wake_reader()
+
+    def fail_attempt(self, attempt_id: str, error: CarouselError | ReplicaLost) -> None:
+        """The same for one attempt: nothing happens when another has begun since."""
+        if attempt_id == self.attempt_id:
+            self.fail(error)
+
+    def _wake_reader(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def next(self) -> TokenDelta:
+        """Everything that has accumulated, as one delta of the caller's request; an error comes after the tokens.
+
+        Raises:
+            ReplicaLost: the replica is gone.
+            CarouselError: the replica refused the request, or the request ended with an error.
+        """
+        if not self._deltas and self._error is None:
+            # Not an Event: this is waited for at every token, and a bare future costs half.
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            return self._kept(deltas[0] if len(deltas) == 1 else merge_deltas(deltas))
+        assert self._error is not None, "the reader is woken by a delta or an error"
+        raise self._error
+
+    def _kept(self, delta: TokenDelta) -> TokenDelta:
+        """Keep a delta's tokens; returns it as the caller should see it, whichever attempt it came from."""
+        self._token_ids.extend(delta.token_ids)
+        if delta.prompt_logprobs:
+            self._num_scored_tokens += len(delta.prompt_logprobs)
+        if delta.token_ids and self._num_cached_tokens is None:
+            self._num_cached_tokens = delta.num_cached_tokens
+        num_cached_tokens = self._num_cached_tokens or 0
+        if self.num_attempts == 1 and delta.num_cached_tokens == num_cached_tokens:
+            return delta
+        return structs.replace(delta, request_id=self.request.request_id, num_cached_tokens=num_cached_tokens)

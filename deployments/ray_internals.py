@@ -1,0 +1,159 @@
+"""Everything that depends on Ray's private names, for Ray 2.60: the one file to read when Ray changes.
+
+Each entry says what Ray does, why that is changed or used, and the upstream issue if there is a known one. Nothing else
+in `deployments` imports a private module of Ray, patches Ray or calls a private name of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from ipaddress import ip_address
+from typing import Any
+
+import ray
+from ray._private import parameter
+from ray.serve._private import replica as serve_replica
+from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+logger = logging.getLogger(__name__)
+
+Headers = list[tuple[bytes, bytes]]
+AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
+
+_ALL_INTERFACES = "[::]:"
+_ANY_FREE_PORT = 0
+
+
+def keep_calls_on_loopback() -> None:
+    """Bind the port that Serve is about to open in this process to 127.0.0.1 if the node has that address.
+
+    Every Serve replica opens a gRPC port for the calls of other deployments. Ray binds it to all interfaces and
+    unpickles what arrives: a machine that reaches the port can run code. Ray has no setting for the address
+    (https://github.com/ray-project/ray/issues/64544 is about the port).
+
+    Call it in a deployment's constructor: Serve opens the port after it.
+    """
+    if not ip_address(ray.util.get_node_ip_address()).is_loopback:
+        return  # other nodes must reach it
+    open_port: Callable[[Any, str], int] | None = getattr(serve_replica, "add_port_to_grpc_server", None)
+    if open_port is None:
+        logger.warning("this version of Ray opens its port for calls in another way; it may be on all interfaces")
+        return
+    if getattr(open_port, "is_on_loopback", False):
+        return
+
+    def open_on_loopback(server: Any, address: str) -> int:
+        return open_port(server, address.replace(_ALL_INTERFACES, "127.0.0.1:"))
+
+    open_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
+    serve_replica.add_port_to_grpc_server = open_on_loopback
+
+
+def accept_odd_headers() -> None:
+    """Let Serve read headers of any bytes in this process. Call it in the constructor of the HTTP deployment.
+
+    HTTP allows header values that are not UTF-8. Ray decodes some headers as UTF-8 (`x-session-id`, `x-request-id` and
+    others) before any code of an application runs, and answers 500 when it cannot. There is no setting for it, so they
+    are rewritten as UTF-8 here. No upstream issue is known.
+    """
+    answer: AnswerRequest | None = getattr(serve_replica.Replica, "_direct_ingress_asgi", None)
+    if answer is None:
+        logger.warning(
+            "this version of Ray takes HTTP in another way; headers that are not UTF-8 may be answered by 500"
+        )
+        return
+    if getattr(answer, "accepts_odd_headers", False):
+        return
+
+    async def answer_any(replica: Any, scope: Any, receive: Any, send: Any) -> None:
+        if "headers" in scope:
+            scope["headers"] = headers_as_utf8(scope["headers"])
+        await answer(replica, scope, receive, send)
+
+    answer_any.accepts_odd_headers = True  # type: ignore[attr-defined]
+    serve_replica.Replica._direct_ingress_asgi = answer_any
+
+
+def headers_as_utf8(headers: Headers) -> Headers:
+    """The same headers, all of them UTF-8; usually the same list. Other bytes are read as Latin-1, as HTTP does."""
+    if all(value.isascii() for _, value in headers):
+        return headers
+    return [(name, _as_utf8(value)) for name, value in headers]
+
+
+def _as_utf8(value: bytes) -> bytes:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1").encode()
+    return value
+
+
+@contextmanager
+def agent_on_any_free_port() -> Iterator[None]:
+    """A `ray.init` in this block starts a cluster whose agent listens on a free port.
+
+    Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
+    without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
+    (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
+    """
+    of_all_clusters = parameter.RayParams
+    parameter.RayParams = partial(of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT)
+    try:
+        yield
+    finally:
+        parameter.RayParams = of_all_clusters
+
+
+def http_host() -> str:
+    """The address on which Serve listens for HTTP. Serve has no public way to ask for it inside a deployment."""
+    return str(_get_global_client().http_config.host)
+
+
+def route_in_this_loop(handle: DeploymentHandle) -> None:
+    """Have the router of an unused handle run in the event loop that runs now.
+
+    By default Serve runs it in a thread of its own, or not, by the mode that it is started in; a router that shares
+    unlocked state with this loop must run in it. `_init` is how Serve's own code chooses.
+    """
+    handle._init(_run_router_in_separate_loop=False)
+
+
+async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str) -> Sequence[Any]:
+    """One call to each replica of a deployment, with `get_async` for its result.
+
+    The public `results_async` of a broadcast gives no result at all when one replica hangs.
+    """
+    calls: Sequence[Any] = await handle.broadcast(method)._fetch_replica_results_async()
+    return calls
+
+
+class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """A RequestRouter with a hook for the moment in which a call is sent to a replica.
+
+    Serve has no hook for it that comes before the replica has answered. No upstream issue is known.
+    """
+
+    @property
+    def deployment(self) -> str:
+        """The name of the deployment whose replicas this router chooses from."""
+        return str(self._deployment_id.name)
+
+    def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:
+        """A call is about to be sent to this replica, which may still refuse it."""
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        try:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except BaseException:
+            self._remove_pending_request_from_indices(pending_request)
+            raise
+        self.on_placed(pending_request, replica)
+        return replica

@@ -1,0 +1,218 @@
+"""One request walks from its body to the engine and its tokens walk back, along the tables of the page about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from app.api import RequestHandler, ServedModel, build_app
+from app.config import ApiConfig, ServedModelConfig
+from app.fleet import FailoverLimits, Fleet, LivenessTimeouts, ReplicaRegistry
+from app.fleet.dispatch import GroupChooser, make_policy
+from app.text import Tokenizer
+from deployments.serve import replica as replica_module
+from deployments.serve.transport import ServeTransport
+from tests.fleet.replicas import Counts
+
+PROJECT = Path(__file__).parents[2]
+PAGE = PROJECT / "docs" / "design" / "request-path.md"
+STEP_MS = 100
+MAX_STATIONS = {"In": 12, "Back": 8}
+# Functions on the way of a token that pass it on unchanged, or wait for it.
+PULLED = {"Fleet.generate", "_choice_pieces", "ChoiceWriter.events"}
+
+
+class Station(NamedTuple):
+    function: str
+    file: str
+
+
+def stations(heading: str) -> list[Station]:
+    """A table of the page."""
+    [table] = re.findall(rf"^## {heading}\n\n(.*?)(?:\n\n|\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [Station(*found) for found in re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", table, re.MULTILINE)]
+
+
+class Passed(NamedTuple):
+    """A function of ours that was entered, or that gave a value back."""
+
+    event: str  # "call" or "return"
+    station: Station
+
+
+class Recorder:
+    """Records the functions of `app` and `deployments` that this process enters and leaves, in all its threads."""
+
+    def __init__(self) -> None:
+        self.passed: list[Passed] = []
+
+    def __enter__(self) -> Recorder:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _profile(self, frame: FrameType, event: str, value: Any) -> None:
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith((f"{PROJECT}/app/", f"{PROJECT}/deployments/")):
+            return
+        self.passed.append(Passed(event, Station(frame.f_code.co_qualname, str(Path(path).relative_to(PROJECT)))))
+
+
+class Remote:
+    """A method of a handle: calls the replica in this process."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self._method = method
+
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._method(*arguments))
+
+
+def fleet_of(replica: Any) -> Fleet:
+    """One replica behind a fleet. Serve's router is two calls of the registry."""
+    policy = make_policy("least_loaded", random.Random(0))
+    registry = ReplicaRegistry(policy, GroupChooser([]), block_size=16, clock=time.monotonic)
+
+    async def serve(request: Any, ingress_id: str) -> None:
+        [chosen] = registry.order(request.request_id, ["r0"])
+        registry.placed(request.request_id, chosen)
+        await replica.serve(request, ingress_id)
+
+    handle = SimpleNamespace(serve=Remote(serve), frame_address=Remote(replica.frame_address))
+    registry.set_replicas(["r0"])
+    limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, liveness=LivenessTimeouts(silence_s=60.0, step_s=60.0))
+    return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The deployment's own class around a simulated model, outside of Serve."""
+    context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
+    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(replica_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(replica_module, "log_where_serve_does", lambda: None)
+    monkeypatch.setattr(replica_module, "keep_calls_on_loopback", lambda: None)
+    model = ServedModelConfig.model_validate(
+        {
+            "name": "demo",
+            # Steps that last: the first event is sent before the second token is there.
+            "engine": {
+                "model": {"path": "models/demo", "simulated": {"step_ms": STEP_MS}},
+                "cache": {"num_blocks": 64},
+            },
+        }
+    )
+    built = replica_module.Replica(model)
+    yield built
+    built._engine.shutdown()
+
+
+async def walk(replica: Any, recorder: Recorder) -> list[int]:
+    """Stream three tokens; returns where in the record each event was sent."""
+    fleet = fleet_of(replica)
+    model = ServedModel(
+        name="demo",
+        tokenizer=Tokenizer.load(str(PROJECT / "models" / "demo")),
+        facts=replica.facts(),
+        generate=fleet.generate,
+        created=0,
+    )
+    body = {"prompt": "3 4", "max_tokens": 3, "ignore_eos": True, "temperature": 0, "stream": True}
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and message.get("body"):
+            assert b"error" not in message["body"], message
+            sent.append(len(recorder.passed))
+
+    async def is_ready() -> bool:
+        return True
+
+    app = build_app(RequestHandler([model], ApiConfig()), is_ready)
+    await app(SCOPE, receive, send)
+    fleet.close()
+    await replica._frame_server.close()
+    return sent
+
+
+SCOPE: dict[str, Any] = {
+    "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/completions",
+    "raw_path": b"/v1/completions", "query_string": b"", "root_path": "", "headers": [],
+    "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1024),
+}  # fmt: skip
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> tuple[list[Passed], list[int]]:
+    """What one request passed, and where in it each of its events was sent."""
+    recorder = Recorder()
+    with recorder:  # before the engine's thread starts
+        sent = asyncio.run(walk(request.getfixturevalue("replica"), recorder))
+    return recorder.passed, sent
+
+
+def assert_passes(passed: Sequence[Passed], expected: Sequence[Passed]) -> None:
+    """These stations come in this order, others between them."""
+    position = 0
+    for each in expected:
+        following = [index for index in range(position, len(passed)) if passed[index] == each]
+        assert following, f"{each.station.function} does not {each.event} after the station before it"
+        position = following[0] + 1
+
+
+def test_a_request_and_its_tokens_pass_the_stations_of_the_page(recorded: tuple[list[Passed], list[int]]) -> None:
+    passed, sent = recorded
+    inward, back = stations("In"), stations("Back")
+    assert_passes(passed, [Passed("call", station) for station in inward])
+    # The second token: its frame holds nothing else, and every part of the stream has begun.
+    delivered = Passed("call", back[0])
+    of_token = passed[passed.index(delivered, sent[0]) : sent[1]]
+    expected = [Passed("return" if each.function in PULLED else "call", each) for each in back]
+    assert_passes(of_token, expected[:-1])
+    assert back[-1] in {each.station for each in passed[sent[0] : sent[1]]}
+
+
+@pytest.mark.parametrize("heading", MAX_STATIONS)
+def test_the_page_has_no_more_stations_than_were_agreed_and_all_exist(heading: str) -> None:
+    found = stations(heading)
+    assert 0 < len(found) <= MAX_STATIONS[heading]
+    for station in found:
+        name = station.function.rpartition(".")[2]
+        assert re.search(rf"def {name}\(", (PROJECT / station.file).read_text()), station
+
+
+def test_no_other_part_of_the_fleet_or_of_the_deployments_handles_a_token(
+    recorded: tuple[list[Passed], list[int]],
+) -> None:
+    """A layer that is put between two stations must come into the table, or into this list of what stations call."""
+    passed, sent = recorded
+    called = {
+        "app/fleet/frames.py",  # bytes
+        "app/fleet/frame_server.py",  # the socket
+        "app/fleet/replica_registry.py", "app/fleet/dispatch/ledger.py",  # the replica's load
+        "app/fleet/dispatch/affinity.py",
+        "deployments/serve/replica.py",  # its report
+    }  # fmt: skip
+    on_the_page = {station.file for station in stations("Back")}
+    files = {each.station.file for each in passed[sent[0] : sent[1]]}
+    ours = {file for file in files if file.startswith(("app/fleet/", "deployments/"))}
+    assert ours <= on_the_page | called

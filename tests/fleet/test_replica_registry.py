@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from app.errors import InvalidRequest, Overloaded
+from app.fleet import ReplicaRegistry
+from app.fleet.dispatch import Group, GroupChooser, make_policy
+from tests.fakes import FakeClock, make_request
+from tests.fleet.reports import make_report
+
+REPLICAS = ("a", "b")
+
+
+def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> ReplicaRegistry:
+    settings = {"name": dispatch} | ({"max_imbalance_tokens": 1000} if dispatch == "prefix_affinity" else {})
+    registry = ReplicaRegistry(
+        make_policy(settings, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
+    )
+    registry.set_replicas(REPLICAS)
+    for replica_id in REPLICAS:
+        registry.note(replica_id, make_report())
+    return registry
+
+
+def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: str) -> tuple[str, str]:
+    """Place a request where the registry prefers it; its id and the replica's."""
+    request = replace(make_request(prompt), **fields)  # type: ignore[arg-type]
+    registry.expect(request)
+    [first, *_] = registry.order(request.request_id, REPLICAS)
+    registry.placed(request.request_id, first)
+    return request.request_id, first
+
+
+def test_requests_of_the_same_moment_see_each_other() -> None:
+    registry = make_registry()
+    assert sorted(place(registry)[1] for _ in range(8)) == ["a"] * 4 + ["b"] * 4
+
+
+def test_a_request_that_went_elsewhere_is_charged_there() -> None:
+    registry = make_registry()
+    request = make_request((5,) * 100)
+    registry.expect(request)
+    [first, second] = registry.order(request.request_id, REPLICAS)
+    registry.placed(request.request_id, second)
+    assert place(registry)[1] == first
+    registry.end(request.request_id)
+
+
+def test_a_suspect_is_tried_last_until_it_reports() -> None:
+    registry = make_registry()
+    registry.suspect("a")
+    assert {place(registry)[1] for _ in range(6)} == {"b"}
+    registry.note("a", make_report())
+    assert place(registry)[1] == "a"
+
+
+def test_a_replica_that_has_just_refused_is_tried_last() -> None:
+    registry = make_registry()
+    for _ in range(5):
+        request = make_request()
+        registry.expect(request, avoid=frozenset({"b"}))
+        assert registry.order(request.request_id, REPLICAS) == ["a", "b"]
+
+
+def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
+    registry = make_registry("prefix_affinity")
+    prompt = tuple(range(2, 42))
+    request_id, first = place(registry, prompt)
+    registry.end(request_id, num_generated=4)
+    assert {place(registry, (*prompt, n))[1] for n in range(6)} == {first}
+    registry = make_registry("prefix_affinity")
+    _, first = place(registry, (9,), session="mine")
+    assert {place(registry, (n,), session="mine")[1] for n in range(6)} == {first}
+
+
+def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> None:
+    registry = make_registry()
+    request_id, first = place(registry)
+    decision = registry.decision(request_id)
+    assert decision is not None
+    line = decision.explain()
+    assert line.startswith(f"least_loaded: {first}")
+    assert all(replica_id in line for replica_id in REPLICAS)
+    registry.end(request_id, num_generated=4)
+    assert registry.decision(request_id) is None
+
+
+def test_when_all_are_full_the_request_is_refused_before_it_is_sent() -> None:
+    registry = make_registry()
+    for replica_id in REPLICAS:
+        registry.note(replica_id, make_report(num_requests=10))
+    with pytest.raises(Overloaded, match=r"all 2 replicas are full \(20 requests\)") as refused:
+        registry.expect(make_request())
+    assert refused.value.retry_after_s == pytest.approx(1 / 8)  # two replicas end four a second each
+    with pytest.raises(Overloaded) as refused:
+        registry.expect(make_request())
+    assert refused.value.retry_after_s == pytest.approx(2 / 8)
+    registry.note("b", make_report(num_requests=9))
+    registry.expect(make_request())
+
+
+def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
+    registry = make_registry(groups=(Group("old", 1.0), Group("new", 1.0)))
+    registry.note("a", make_report(group="old", max_requests=100))
+    registry.note("b", make_report(group="new", max_requests=100))
+    assert {place(registry, group="new")[1] for _ in range(5)} == {"b"}
+    assert {place(registry)[1] for _ in range(40)} == {"a", "b"}
+    request = replace(make_request(), group="new")
+    registry.expect(request)
+    assert registry.order(request.request_id, ["a"]) == ["a"]
+    with pytest.raises(InvalidRequest, match="there is no group 'newest'; there are old, new"):
+        registry.expect(replace(make_request(), group="newest"))
+
+
+def test_it_tells_how_it_sees_every_replica() -> None:
+    registry = make_registry()
+    registry.set_replicas([*REPLICAS, "new"])
+    registry.note("a", make_report(group="x", num_requests=10, max_requests=10))
+    registry.suspect("b")
+    full, silent, new = registry.describe()
+    assert (full["replica"], full["group"], full["is_full"], full["is_suspect"]) == ("a", "x", True, False)
+    assert (full["requests"], full["max_requests"], full["tokens_per_s"]) == (10, 10, 100.0)
+    assert (silent["is_suspect"], silent["is_full"], silent["requests"]) == (True, False, 0)
+    assert (new["replica"], new["max_requests"], new["step_age_s"]) == ("new", None, None)
+
+
+def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
+    registry = make_registry()
+    told: list[list[str]] = []
+    registry.on_replicas = lambda replica_ids: told.append(sorted(replica_ids))
+    registry.set_replicas(["b", "c"])
+    registry.note("a", make_report())  # it is still ending what it has
+    assert told == [["b", "c"]]
+    assert sorted(registry.replica_ids) == ["b", "c"]
+    assert list(registry.reports) == ["b"]
+
+
+def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
+    """A service that rolls out new versions for months sees thousands come and go."""
+    registry = make_registry()
+    registry.note("a", make_report(num_requests=9))
+    registry.set_replicas(["b"])
+    registry.set_replicas(REPLICAS)
+    request_id, _ = place(registry)
+    decision = registry.decision(request_id)
+    assert decision is not None
+    assert {candidate.replica_id: candidate.num_ahead for candidate in decision.candidates} == {"a": 0, "b": 0}
