@@ -22,7 +22,8 @@ from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import ChoiceDelta, generate_choices
-from app.api.output.completion_writers import Progress, Writer
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import Progress
 from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
@@ -40,7 +41,7 @@ _ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """Where a request comes from: whose limits it uses, and what its headers say."""
+    """The sender of a request: the account that pays for it, and its headers."""
 
     reservation: Reservation
     request_id: str
