@@ -22,25 +22,26 @@ from app.api.endpoints.table import ENDPOINTS
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import ChoiceDelta, generate_choices
-from app.api.output.completion_writers import Progress, Writer
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import Progress
 from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import Answered, Json
+from app.jobs import LOWEST_CLASS, Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 # What a batch item cannot choose.
-_LOWEST_CLASS: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
+_ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
 
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """Where a request comes from: whose limits it uses, and what its headers say."""
+    """The sender of a request: the account that pays for it, and its headers."""
 
     reservation: Reservation
     request_id: str
@@ -197,7 +198,7 @@ class RequestHandler:
         try:
             with self.authenticator.account_named(owner).reserve_item() as reservation:
                 client = Client(reservation=reservation, request_id=request_id)
-                pending = await self.handle(ENDPOINTS[path], {**body, **_LOWEST_CLASS, **tenant}, client)
+                pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
                 return Answered(200, await pending.full_response())
         except Exception as error:
             if _may_pass(error):

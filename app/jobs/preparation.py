@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from app.api.call import Call, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
-from app.api.output.completion_writers import Answer as CompletedText
-from app.api.output.completion_writers import ChatFormat, CompletionFormat, answered_elsewhere
+from app.api.output.completion_writers import ChatFormat, CompletionFormat, single_choice_response
+from app.api.output.progress import ChoiceOutput
 from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import refuse_unavailable
 from app.api.schemas.requests import (
@@ -110,10 +110,8 @@ def check_fits_engines(body: QueuedRequest) -> None:
 def response_of(url: str, model_name: str, output: ItemOutput) -> Json:
     """The body of the completion that an HTTP client would have got for an engine's output."""
     form, prefix = (ChatFormat(), "chatcmpl") if url == CHAT_URL else (CompletionFormat(), "cmpl")
-    text = CompletedText(
-        text=output.text or "", num_tokens=output.completion_tokens, finish_reason=output.finish_reason
-    )
-    return answered_elsewhere(
+    text = ChoiceOutput(text=output.text or "", num_tokens=output.completion_tokens, finish_reason=output.finish_reason)
+    return single_choice_response(
         form, f"{prefix}-{uuid.uuid4().hex}", model_name, text,
         created=int(time.time()), num_prompt=output.prompt_tokens,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The admin routes: what each API key has used, and how the replicas are. Neither keys nor prompts are in them."""
+"""GET /admin/keys and /admin/fleet: the use of each API key, and the state of replicas. No keys, no prompts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """What one process that sends requests knows: an ingress, or the one that works batches off."""
+    """The report of one process that sends requests: an ingress, or the one that runs batches."""
 
     process: str
     usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
-    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # as it sees them, by model
+    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # by model, as this process sees them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What all processes say that answered in time."""
+    """The reports of all processes that answered in time."""
 
     reports: Sequence[ProcessReport]
     num_missing: int = 0
@@ -51,7 +51,7 @@ class AdminRoutes:
         ]
 
     async def keys(self, request: Request) -> Response:
-        """What each key has used, summed over all processes, beside the limits that each process keeps to."""
+        """The use of each key, summed over all processes, and its limits, which each process applies by itself."""
         findings = await self._collect()
         entries = [
             _entry(account, [report.usage.get(account.name, Usage()) for report in findings.reports])
@@ -71,12 +71,12 @@ class AdminRoutes:
 
 
 def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
-    """What this process has counted, by the name of the key."""
+    """The use that this process has counted, by the name of the key."""
     return {account.name: account.usage for account in authenticator.accounts}
 
 
 def only_this_process(authenticator: Authenticator) -> Collect:
-    """Where there are no other processes to ask."""
+    """For an application of one process."""
 
     async def collect() -> Findings:
         return Findings(reports=[ProcessReport(process="", usage=usage_of(authenticator))])

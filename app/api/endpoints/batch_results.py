@@ -1,4 +1,4 @@
-"""What came of each request of a batch, in the order of its input, put together from the batch's files."""
+"""The results of a batch in the order of its input, from the batch's files."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def _result(index: int, line: Json) -> Json:
 
 
 def _lines(content: bytes) -> list[Any]:
-    # As the lines are told apart when they are worked off: by nothing but line feeds.
+    # Lines end with line feeds only, as where they are read to be computed.
     return [from_json(line) for line in content.removeprefix(BYTE_ORDER_MARK).split(b"\n") if line.strip()]

@@ -40,7 +40,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValida
 
 
 def _text(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # whatever it is, it is not repeated
+    if not isinstance(value, str) or len(value) > MAX_SECRET_LENGTH:  # the error must not repeat a secret
         raise ValueError(f"should be a string of at most {MAX_SECRET_LENGTH} characters")
     return value
 
@@ -63,7 +63,7 @@ class BatchRequest(Schema):
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-    webhook: WebhookRequest | None = None  # ours: OpenAI's are set up for a whole project
+    webhook: WebhookRequest | None = None  # not in OpenAI's API, where webhooks belong to a project
 
     @field_validator("endpoint")
     @classmethod

@@ -1,4 +1,4 @@
-"""The use case behind /v1/embeddings: texts become requests that end with a vector, vectors become the answer."""
+"""POST /v1/embeddings: each text becomes a request that ends with a vector."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
 from app.api.endpoints.endpoint import Endpoint
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Json, Progress, Writer
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import Json, Progress
 from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
 
-MAX_BYTES_ON_THE_LOOP = 50_000  # more are written in a thread, so that streams do not stutter
+MAX_BYTES_ON_THE_LOOP = 50_000  # larger responses are written in a thread, so that the event loop keeps serving streams
 
 
 async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits) -> Call:
@@ -99,19 +100,19 @@ def _request(body: EmbeddingsRequest, model: ServedModel, request_id: str, promp
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingsWriter(Writer):
-    """The answer of one call on /v1/embeddings."""
+    """Writes the response to one call."""
 
     body: EmbeddingsRequest
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
-        vectors = [b""] * len(progress.answers)
+        vectors = [b""] * len(progress.outputs)
         with progress.metrics:
             async with aclosing(pieces):
                 async for piece in pieces:
                     progress.add(piece, keep_text=False)
                     if piece.finish_reason is not None:
-                        vectors[piece.index] = _given(piece)
+                        vectors[piece.index] = _vector_of(piece)
         progress.log_end()
         num_tokens = progress.call.num_prompt_tokens
         return {
@@ -139,7 +140,7 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(numbers.tobytes()).decode()
 
 
-def _given(piece: ChoiceDelta) -> bytes:
+def _vector_of(piece: ChoiceDelta) -> bytes:
     if piece.embedding is None:
         raise Failure(f"the request of text {piece.index} ended without a vector")
     return piece.embedding

@@ -26,7 +26,7 @@ _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]
 
 
 class ExpiresAfter(Schema):
-    """When a file goes."""
+    """When a file is deleted."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2_592_000)
@@ -62,7 +62,7 @@ class FileRoutes:
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
             return JSONResponse(await service.finish_upload(upload_id, _new_file(form, self._owner_of(request))))
         except BaseException:
-            with suppress(Exception):  # it is forgotten anyway, some minutes later
+            with suppress(Exception):  # the service deletes it some minutes later in any case
                 await service.abandon_upload(upload_id)
             raise
 
@@ -82,7 +82,7 @@ class FileRoutes:
         return JSONResponse(await self._service.delete_file(self._owner_of(request), request.path_params["file_id"]))
 
     async def content(self, request: Request) -> Response:
-        """A file as it was sent or written."""
+        """The content of a file."""
         file = await self._service.file(self._owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
@@ -115,7 +115,7 @@ def _new_file(form: Form, owner: str) -> NewFile:
 
 
 def _filename(given: str) -> str:
-    """The last part of it, as browsers send it: a name to show, of which no path is ever made here."""
+    """The last part of the name that a browser sends. It is only shown: no path is made of it."""
     name = given.replace("\\", "/").rpartition("/")[2]
     if not 0 < len(name) <= MAX_FILENAME_LENGTH or not name.isprintable() or name in (".", ".."):
         raise InvalidRequest(f"the filename should be 1 to {MAX_FILENAME_LENGTH} printable characters", param="file")

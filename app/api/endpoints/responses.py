@@ -14,7 +14,8 @@ from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
-from app.api.output.completion_writers import Json, Progress, Writer
+from app.api.output.completion_writers import Writer
+from app.api.output.progress import Json, Progress
 from app.api.output.token_details import TokenLogprob, TokenNames, chat_logprobs
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.request_limits import RequestLimits
@@ -40,7 +41,7 @@ class ResponsesWriter(Writer):
             async with aclosing(pieces):
                 async for piece in pieces:
                     for _ in response.add(piece):
-                        pass  # nobody reads along
+                        pass  # no events are sent
         progress.log_end()
         return response.as_json()
 
@@ -84,14 +85,14 @@ class ResponseBuilder:
         self._error: Json | None = None
         self._num_events = 0
         self._names = TokenNames(progress.call.model.tokenizer)
-        self._pending_logprobs: list[TokenLogprob] = []  # tokens whose text is yet to come, or that have none
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
-        """Book a piece; the events that it makes."""
+        """Add a delta and yield its events."""
         self._progress.add(piece, keep_text=False)
         if not piece.num_tokens and piece.finish_reason is None:
-            return  # it is queued; no word goes out before there is a token
+            return  # the request is queued; nothing is sent before the first token
         yield from self._begin()
         if piece.details is not None:
             self._pending_logprobs += piece.details.text_logprobs
@@ -101,7 +102,7 @@ class ResponseBuilder:
             yield from self._call(call)
         if piece.finish_reason is not None:
             if self._pending_logprobs and not (self._output and isinstance(self._output[-1], _FunctionCall)):
-                yield from self._say("")  # the end token counts, and has no text
+                yield from self._say("")  # the end token has log-probabilities and no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
     def fail(self, error: Json) -> Iterator[Json]:
@@ -177,8 +178,8 @@ class ResponseBuilder:
         if piece.name is not None:
             yield from self._open(_FunctionCall(piece.call_id, piece.name))
         call = self._output[-1]
-        assert isinstance(call, _FunctionCall), "a call is not interrupted"
-        self._pending_logprobs = []  # logprobs are those of text
+        assert isinstance(call, _FunctionCall), "deltas of a call follow each other"
+        self._pending_logprobs = []  # only text has log-probabilities
         call.arguments += piece.arguments
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
@@ -227,10 +228,10 @@ class ResponseBuilder:
 
 @dataclass(slots=True)
 class _Message:
-    """Text of the assistant."""
+    """A message of the assistant."""
 
     text: str = ""
-    logprobs: list[Json] = field(default_factory=list)  # of its tokens, where they are wanted
+    logprobs: list[Json] = field(default_factory=list)  # of its tokens, where the request asks for them
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
@@ -253,7 +254,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _FunctionCall:
-    """A call of a function."""
+    """A function call."""
 
     call_id: str
     name: str

@@ -1,4 +1,4 @@
-"""/v1/batch, the short form: a list of prompts, answered at once or as a job, which is a batch like any other."""
+"""/v1/batch, the short form: a list of prompts, computed at once or as a job, which is a batch like any other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ShortBatchRoutes:
             new = NewFile(owner=owner, filename=INPUT_NAME, purpose="batch")
             file = await service.finish_upload(upload_id, new)
         except BaseException:
-            with suppress(Exception):  # it is forgotten anyway, some minutes later
+            with suppress(Exception):  # the service deletes it some minutes later in any case
                 await service.abandon_upload(upload_id)
             raise
         try:
@@ -99,7 +99,7 @@ class ShortBatchRoutes:
                 )
             )
         except CarouselError:
-            with suppress(CarouselError):  # it stays as a file that its owner can delete
+            with suppress(CarouselError):  # else it stays as a file that its owner can delete
                 await service.delete_file(owner, file["id"])
             raise
         return _with_progress(batch) | {"results": None}
@@ -125,7 +125,7 @@ def _with_progress(batch: Json) -> Json:
 
 
 def _answered_at_once(prompts: PromptList, answers: list[Answered]) -> Json:
-    """What a job's batch says at its end, as far as there is anything to say."""
+    """The same object as for a job that has ended, without the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
     num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))

@@ -1,4 +1,4 @@
-"""From the error tree to HTTP: the only place that names an error's status, type and code."""
+"""Errors as HTTP responses. The status, type and code of each error are only here."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from app.errors import (
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE_STATUS = 499  # for the log only: nobody is there to read it
-MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry at all when the hint is longer
+CLIENT_GONE_STATUS = 499  # for the log only: the client is gone
+MAX_RETRY_AFTER_S = 120.0  # the openai package does not retry when the value is larger
 UNAVAILABLE_RETRY_AFTER_S = 2.0
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
 
 
 def error_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """The OpenAI error object. What is not meant for clients is replaced by the id under which it was logged."""
+    """The OpenAI error object. The message of an internal error is replaced by the id of its log line."""
     kind = _kind_of(error)
     message = str(error)
     param = code = None
@@ -84,20 +84,20 @@ def error_status(error: Exception) -> int:
 
 
 def error_response(error: Exception, request_id: str) -> Response:
-    """The whole answer to a request that failed before its first byte."""
+    """The response to a request that failed before its first byte."""
     if isinstance(error, ClientGone):
         return Response(status_code=CLIENT_GONE_STATUS)
     return JSONResponse(error_body(error, request_id), status_code=_kind_of(error).status, headers=_headers(error))
 
 
 def log_error(error: Exception, request_id: str) -> None:
-    """One line per failed request; a stack only for what we did not foresee."""
+    """One log line for each failed request, with a stack trace for internal errors."""
     kind = _kind_of(error)
     if isinstance(error, ClientGone):
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %r", request_id, error, exc_info=error)
-    elif isinstance(error, InvalidRequest):  # its message may quote the request, and no log shows what was sent
+    elif isinstance(error, InvalidRequest):  # its message may quote the request, which no log line shows
         code, param = error.code or kind.code, error.param
         logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)
     else:
@@ -105,7 +105,7 @@ def log_error(error: Exception, request_id: str) -> None:
 
 
 def from_http_exception(error: HTTPException) -> CarouselError:
-    """What Starlette's router says about a route or a method, as one of ours."""
+    """An error of Starlette's router as one of `app.errors`."""
     if error.status_code == 405:
         return MethodNotAllowed("this route does not take this HTTP method; see the Allow header")
     if error.status_code == 404:
@@ -118,11 +118,11 @@ def _kind_of(error: Exception) -> _Kind:
 
 
 def _headers(error: Exception) -> dict[str, str]:
-    if isinstance(error, DeadlineMissed | Quarantined):  # the openai package would try a 408 again
+    if isinstance(error, DeadlineMissed | Quarantined):  # the openai package would retry a 408
         return {"x-should-retry": "false"}
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, BodyTooSlow):  # what would still come is not to be taken for another request
+    if isinstance(error, BodyTooSlow):  # the rest of the body must not be read as another request
         return {"Connection": "close"}
     if isinstance(error, Overloaded):
         return _retry_after(error.retry_after_s)

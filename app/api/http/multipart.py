@@ -1,4 +1,4 @@
-"""An upload as multipart/form-data, read as it comes: its file goes on in pieces, memory stays bounded."""
+"""An upload as multipart/form-data, read in pieces with bounded memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_BYTES = 128
 SILENCE_TIMEOUT_S = 60.0
-_PARSED_AT_ONCE = 64 * 1024  # bytes; between two such pieces others may use the event loop
+_PARSED_AT_ONCE = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
 _SENT_AT_ONCE = 1024 * 1024
-_OVERHEAD_BYTES = 256 * 1024  # what boundaries, headers and fields may add to the file
+_OVERHEAD_BYTES = 256 * 1024  # for boundaries, headers and fields beside the file
 
 Sink = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a form said beside its file."""
+    """The fields of a form beside its file."""
 
     filename: str
     fields: dict[str, str]
 
 
 async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> Form:
-    """Read a form with one file, whose content goes to `sink`.
+    """Read a form with one file. The file's content goes to `sink`.
 
-    Raises InvalidRequest for what is no such form or has no end, BodyTooLarge, and what `sink` raises.
+    Raises InvalidRequest for a body that is no such form or has no end, BodyTooLarge, and what `sink` raises.
     """
     reader = _Reader(_boundary(request.headers.get("content-type", "")))
     async for piece in _pieces(request, max_file_bytes + _OVERHEAD_BYTES):
@@ -64,7 +64,7 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
-    """What comes next of the body; None behind its end."""
+    """The next piece of the body; None at its end."""
     try:
         async with asyncio.timeout(SILENCE_TIMEOUT_S):
             return await anext(chunks, None)
@@ -99,7 +99,7 @@ class _Part:
 
 
 class _Reader:
-    """Fed with pieces of the body; has the file's content as far as nobody took it."""
+    """Parses pieces of the body; `content` is the part of the file that was not taken yet."""
 
     def __init__(self, boundary: bytes) -> None:
         self.content = bytearray()
@@ -128,20 +128,20 @@ class _Reader:
     def write(self, data: bytes) -> None:
         """Parse a piece. Raises InvalidRequest."""
         if self._has_ended:
-            return  # what follows the last boundary is nobody's
+            return  # bytes after the last boundary are ignored
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _invalid(str(error)) from None
 
     def take_content(self) -> bytes:
-        """The file's content that nobody took yet."""
+        """The part of the file's content that was not taken yet."""
         content = bytes(self.content)
         self.content.clear()
         return content
 
     def form(self) -> Form:
-        """What was read. Raises InvalidRequest when something is missing."""
+        """The form. Raises InvalidRequest when something is missing."""
         if not self._has_ended:
             raise _invalid("it ends before its last boundary")
         if self._filename is None:
@@ -162,7 +162,7 @@ class _Reader:
         part.header_value.clear()
 
     def _end_headers(self) -> None:
-        # The parser's own decoding of these bytes is latin-1, whose inverse brings the client's UTF-8 back.
+        # The parser decodes these bytes as latin-1. Encoding them so again restores the client's UTF-8.
         _, options = parse_options_header(self._part.disposition.encode("utf-8").decode("latin-1"))
         name = options.get(b"name", b"")
         if not 0 < len(name) <= MAX_NAME_BYTES:

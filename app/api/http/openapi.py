@@ -1,4 +1,4 @@
-"""The description of the API at /openapi.json: bodies from the typed requests, limits from the settings."""
+"""The document at /openapi.json: bodies from the typed requests, limits from the settings."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 
 
 def _answers() -> Json:
-    """What comes back, as far as clients may rely on it."""
+    """The schemas of responses, with the fields that clients may rely on."""
     usage = _object(prompt_tokens=_WHOLE_NUMBER, completion_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER)
     reason = {"enum": ["stop", "length", "tool_calls"]}
     or_nothing = {"type": ["string", "null"]}

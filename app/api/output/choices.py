@@ -1,4 +1,4 @@
-"""A call's choices: each request's token deltas as text, all of them merged into one stream of pieces."""
+"""A call's choices: the token deltas of each request become text, merged into one stream of choice deltas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.text import GeneratedText, TextDelta
 
 @dataclass(slots=True)  # one for every token, and a frozen one takes three times as long to make
 class ChoiceDelta:
-    """What one delta added to one choice. The last piece of a choice has its finish reason."""
+    """What one token delta adds to one choice. The last delta of a choice has its finish reason."""
 
     index: int
     text: str
@@ -25,21 +25,21 @@ class ChoiceDelta:
     num_cached_tokens: int
     finish_reason: str | None = None  # "stop", "length" or "tool_calls", never anything else
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
-    queued: Queued | None = None  # on the first piece, where whoever generates tells it
-    calls: tuple[ToolCallDelta, ...] = ()  # what is new of tool calls
-    embedding: bytes | None = None  # on the last piece, where one is wanted
-    details: TokenDetails | None = None  # where the call wants any
+    queued: Queued | None = None  # on the first delta, where the replica reports it
+    calls: tuple[ToolCallDelta, ...] = ()  # the new parts of tool calls
+    embedding: bytes | None = None  # on the last delta of a request for an embedding
+    details: TokenDetails | None = None  # where the call asks for them
 
     @property
     def measured_reason(self) -> str | None:
-        """The finish reason as metrics know it: calls are text to whoever generates."""
+        """The finish reason for metrics: the engine sees tool calls as text."""
         return "stop" if self.finish_reason == "tool_calls" else self.finish_reason
 
 
 def generate_choices(call: Call) -> AsyncGenerator[ChoiceDelta, None]:
-    """Run all requests of a call at once and yield their pieces as they come.
+    """Run all requests of a call and yield their deltas as they come.
 
-    Close it to abort what is still running. The first error of any choice ends all of them and is raised here.
+    Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
     """
     choices = [_choice_pieces(call, index) for index in range(len(call.requests))]
     if call.tools is not None:
@@ -77,7 +77,7 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
 
 
 def _collector(call: Call, index: int) -> LogprobsCollector | None:
-    """Who tells of a choice's tokens, where the call wants to know."""
+    """The collector of a choice's token details, where the call asks for them."""
     if not call.detail_options:
         return None
     return LogprobsCollector(
@@ -112,7 +112,7 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
 
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
-    """The pieces with tool calls taken out of their texts; they end with the first call where only one may be made."""
+    """The deltas with tool calls taken out of their texts. They end with the first call where only one is allowed."""
     calls = tools.calls()
     async with aclosing(pieces):
         async for piece in pieces:
@@ -127,9 +127,9 @@ async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse)
 
 @asynccontextmanager
 async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
-    """What `generate` yields, closed at the end of the block; that it was cancelled there is an error here.
+    """The deltas of `generate`, closed at the end of the block. A cancellation inside `generate` becomes Unavailable.
 
-    Around the loop over the deltas and not another generator in it: that would be paid for at every token.
+    A context manager around the loop, as another generator in it would cost time for every token.
     """
     deltas = generate(request)
     try:
@@ -138,7 +138,7 @@ async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled us: whoever generates was cancelled, and to our caller that is a failure.
+        # This task was not cancelled: the generation was, which the client sees as a failure.
         raise Unavailable("this generation was cancelled by the server; try again") from None
     finally:
         # Generators have `aclose`; other iterators need none.
@@ -148,15 +148,15 @@ async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[
 
 
 class _Exhausted:
-    """Put into the queue by a source that has no more."""
+    """The end of one source in the queue."""
 
 
 async def _merge(
     sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """The pieces of all sources as they come. When this ends, in whatever way, all sources are closed.
+    """The deltas of all sources as they come. All sources are closed when this generator ends, also by an error.
 
-    Not a TaskGroup: that may not span a `yield`.
+    Not a TaskGroup, which must not span a `yield`.
     """
     queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
     slots = asyncio.Semaphore(at_once)

@@ -1,7 +1,6 @@
-"""From the fields that say what an output must look like to the grammar that the engine is given.
+"""The grammar of an output, from the fields of a request for structured output.
 
-Here is looked at shape and size only. What a schema, a regular expression or a grammar comes to is found out where it
-is compiled, beside the engine.
+Only shape and size are checked here. Schemas, regular expressions and grammars are compiled beside the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def grammar_of(body: GenerationRequest) -> Grammar | None:
-    """What the output of a request must look like; None where anything will do. Raises InvalidRequest."""
+    """The grammar of a request's output; None for free text. Raises InvalidRequest."""
     from_format = None if body.response_format is None else _of_format(body.response_format, body.format_param)
     from_vendor = None if body.structured_outputs is None else _of_vendor(body.structured_outputs)
     if from_format is not None and from_vendor is not None:
@@ -41,7 +40,7 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
 
 
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
-    """OpenAI's. Without `strict` they promise to try, and so keywords that are not known do no harm."""
+    """OpenAI's field. Without `strict` the schema is best effort, so unknown keywords are ignored."""
     if given.type == "text":
         return None
     if given.type == "json_object":
@@ -55,7 +54,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
 
 
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:
-    """vLLM's: exactly one of its fields."""
+    """vLLM's field: exactly one of its parts."""
     detail_options = {
         "json": given.json_,
         "regex": given.regex,
@@ -110,7 +109,7 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
-    """What begins with one of the triggers is one of the structures. Raises InvalidRequest where they do not match."""
+    """Free text in which a trigger begins a structure. Raises InvalidRequest where they do not match."""
     structures = given.structures
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):
@@ -135,7 +134,7 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
 
 
 def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """JSON documents of a schema. `param` is the field it came in; `is_lenient`: what cannot be kept is passed over.
+    """JSON documents of a schema, which came in the field `param`. `is_lenient`: unsupported keywords are ignored.
 
     Raises InvalidRequest when it is too long.
     """
@@ -143,12 +142,12 @@ def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = Fal
 
 
 def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bool = False) -> Json:
-    """What follows a trigger in a text that is free else; its parts are described in `app/grammar/tags.py`."""
+    """The content after a trigger in free text. `app/grammar/tags.py` describes its parts."""
     return {"trigger": trigger, "is_opening": is_opening, "content": content, "is_last": is_last}
 
 
 def tags_grammar(tags: Sequence[Json], schemas: Sequence[tuple[Json, bool]], *, param: str) -> Grammar:
-    """Such a text. `schemas` are those that contents name by number, with whether they are lenient.
+    """Free text with tags. `schemas` are those that contents name by number, each with whether it is lenient.
 
     Raises InvalidRequest when it is too long.
     """

@@ -1,4 +1,4 @@
-"""Tools on offer in a call: what has to be known to take the model's calls out of its text."""
+"""The tools of a request: how the model's tool calls are taken out of its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class ToolCallDelta(NamedTuple):
-    """What is new of one call. Its first piece has the id and the name, the others more of the arguments."""
+    """What is new of one tool call. The first delta has the id and the name, later ones have more of the arguments."""
 
     number: int  # of the call, from 0
     call_id: str
@@ -36,20 +36,20 @@ class ToolCallDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How the calls in the texts of one API call are found."""
+    """How tool calls are found in the texts of one request."""
 
     make_parser: Callable[[], CallParser]
     form: ToolFormat
-    token_ids: frozenset[int] = frozenset()  # special tokens that belong to the format and so are shown to the parser
-    grammar: Grammar | None = None  # of an output whose calls are forced, or have to keep to their schemas
+    token_ids: frozenset[int] = frozenset()  # special tokens of the format, which the parser must see
+    grammar: Grammar | None = None  # of an output with forced or strict calls
 
     def calls(self) -> Calls:
-        """For one choice."""
+        """The calls of one choice."""
         return Calls(self.make_parser(), self.form)
 
 
 class Calls:
-    """The calls of one choice, with ids."""
+    """The tool calls of one choice, with ids."""
 
     def __init__(self, parser: CallParser, form: ToolFormat) -> None:
         """`form` says what ids look like."""
@@ -62,11 +62,11 @@ class Calls:
 
     @property
     def are_done(self) -> bool:
-        """Whether the call that may be made was made."""
+        """Whether the only allowed call is complete."""
         return self._parser.is_done
 
     def push(self, text: str, *, is_last: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Take more of the text; what remains text and what is new of calls."""
+        """Add text; returns the text outside calls and what is new of calls."""
         parsed = self._parser.push(text)
         parts = [parsed, self._parser.flush()] if is_last and not self._parser.is_done else [parsed]
         calls = tuple(
@@ -82,9 +82,9 @@ class Calls:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """What a chat needs for its tools; None when it offers none. Raises InvalidRequest when they cannot be served.
+    """The tools of a chat; None when it has none. Raises InvalidRequest when they cannot be served.
 
-    `form` is how the model writes calls where it is free to; forced ones are written in one way by all models.
+    `form` is how the model writes free calls. Forced calls have one form for all models.
     """
     if not body.tools or body.tool_choice == "none":
         return None
@@ -122,7 +122,7 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
 def _free_calls_grammar(
     functions: Sequence[FunctionDefinition], form: ToolFormat, document: Grammar | None
 ) -> Grammar | None:
-    """Of an output in which calls may be made; None where nothing but the request's own grammar has to be kept to."""
+    """The grammar of an output with free calls; None where only the request's own grammar applies."""
     if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
         return document_or_calls_grammar(
             json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient

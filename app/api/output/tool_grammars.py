@@ -1,4 +1,4 @@
-"""The grammar of an output in which the model may call tools, and every call that it makes keeps to its schema."""
+"""Grammars of outputs with tool calls: calls that are forced, and free calls that keep to their schemas."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from app.api.schemas.requests import FunctionDefinition
 from app.engine.request import Grammar
 from app.text.tool_calls import ToolFormat
 
-_SPACE = r"( ?|\n[ \t]{0,40})"  # what may stand between the tokens of a document
+_SPACE = r"( ?|\n[ \t]{0,40})"  # white space between the tokens of a document
 _MAYBE_SPACE: Json = {"any": [[], [{"pattern": r"[ \n]{1,2}"}]]}
 _CALL_ID: Json = {"any": [[], ["[CALL_ID]", {"pattern": "[A-Za-z0-9]{9}"}]]}
 ANY_ARGUMENTS: Json = {"type": "object"}
 
 
 def arguments_grammar(function: FunctionDefinition) -> Grammar:
-    """The arguments of this function. Raises InvalidRequest when its schema is too long."""
+    """A document of this function's arguments. Raises InvalidRequest when the schema is too long."""
     return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
 
 
@@ -52,7 +52,7 @@ def parameters_of(function: FunctionDefinition) -> Json:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """A schema as it must be written where it is part of another, at `place`: its references lead into itself."""
+    """The schema rewritten for `place` inside another schema: its references point into itself."""
     if isinstance(schema, list):
         return [moved(each, place) for each in schema]
     if not isinstance(schema, dict):
@@ -74,7 +74,7 @@ def strict_calls_grammar(functions: Sequence[FunctionDefinition], form: ToolForm
     calls = _calls(form, functions)
     is_last = not form.end
     tags = [tag(form.begin, content, is_last=is_last) for content in _marked(form, functions, calls)]
-    if form.may_begin_bare:  # one call: to name all of them behind each would take too long to compile
+    if form.may_begin_bare:  # one call: a grammar with all of them after each would take too long to compile
         tags += [
             tag(f'{{"name":"{each.name}"', _arguments(form, number), is_opening=True, is_last=True)
             for number, each in enumerate(functions)
@@ -87,7 +87,7 @@ def document_or_calls_grammar(
 ) -> Grammar:
     """A document of the schema, which came in the field `param`, or calls and nothing else, as above.
 
-    Where nothing marks a call there may be one: it and the document are objects, told apart by their schemas. Raises
+    Where nothing marks a call there may be one: it and the document are objects, distinguished by their schemas. Raises
     InvalidRequest as above.
     """
     contents: list[Content] = [[{"schema": len(functions)}]]
@@ -123,7 +123,7 @@ def _calls(form: ToolFormat, functions: Sequence[FunctionDefinition]) -> Json:
 
 
 def _marked(form: ToolFormat, functions: Sequence[FunctionDefinition], calls: Json) -> list[Content]:
-    """What may follow the marker before calls."""
+    """The contents that may follow the marker before calls."""
     if form.end:
         return [[_MAYBE_SPACE, calls, _MAYBE_SPACE, form.end]]
     if not form.lead:
@@ -143,11 +143,11 @@ def _call(form: ToolFormat, name: str, number: int) -> Content:
 
 
 def _arguments(form: ToolFormat, number: int) -> Content:
-    """Of such an object, what follows the name."""
+    """The rest of such an object after the name."""
     key = rf'{_SPACE},{_SPACE}"{form.arguments_key}"{_SPACE}:{_SPACE}'
     return [{"pattern": key}, {"schema": number}, {"pattern": rf"{_SPACE}\}}"}]
 
 
 def _more(form: ToolFormat, calls: Json) -> Content:
-    """More calls behind the first."""
+    """More calls after the first."""
     return [{"repeat": [{"pattern": rf"{_SPACE}{re.escape(form.separators[0])}{_SPACE}"}, calls]}]

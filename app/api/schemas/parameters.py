@@ -1,9 +1,10 @@
-"""What is known of the fields that the schemas do not have: asked for in vain, without effect, or never heard of."""
+"""Fields that the schemas do not have: not supported here, without effect, or unknown."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=ModelRequest)
 
-# Fields whose behaviour does not exist yet, with the values that do not ask for it. `null` never does.
+# Fields that ask for something that this version does not do, with the values that do not ask for it, beside `null`.
 _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": ("",),
@@ -72,13 +73,13 @@ _INSTEAD = {
     "guided_grammar": 'structured_outputs: {"grammar": ...}',
 }
 
-# At OpenAI these change no text, and so it is here.
+# These change no text at OpenAI, and none here.
 _WITHOUT_EFFECT = frozenset(
     "metadata store safety_identifier prompt_cache_key prompt_cache_retention spaces_between_special_tokens".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000
-MAX_NAME_LENGTH = 100  # more of it is not remembered: a thousand names as long as bodies may be are gigabytes
+MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
 MAX_NAMED = 20
 STRICT_HEADER = "x-strict"
 
@@ -91,20 +92,22 @@ def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
 def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
     """Raise InvalidRequest when the body asks for something that this version does not do."""
     for name, harmless in unavailable(schema).items():
-        value = as_int(body.get(name))
+        if name not in body:
+            continue
+        value = as_int(body[name])
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             instead = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
             raise InvalidRequest(f"{name} is not supported by this version; {instead}", param=name)
 
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
-    """Raise InvalidRequest with the paths of all fields that nobody knows, those inside other fields too."""
+    """Raise InvalidRequest with the paths of all unknown fields, those inside other fields too."""
     known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
     refuse_names([path for path in _unknown(body, schema) if path not in known])
 
 
 def refuse_names(unknown: Sequence[str]) -> None:
-    """Raise InvalidRequest with these paths of fields that nobody knows, if there are any."""
+    """Raise InvalidRequest with these paths of unknown fields, if there are any."""
     if unknown:
         shown = ", ".join(path[:100] for path in unknown[:MAX_NAMED])
         more = f" and {len(unknown) - MAX_NAMED:,} more" if len(unknown) > MAX_NAMED else ""
@@ -128,7 +131,7 @@ def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
                 yield inside
             else:
                 yield from _unknown(item, field.annotation, inside)
-    elif isinstance(value, dict):  # where there is a choice of schemas, the one that knows most of it is meant
+    elif isinstance(value, dict):  # of several schemas, the one with the fewest unknown fields counts
         choices = [list(_unknown(value, inner, path)) for inner in get_args(kind) if _has_schema(inner)]
         yield from min(choices, key=len, default=())
 
@@ -139,16 +142,21 @@ def _has_schema(kind: Any) -> bool:
     return get_origin(kind) is not dict and any(_has_schema(inner) for inner in get_args(kind))
 
 
+@cache
+def _known_fields(schema: type[ModelRequest]) -> frozenset[str]:
+    return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
+
+
 class UnknownFields:
-    """Logs the name of each field that nobody knows, once."""
+    """Logs the name of each unknown field once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def note(self, body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
-        """Log the names in `body` that are new; their values have no effect."""
-        known = schema.model_fields.keys() | _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT | self._seen
-        for name in {name[:MAX_NAME_LENGTH] for name in body} - known:
+        """Log the names in `body` that were not logged before. Their values have no effect."""
+        unknown = body.keys() - _known_fields(schema)
+        for name in {name[:MAX_NAME_LENGTH] for name in unknown} - self._seen:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
             self._seen.add(name)

@@ -1,6 +1,6 @@
-"""The typed requests. Shapes and ranges that need no knowledge of a model or of limits are checked here.
+"""The typed requests. Shapes and ranges that depend on no model and no limit are checked here.
 
-`null` is "not given" everywhere. What the API knows of but does not do is in `parameters.py`. `openapi.py` publishes
+`null` is "not given" everywhere. Fields that are not supported are in `parameters.py`. `openapi.py` publishes
 these classes as JSON schemas; where a validator accepts more than the type behind it, its `json_schema_input_type` or
 `WithJsonSchema` says what.
 """
@@ -35,7 +35,7 @@ MAX_OUTPUT_CHOICES = 4096
 MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
 MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
 MAX_ID_LENGTH = 256
-# Beyond what any model reads; without them one body could keep everybody waiting while it is looked through.
+# More than any model reads. Without these limits the validation of one body could stop all other requests.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
@@ -45,7 +45,7 @@ TOOL_CHOICES = ("none", "auto", "required")
 
 
 def as_int(value: Any) -> Any:
-    """`1.0` as 1: to JSON they are the same number, and some languages write no other. Lists item by item."""
+    """`1.0` as 1: in JSON they are the same number, and some languages write only the first. Lists item by item."""
     if type(value) is float and value.is_integer():
         return int(value)
     return [as_int(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
@@ -85,7 +85,7 @@ def _prompts(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """A message's text: a string, or text parts, which are joined by line ends."""
+    """A message's text: a string, or text parts, which are joined by newlines."""
     if isinstance(value, str) or value is None:
         return value
     if not isinstance(value, list):
@@ -127,7 +127,7 @@ class TextPart(BaseModel):
 
 
 class Schema(BaseModel):
-    """Base of what clients send: no coercion (`"5"` is no number), unknown fields are left out."""
+    """Base of all bodies: no coercion (`"5"` is no number), unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -177,16 +177,16 @@ class StructuralTag(Schema):
 
 
 class ResponseFormat(Schema):
-    """What the output must look like, as OpenAI writes it, and vLLM's structural tags."""
+    """The form of the output, as OpenAI writes it, and vLLM's structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: OutputSchema | None = None
-    structures: Structures | None = None  # these two: of a structural tag
+    structures: Structures | None = None  # this and the next: of a structural tag
     triggers: Triggers | None = None
 
 
 class StructuredOutputs(Schema):
-    """The same as vLLM writes it: one of these."""
+    """The form of the output as vLLM writes it: one of these fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: NonEmpty | None = None
@@ -216,17 +216,17 @@ class FunctionDefinition(Schema):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # calls keep to the schema; those that are forced do in any case
+    strict: bool | None = None  # calls keep to the schema; forced calls always do
 
 
 class Tool(Schema):
-    """What the model may call. Only functions: what others call built-in or custom tools does not exist here."""
+    """A function that the model may call. There are no built-in and no custom tools."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect."""
+        """The form that chat templates expect."""
         function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -243,7 +243,7 @@ class NamedTool(Schema):
 
 
 def _tool_choice(value: Any) -> Any:
-    """In front of the union, whose own words for a mistake name all of its parts."""
+    """Checks before the union does: the union's own error would name all of its parts."""
     if isinstance(value, str) and value not in TOOL_CHOICES:
         raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
     if not isinstance(value, str | dict):
@@ -288,11 +288,11 @@ class Message(Schema):
 
     @property
     def num_characters(self) -> int:
-        """How long it is, arguments of tool calls included."""
+        """Its length, with the arguments of its tool calls."""
         return len(self.content or "") + sum(len(call.function.arguments) for call in self.tool_calls or ())
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect: only the keys that have a value, `content` always."""
+        """The form that chat templates expect: only keys that have a value, and `content` always."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
@@ -304,7 +304,7 @@ class Message(Schema):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it; some want the result of a call to name its function."""
+    """A conversation as chat templates expect it. Some need the function's name in the result of a call."""
     names: dict[str, str] = {}
     written = []
     for message in messages:
@@ -317,7 +317,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ModelRequest(Schema):
-    """What is asked of a model. `ENDPOINT` says which fields of other servers `parameters.py` knows of."""
+    """A request to a model. `ENDPOINT` is its key in the tables of `parameters.py`."""
 
     ENDPOINT: ClassVar[str] = "tokenizer"
 
@@ -325,13 +325,13 @@ class ModelRequest(Schema):
 
 
 class QueuedRequest(ModelRequest):
-    """What all share that is computed on replicas: for whom, and how urgently."""
+    """The fields of all requests that are computed on replicas: tenant, priority, deadline."""
 
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
-    user: str = Field("", max_length=MAX_TENANT_LENGTH)  # whose share of a fair engine this call uses
+    user: str = Field("", max_length=MAX_TENANT_LENGTH)  # the tenant under the policy `fair`
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
-    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": in the background, as at OpenAI
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from its arrival
+    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": background work, as at OpenAI
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from the arrival of the request
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
     @field_validator("priority", mode="before")
@@ -351,12 +351,12 @@ class QueuedRequest(ModelRequest):
 
     @property
     def asked_tokens(self) -> int | None:
-        """The output length that was asked for, if any."""
+        """The output length in the body, if any."""
         return None
 
 
 class GenerationRequest(QueuedRequest):
-    """What all generating endpoints share."""
+    """The fields of all endpoints that generate text."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -379,7 +379,7 @@ class GenerationRequest(QueuedRequest):
     ] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1)
-    best_of: int | None = Field(None, ge=1)  # so many are generated, and the `n` likeliest come back
+    best_of: int | None = Field(None, ge=1)  # the number of samples; the response has the `n` likeliest
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
@@ -397,7 +397,7 @@ class GenerationRequest(QueuedRequest):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(  # the last so many; -1: as many as fit
+    truncate_prompt_tokens: int | None = Field(  # keep this many at the end; -1: as many as fit
         None, ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}
     )
     prompt_logprobs: int | None = Field(None, ge=0)
@@ -456,17 +456,17 @@ class GenerationRequest(QueuedRequest):
 
     @property
     def format_param(self) -> str:
-        """The field that says what the output must look like."""
+        """The field for the form of the output."""
         return "response_format"
 
     @property
     def num_samples(self) -> int:
-        """How many are generated for each prompt."""
+        """The number of samples for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
-        """How many of the likeliest tokens are wanted with each generated one, and the field that says so."""
+        """The field that asks for log-probabilities, and how many of the likeliest tokens it asks for."""
         return "logprobs", None
 
     @property
@@ -547,7 +547,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def begins_message(self) -> bool:
-        """Whether the template opens a new message for the answer."""
+        """Whether the template opens a new message for the output."""
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
@@ -581,7 +581,7 @@ class CompletionRequest(GenerationRequest):
     ENDPOINT = "completion"
 
     prompt: Prompts
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, echoed or scored
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, which is echoed or scored
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
         BeforeValidator(_unless_false, json_schema_input_type=TokenId | Literal[False] | None),
@@ -614,7 +614,7 @@ class EmbeddingsRequest(QueuedRequest):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)  # the first so many numbers, normalised again
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)  # keep this many numbers at the start, normalised again
     add_special_tokens: bool = True
 
     @field_validator("dimensions", mode="before")
@@ -654,7 +654,7 @@ class DetokenizeRequest(ModelRequest):
 
 
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
-    """The first thing wrong, as one sentence that starts with the field's name; `within` is the field it is part of."""
+    """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = _field_path(first["loc"] if within is None else (within, *first["loc"]))
     if first["type"] == "missing":
@@ -665,7 +665,7 @@ def from_validation_error(error: ValidationError, *, within: str | None = None) 
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`. Which of several schemas was tried (`#…`) is not part of it."""
+    """`("messages", 0, "role")` as `messages[0].role`, without the schema that was tried of several (`#…`)."""
     path = ""
     for part in location:
         if not str(part).startswith("#"):

@@ -1,0 +1,138 @@
+"""The state of a call while its tokens come: the output of each choice, and the numbers for `usage`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.api.call import Call
+from app.api.output.choices import ChoiceDelta
+from app.api.output.tool_calls import ToolCallDelta
+from app.engine.request import Queued
+from app.metrics import CallMetrics, RequestMetrics
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """The output of one choice by now."""
+
+    text: str = ""
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    calls: list[Json] = field(default_factory=list)
+
+    def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
+        """Add what is new of its tool calls."""
+        for delta in deltas:
+            if delta.name is not None:
+                self.calls.append(tool_call(delta))
+            else:
+                self.calls[delta.number]["function"]["arguments"] += delta.arguments
+
+
+@dataclass(slots=True)
+class Progress:
+    """The outputs of all choices of a call by now."""
+
+    call: Call
+    request_id: str
+    metrics: CallMetrics
+    outputs: list[ChoiceOutput] = field(init=False)
+    queued: Queued | None = None  # the place of the call's first request
+    extra_usage: Json = field(default_factory=dict)  # further fields of `usage`
+    is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
+
+    def __post_init__(self) -> None:
+        self.outputs = [ChoiceOutput() for _ in self.call.requests]
+
+    @classmethod
+    def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
+        """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
+        prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
+        return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
+
+    def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
+        """Add a delta. `keep_text`: its text is needed for the full response."""
+        output = self.outputs[piece.index]
+        self.queued = self.queued or piece.queued
+        output.num_tokens += piece.num_tokens
+        if piece.num_cached_tokens > output.num_cached_tokens:
+            output.num_cached_tokens = piece.num_cached_tokens
+        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        if keep_text:
+            output.text += piece.text
+            output.add_calls(piece.calls)
+        if piece.num_tokens:
+            self.metrics.tokens(piece.index, piece.num_tokens)
+        if piece.measured_reason is not None:
+            self.metrics.finished(piece.index, piece.measured_reason)
+
+    def open_if_queued(self) -> bool:
+        """Whether the headers may be sent before the first token: only once a replica has accepted the request."""
+        self.is_open = self.queued is not None
+        return self.is_open
+
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs that were computed by now; 0 while no replica has accepted the call."""
+        num_generated = sum(output.num_tokens for output in self.outputs)
+        was_accepted = num_generated or self.queued or any(output.finish_reason for output in self.outputs)
+        return num_generated + self.call.num_prompt_tokens if was_accepted else 0
+
+    def usage(self) -> Json:
+        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
+        num_prompt_tokens = self.call.num_prompt_tokens
+        num_completion_tokens = sum(output.num_tokens for output in self.outputs)
+        firsts = self.outputs[:: self.call.num_samples]
+        num_cached = sum(output.num_cached_tokens for output in firsts)
+        return usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.extra_usage
+
+    def placement_headers(self, *, explain: bool) -> dict[str, str]:
+        """The replica of the first request and its place in the queue; `explain`: and why this replica."""
+        queued = self.queued
+        if queued is None:
+            return {}
+        headers = {
+            "x-carousel-queue-position": str(queued.position),
+            "x-carousel-estimated-wait-ms": str(round(queued.estimated_wait_s * 1e3)),
+        }
+        if queued.replica_id:
+            headers["x-carousel-replica"] = queued.replica_id
+        if explain and queued.why_there:
+            headers["x-carousel-why"] = queued.why_there
+        return headers
+
+    def log_end(self) -> None:
+        """Log the end of a call."""
+        usage = self.usage()
+        logger.info(
+            "request %s finished: model %s, %d choices, %d prompt tokens, %d completion tokens",
+            self.request_id,
+            self.call.model.name,
+            len(self.outputs),
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
+
+
+def tool_call(delta: ToolCallDelta) -> Json:
+    """A tool call with the arguments of its first delta."""
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": delta.call_id, "type": "function", "function": function}
+
+
+def usage_of(num_prompt: int, num_completion: int, *, num_cached: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
