@@ -17,10 +17,13 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from benchmarks.chaos.around import kill_controller, kill_ingress
-from benchmarks.chaos.changing import change_under_load
-from benchmarks.chaos.departures import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
-from benchmarks.chaos.killing import (
+from benchmarks.chaos.client_faults import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
+from benchmarks.chaos.client_host_loss import vanish
+from benchmarks.chaos.infrastructure_kills import kill_controller, kill_ingress
+from benchmarks.chaos.node_loss import lose_node
+from benchmarks.chaos.overload import overload
+from benchmarks.chaos.partition import part_from_replicas
+from benchmarks.chaos.replica_kills import (
     crash_on_request,
     kill_at_each_phase,
     kill_one_of_three,
@@ -28,11 +31,8 @@ from benchmarks.chaos.killing import (
     kill_with_weights,
     stop_one_of_three,
 )
-from benchmarks.chaos.node_loss import lose_node
-from benchmarks.chaos.overload import overload
-from benchmarks.chaos.partition import part_from_replicas
+from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import Size
-from benchmarks.chaos.vanishing import vanish
 from benchmarks.chaos.verdict import without_samples
 from benchmarks.harness.command import (
     BenchmarkError,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.killing import LENGTHS, STEP_MS, Row, pauses_after
+from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS, Row, pauses_after
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.traffic import MODEL_NAME, Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged, spread

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.chaos.killing import LENGTHS, STEP_MS, Row, pauses_after
 from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
+from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS, Row, pauses_after
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.traffic import Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged, spread

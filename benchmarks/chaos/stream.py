@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.harness.http_call import Target, call
+from benchmarks.harness.http_call import EventStream, Target, call
 
 TIMEOUT = "timeout"
 _MAX_KEPT_BYTES = 4096  # of an answer that is no stream
@@ -105,20 +105,19 @@ class _StreamReader:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._held = b""
+        self._events = EventStream()
+        self._refusal = b""
 
     def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
         self._stream.status, self._stream.headers = status, headers
 
     def body(self, data: bytes, *, at_s: float) -> None:
         if self._stream.status != 200:
-            self._held = (self._held + data)[:_MAX_KEPT_BYTES]
-            self._stream.error = _error_in(self._held)
+            self._refusal = (self._refusal + data)[:_MAX_KEPT_BYTES]
+            self._stream.error = _error_in(self._refusal)
             return
-        *events, self._held = (self._held + data).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: "):  # else it is a comment
-                self._read(event[6:], at_s)
+        for content in self._events.feed(data):
+            self._read(content, at_s)
 
     def _read(self, content: bytes, at_s: float) -> None:
         stream = self._stream

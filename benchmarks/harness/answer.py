@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.harness.http_call import Target, call
+from benchmarks.harness.http_call import EventStream, Target, call
 
 TIMEOUT = "timeout"
 MAX_KEPT_BYTES = 4096  # of an answer that is no stream
@@ -98,7 +98,7 @@ class _AnswerReader:
     def __init__(self, answer: Answer, on_status: Callable[[Answer], None] | None) -> None:
         self._answer = answer
         self._on_status = on_status
-        self._held = b""
+        self._events = EventStream()
 
     def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
         self._answer.status, self._answer.headers, self._answer.answered_s = status, headers, at_s
@@ -110,19 +110,13 @@ class _AnswerReader:
         if answer.status != 200:
             answer.failure = ((answer.failure or "") + data.decode(errors="replace"))[:MAX_KEPT_BYTES]
             return
-        if b"\r" in data:  # some servers end lines so; inside of JSON there is none
-            data = data.replace(b"\r", b"")
-        *events, self._held = (self._held + data).split(b"\n\n")
         num_pieces = answer.num_pieces
-        for event in events:
-            self._read(event)
+        for content in self._events.feed(data):
+            self._read(content)
         if answer.num_pieces > num_pieces:
             answer.delivered_s.append(at_s)
 
-    def _read(self, event: bytes) -> None:
-        if not event.startswith(b"data:"):
-            return  # a comment that keeps the connection open, or another kind of event
-        content = event[5:].strip()
+    def _read(self, content: bytes) -> None:
         if content == b"[DONE]":
             self._answer.is_whole = True
             return

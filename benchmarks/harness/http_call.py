@@ -32,6 +32,20 @@ class Reader(Protocol):
         """The next bytes of the body, its transfer coding taken off."""
 
 
+class EventStream:
+    """The data of server-sent events, from bytes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines of data in the events that are whole now; comments and names of events are left out."""
+        if b"\r" in data:  # some servers end lines with CR LF; inside of JSON there is no CR
+            data = data.replace(b"\r", b"")
+        *events, self._held = (self._held + data).split(b"\n\n")
+        return [line[5:].strip() for event in events for line in event.split(b"\n") if line.startswith(b"data:")]
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where an OpenAI server is."""

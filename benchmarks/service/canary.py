@@ -50,7 +50,7 @@ from benchmarks.harness.command import (
     report,
     tell,
 )
-from benchmarks.harness.http_call import CutOff, Target, call
+from benchmarks.harness.http_call import CutOff, EventStream, Target, call
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
 BLOCK_SIZE = 16
@@ -238,9 +238,7 @@ class _Answer:
                 return [json.loads(self.data)]
             except ValueError:
                 return []
-        events = self.data.decode(errors="replace").split("\n\n")[:-1]
-        lines = [line.removeprefix("data: ") for each in events for line in each.split("\n")]
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        return [json.loads(content) for content in EventStream().feed(self.data) if content.startswith(b"{")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

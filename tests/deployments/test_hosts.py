@@ -16,13 +16,13 @@ from functools import partial
 
 import pytest
 
+from benchmarks.chaos.client_host_loss import freed_after_s
 from benchmarks.chaos.networks import THERE, Host, own_network, set_tcp_retries, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
 from benchmarks.chaos.partition import cut_both_ways
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
 from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
-from benchmarks.chaos.vanishing import freed_after_s
 from tests.deployments.strikes import has_begun
 
 STEP_S = 0.03

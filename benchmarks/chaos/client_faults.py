@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.killing import LENGTHS, STEP_MS
+from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import Stream, follow, moment
 from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
+from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Size, Stage, application, stage
 from benchmarks.chaos.traffic import MODEL_NAME, Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged

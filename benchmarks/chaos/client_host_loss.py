@@ -8,8 +8,8 @@ import socket
 import time
 from dataclasses import replace
 
-from benchmarks.chaos.killing import Row
 from benchmarks.chaos.networks import HERE, Host, own_network, set_tcp_retries, why_no_networks
+from benchmarks.chaos.replica_kills import Row
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.traffic import Asked, alike
 from benchmarks.chaos.verdict import spread

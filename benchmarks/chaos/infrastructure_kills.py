@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.chaos.killing import LENGTHS, STEP_MS, pauses_after
+from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS, pauses_after
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.stream import moment
 from benchmarks.chaos.traffic import mixed, with_reference
