@@ -96,7 +96,7 @@ def _as_utf8(value: bytes) -> bytes:
 
 @contextmanager
 def agent_on_any_free_port() -> Iterator[None]:
-    """A `ray.init` in this block starts a cluster whose agent listens on a free port.
+    """A `ray.init` in this block starts a cluster with its agent on a free port.
 
     Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
     without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
@@ -141,7 +141,7 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     @property
     def deployment(self) -> str:
-        """The name of the deployment whose replicas this router chooses from."""
+        """The name of the deployment that this router routes to."""
         return str(self._deployment_id.name)
 
     def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:

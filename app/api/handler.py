@@ -30,13 +30,13 @@ from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequ
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import Answered, Json
+from app.jobs import LOWEST_CLASS, Answered, Json
 from app.metrics import NO_MODEL, RequestMetrics
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 # What a batch item cannot choose.
-_LOWEST_CLASS: dict[str, Any] = {"priority": MAX_PRIORITY, "service_tier": "flex"}
+_ITEM_FIELDS: Json = {"priority": MAX_PRIORITY, **LOWEST_CLASS}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +198,7 @@ class RequestHandler:
         try:
             with self.authenticator.account_named(owner).reserve_item() as reservation:
                 client = Client(reservation=reservation, request_id=request_id)
-                pending = await self.handle(ENDPOINTS[path], {**body, **_LOWEST_CLASS, **tenant}, client)
+                pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
                 return Answered(200, await pending.full_response())
         except Exception as error:
             if _may_pass(error):

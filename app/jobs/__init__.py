@@ -3,10 +3,11 @@
 This is what the API's routes need; request handling is not imported from here, see `preparation.py`.
 """
 
-from app.jobs.job import Answer, Answered, Item, ItemError, Job, JobState, Json, StoredFile
+from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, Job, JobState, Json, StoredFile
 from app.jobs.service import BatchService, NewBatch, NewFile, NewWebhook, PageOf
 
 __all__ = [
+    "LOWEST_CLASS",
     "Answer",
     "Answered",
     "BatchService",

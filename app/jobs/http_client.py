@@ -19,7 +19,7 @@ import aiohttp
 
 from app.errors import Failure, InvalidSetup
 from app.jobs.executors import ServiceFull, ServiceGone
-from app.jobs.job import Answered, Item, Json
+from app.jobs.job import LOWEST_CLASS, Answered, Item, Json
 from app.jobs.outputs import error_message
 
 CONNECT_S = 10.0
@@ -28,8 +28,6 @@ MAX_RETRY_AFTER_S = 120.0
 # A machine that vanishes without a word is noticed after SILENCE_S + PROBES * PROBE_S.
 SILENCE_S, PROBE_S, PROBES = 30, 10, 3
 REPLICAS_LOST = "replicas_lost"  # the code of an error: several replicas were lost while they computed this request
-# In OpenAI's API the tier of those that can wait. Here: idle slots only, never queued, preempted first.
-LOWEST_CLASS = {"service_tier": "flex"}
 
 
 class HttpClient:

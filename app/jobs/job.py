@@ -13,6 +13,9 @@ Json = dict[str, Any]
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 COMPLETION_WINDOW = "24h"
+# The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
+# queued, preempted first.
+LOWEST_CLASS: Json = {"service_tier": "flex"}
 
 
 # Items

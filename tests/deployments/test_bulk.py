@@ -133,7 +133,7 @@ def test_a_killed_engine_and_a_killed_driver_cost_no_row(start: Start, tmp_path:
     told = summary(out)
     assert (told["rows"], told["ok"], told["runs"], told["engines_lost"]) == (NUM_ROWS, NUM_ROWS, 2, 1)
     # At most what three engines had: three times the 8 that each computes at once, also those that had ended and were
-    # not fetched yet. Nobody but who began in the last moment has lost all its tokens.
+    # not fetched yet. Only an item that began in the last moment has lost all its tokens.
     assert 0 < told["continued_rows"] <= 3 * 3 * 8
     assert told["recomputed_rows"] <= 8
 
@@ -190,7 +190,7 @@ def test_a_row_that_kills_every_engine_is_given_up_alone(start: Start, tmp_path:
 
 
 def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_path: Path, service: Service) -> None:
-    """A model with one slot: a row is preempted by whoever comes, and the rows are all answered."""
+    """A model with one slot: a row is preempted by any request that comes, and the rows are all answered."""
     num_rows = 60
     rows = first_rows(num_rows, tmp_path)
     arguments = ["--input", rows, "--through", "fleet", "--base-url", service.url, "--model", "narrow"]

@@ -1,4 +1,4 @@
-"""Builders for tests of the room: input files, somebody who answers, and services in a folder that outlives them."""
+"""Builders for tests of the room: input files, scripted answers, and services in a folder that outlives them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Writes:
                 writes(sql)
                 cursor = super().execute(sql, *parameters)
                 if sql == "COMMIT":
-                    writes("committed")  # on disk, but nobody was told
+                    writes("committed")  # on disk, but the caller was not told
                 return cursor
 
         connect, replace, fsync, write, rename = sqlite3.connect, Path.replace, os.fsync, os.write, os.rename

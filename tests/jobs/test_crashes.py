@@ -60,7 +60,7 @@ async def _go_on(service: LocalBatchService, writes: Writes, *, cancel: bool = F
 
 
 async def last_life(folder: Path, echo: Echo, writes: Writes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Go on to the end: the only batch, its output and its errors. Checks that there is no file that nobody knows."""
+    """Go on to the end: the only batch, its output and its errors. Checks that the catalog knows every file."""
     writes.left = None
     async with service_in(folder, echo, max_in_flight=MAX_IN_FLIGHT) as service:
         await _go_on(service, writes)

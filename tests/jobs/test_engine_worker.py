@@ -120,7 +120,7 @@ def test_outputs_tell_the_tokens_of_rows_that_go_on(room: Room) -> None:
 def test_a_row_goes_on_after_the_tokens_of_another_engine_wherever_that_was(
     room: Room, tokenizer: Tokenizer, with_stop: bool
 ) -> None:
-    """Text, counts and stop strings are those of a row that nobody has interrupted."""
+    """Text, counts and stop strings are those of an item that was not interrupted."""
     token_ids = expected_tokens((5, 6, 7), 40)
     whole = row(0, stop=(plain_text(tokenizer, token_ids)[10:12],) if with_stop else (), max_tokens=40)
     [expected] = outputed(room.generator_of(whole), 1)

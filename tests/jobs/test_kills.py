@@ -1,4 +1,4 @@
-"""`kill -9` of the process at any moment: what a crash that nobody staged leaves behind."""
+"""`kill -9` of the process at any moment: what a real crash leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.jobs.lives import OWNER, Echo, ends, service_in
 PROJECT = Path(__file__).parents[2]
 NUM_LINES = 1000
 NUM_KILLS = 4
-# Where whoever kills is slow: so many lines a life, then it hangs and waits for its end.
+# Where the killing process is slow: so many lines a life, then it hangs and waits for its end.
 MOST_LINES = NUM_LINES // NUM_KILLS - 10
 
 

@@ -1,4 +1,4 @@
-"""Uploads, lists, limits, and who may write."""
+"""Uploads, lists, limits, and the one process that may write."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_id_is_only_looked_up(tmp_path: Path, file_id: str) -> None:
     run(tmp_path, use)
 
 
-def test_nobody_sees_what_another_owns(tmp_path: Path) -> None:
+def test_an_owner_does_not_see_what_another_owns(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
         batch = await until(service, await begin(service, ONE))
         file_id, other = batch["output_file_id"], "bob"

@@ -89,7 +89,7 @@ def test_every_row_is_answered_once_though_there_are_few_slots(tmp_path: Path, d
     assert {record["finish_reason"] for record in results(source).values()} == {"length"}
 
 
-def test_a_row_says_the_same_through_a_service_whoever_asks_when(tmp_path: Path, demo_path: Path) -> None:
+def test_a_row_has_the_same_answer_in_every_run(tmp_path: Path, demo_path: Path) -> None:
     source = rows(tmp_path, 6, temperature=1)
     (tmp_path / "again").mkdir()
     again = rows(tmp_path / "again", 6, temperature=1)
@@ -201,7 +201,7 @@ def test_online_requests_take_the_slots_of_a_run_and_nothing_of_it_fails(tmp_pat
 
     with simulated_service(demo_path, step_ms=10, max_running=4) as url:
         times = asyncio.run(beside(url))
-    assert min(times) < 0.3, "somebody waited for rows to end, which take 0.6 s"
+    assert min(times) < 0.3, "a client waited for rows to end, which take 0.6 s"
     assert {record["completion_tokens"] for record in results(source).values()} == {60}
 
 

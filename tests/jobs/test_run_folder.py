@@ -142,7 +142,7 @@ except ResultsUnwritable as error:
 
 
 def test_a_full_disk_fails_cleanly_and_keeps_what_was_written(tmp_path: Path) -> None:
-    """A limit on file sizes stands for the disk: to whoever writes it is the same, some bytes fit and then none."""
+    """A limit on file sizes stands for the disk: for the writing process it is the same."""
     project = Path(__file__).parents[2]
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "out")]
     printed = subprocess.run(command, check=True, cwd=project, timeout=60, capture_output=True, text=True).stdout

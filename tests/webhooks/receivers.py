@@ -1,4 +1,4 @@
-"""Receivers of webhooks for tests: real sockets that note who connects and what comes, and answer as they are told."""
+"""Receivers of webhooks for tests: real sockets that note each connection and answer as they are told."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Receiver:
                 writer.write(answer)
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
-            pass  # whoever it was went away
+            pass  # the client has gone
         finally:
             self._connections.discard(writer)
             writer.close()

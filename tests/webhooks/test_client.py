@@ -42,7 +42,7 @@ async def failure(client: WebhookClient, url: str) -> DeliveryFailed:
     return caught.value
 
 
-# What every byte of a URL may be made to mean by somebody's parser.
+# What every byte of a URL may be made to mean by another parser.
 NO_URLS = [
     "", " ", "https://", "https:///x", "https://:443/", "example.com/x", "//example.com/x",
     "http://example.com/x", "ftp://example.com/x", "file:///etc/passwd", "gopher://example.com/x", "unix:/run/x.sock",
@@ -303,7 +303,7 @@ def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
 
 
 def certificate(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The TLS of a server with a certificate for this name or address, and of clients who trust it."""
+    """The TLS of a server with a certificate for this name or address, and of clients that trust it."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     try:

@@ -59,7 +59,7 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
 ) -> None:
     model = {
         "name": MODEL,
-        # Slow, so that there is time to kill somebody.
+        # Slow, so that there is time to kill a process.
         "engine": {
             "model": {"path": str(demo_path), **steps_of(100)},
             "cache": {"num_blocks": 64},
