@@ -171,7 +171,7 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     @property
     def deployment(self) -> str:
-        """The name of the deployment whose replicas this router chooses from."""
+        """The name of the deployment that this router routes to."""
         return str(self._deployment_id.name)
 
     def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:

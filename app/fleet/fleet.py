@@ -50,10 +50,10 @@ class FleetMetrics(FrameMetrics, Protocol):
     """Counts what a fleet does. Implemented by `app.metrics.ModelMetrics`."""
 
     def dispatched(self, reason: str) -> None:
-        """A request was sent to a replica; one word for what decided which."""
+        """A request was sent to a replica; `reason` is the name of the policy, or "any" where none decided."""
 
     def resumed(self, reason: str) -> None:
-        """A request goes on at another replica; one word for what happened to the one before."""
+        """A request goes on at another replica; `reason` is that of the ReplicaLost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

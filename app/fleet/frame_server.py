@@ -72,7 +72,7 @@ class FrameServer:
             connection.close()
 
     def opened(self, connection: _Connection) -> bool:
-        """Whether a new connection may say who it is; false while too many others have not."""
+        """Whether a new connection may identify itself; false while too many others have not done so."""
         self._connections.add(connection)
         if len(self._unidentified) >= _MAX_UNIDENTIFIED:
             return False
@@ -112,7 +112,7 @@ class _Connection(asyncio.Protocol):
         self.is_writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Serve runs on uvloop, whose transports are no subclasses of asyncio's.
+        # Serve runs on uvloop; its transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         if self._server.opened(self):
             self._timer = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, self._transport.abort)

@@ -61,7 +61,7 @@ class FrameDecoder:
     """Bytes as they come → frames."""
 
     def __init__(self) -> None:
-        self._begun = bytearray()  # of a frame whose end has not come
+        self._begun = bytearray()  # of a frame that is not complete yet
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that end within `data`. Raises InvalidFrame."""

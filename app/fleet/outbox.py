@@ -58,7 +58,7 @@ class Outbox:
     # ------------------------------------------------------------------ requests
 
     async def serve(self, request: Request, submit: Submit, abort: Callable[[str], None]) -> None:
-        """Submit a request whose deltas come here, and return when it has ended. Cancelling this aborts the request.
+        """Submit a request, take its deltas, and return when it has ended. Cancelling this aborts the request.
 
         The stream says first that the request is queued, and where.
 

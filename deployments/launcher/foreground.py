@@ -1,4 +1,4 @@
-"""The launcher's child: a Ray cluster of its own, the config deployed on it, and words about how it goes.
+"""The launcher's child: a Ray cluster of its own, the config deployed on it, and messages about its state.
 
 Not for use by hand: `deployments.launcher` sets the environment that Ray and Serve read when they are imported.
 """
@@ -79,7 +79,7 @@ def _end_on_signals() -> None:
 
 
 def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
-    """A cluster for this run alone, whose folder is shared with none."""
+    """A cluster for this run alone, in a folder of its own."""
     num_cpus = sum(_num_cpus(application) for application in config.applications.values())
     num_gpus = sum(_num_gpus(application) for application in config.applications.values())
     start_own_cluster(

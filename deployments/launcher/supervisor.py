@@ -28,7 +28,7 @@ from deployments.serve.settings import LOOPBACK, ServeFile, read_serve_file
 PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOP_TIMEOUT_S = 8.0  # for the service to end by itself
-END_TIMEOUT_S = 2.0  # for what is left to end when it is asked; then it is killed
+END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
 _MAX_PROXY_THREADS = 4  # as Serve has it
 _OUR_PORTS = range(20_000, 30_000)
 
@@ -45,7 +45,7 @@ def main() -> int:
     except InvalidSetup as error:
         print(f"{arguments.config} cannot be served:\n{error}", file=sys.stderr, flush=True)
         return 1
-    # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, whose paths may have 97 characters.
+    # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     command = [sys.executable, "-m", "deployments.launcher.foreground", str(arguments.config), str(run_folder)]
     command += ["--dashboard"] if arguments.dashboard else []
@@ -79,7 +79,7 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
 def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: the fast modes of Serve, everything of this run in its own folder, loopback only.
 
-    What the caller has set stays, except what would join or disturb somebody else's cluster.
+    What the caller has set stays, except what would join or disturb another cluster.
     """
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), inherited.get("PYTHONPATH")])),
@@ -107,7 +107,7 @@ def environment(config: ServeFile, run_folder: Path, inherited: Mapping[str, str
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     }
     if config.host in LOOPBACK:
-        # Ray names every node by an outside address unless it is told that this machine can have no cluster.
+        # Ray names every node by an outside address unless this variable says that the machine can have no cluster.
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if _all_models_are_local(config):
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -123,7 +123,7 @@ def num_proxy_threads(num_cores: int) -> int:
 def check_folders(config: ServeFile) -> None:
     """Raise InvalidSetup for a model path that can only be a folder and is none, or a batches folder that cannot be.
 
-    A hub id cannot be told from here.
+    A hub id cannot be checked here.
     """
     for application in config.applications.values():
         for index, served in enumerate(application.models):
@@ -152,7 +152,7 @@ def check_port(config: ServeFile, path: Path) -> None:
         except OSError as error:
             raise InvalidSetup(
                 f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                f"`ss -ltnp 'sport = :{config.port}'` shows who does: stop it, or set another port in {path}"
+                f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or set another port in {path}"
             ) from error
 
 
@@ -174,7 +174,7 @@ def _is_folder(path: str) -> bool:
 
 
 def free_ports() -> Iterator[int]:
-    """Ports that nobody listens on now, each once.
+    """Ports on which no process listens now, each once.
 
     From a range where neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) takes ports by itself, so
     that none is gone before its owner has started.
@@ -190,7 +190,7 @@ def free_ports() -> Iterator[int]:
 
 
 def _end_session(session: int) -> None:
-    """End all processes of a session: first asked, then made to."""
+    """End all processes of a session: first SIGTERM, then SIGKILL."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + END_TIMEOUT_S
         for pid in session_members(session):
@@ -198,7 +198,7 @@ def _end_session(session: int) -> None:
                 os.kill(pid, sent)
             except ProcessLookupError:
                 continue
-        # They are not our children, so there is no event to wait for.
+        # They are not children of this process, so there is no event to wait for.
         while session_members(session) and time.monotonic() < deadline:
             time.sleep(0.05)
 

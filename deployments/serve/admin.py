@@ -22,7 +22,7 @@ class AdminCollector:
     def __init__(
         self, models: Iterable[ServedModelConfig], authenticator: Authenticator, batches: DeploymentHandle | None = None
     ) -> None:
-        """`batches` sends requests as ingresses do, where it is served."""
+        """`batches` is the deployment that sends the requests of batches, where it is served."""
         self._registries = {model.name: registry_of(deployment_name(model)) for model in models}
         self._authenticator = authenticator
         self._others = [] if batches is None else [batches]
@@ -38,14 +38,14 @@ class AdminCollector:
         )
 
     async def collect(self) -> Findings:
-        """What all ingresses know, and the process that works batches off, if they answer in time."""
+        """The reports of all ingresses, and of the process that runs batches, as far as they answer in time."""
         context = serve.get_replica_context()
         this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = await asyncio.gather(
             *(answers_of(handle, "admin_report") for handle in (this_deployment, *self._others))
         )
         reports = {report.process: report for each in asked for report in each.reports}
-        ours = self.report()  # whether Serve's routing knows of us already or not
+        ours = self.report()  # also while Serve's routing does not know this process yet
         return Findings(
             reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
         )

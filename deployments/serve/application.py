@@ -27,8 +27,8 @@ MAX_START_ATTEMPTS = 3
 MAX_BATCH_CALLS = 256
 # Calls end in moments, and batches go on after a restart.
 BATCHES_DRAIN_TIMEOUT_S = 2.0
-# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise nobody answers between the
-# stop of a single ingress and the start of the next, and whoever asks waits at Serve's proxy for as long as that takes.
+# Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
+# that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
 INGRESS_SURGE_PERCENT = 1
 
 

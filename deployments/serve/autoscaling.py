@@ -16,8 +16,8 @@ from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.fleet.autoscaling import AutoscalingLoad, desired_replicas
 
-REPORT_INTERVAL_S = 2.0  # how often replicas and handles tell the controller
-LOOK_BACK_S = 4.0  # Serve wants it longer than the interval; a fifth of it is how often a replica is asked
+REPORT_INTERVAL_S = 2.0  # how often replicas and handles report to the controller
+LOOK_BACK_S = 4.0  # must be longer than the interval; Serve asks each replica every fifth of it
 # What a replica reports.
 TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
 REQUESTS = "num_requests"  # running and waiting
@@ -28,7 +28,7 @@ class TokenPolicy:
     """Called by Serve with what it knows of a deployment; returns how many replicas it should have."""
 
     def __init__(self, autoscaling: Mapping[str, Any], num_slots: int) -> None:
-        """`autoscaling` are our settings as plain values: Serve wants JSON."""
+        """`autoscaling` are our settings as plain values: Serve passes JSON."""
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
 

@@ -1,4 +1,4 @@
-"""What Ray and Serve raise at a caller, turned into the one error tree. The only place that knows their exceptions."""
+"""Turns the exceptions of Ray and Serve into CarouselErrors. No other module knows those exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.errors import CarouselError, Failure, Overloaded, Unavailable
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:
-    """The CarouselError that the other side raised, or the one that says what became of it.
+    """The CarouselError that the other process raised, or one for the exception of Ray or Serve.
 
     Messages name no host, path or class of ours: they reach clients.
     """

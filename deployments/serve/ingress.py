@@ -28,7 +28,7 @@ READY_CACHE_S = 1.0
 
 
 class Ingress:
-    """One HTTP process. Comes up only when every model has told its facts."""
+    """One HTTP process. It is ready once a replica of every model has sent its facts."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Ingress:
             model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
             for model in config.models
         }
-        # Here too, for whoever deploys on a cluster has no launcher that would say so.
+        # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
         self._keys = Keys(config.api)
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
@@ -84,11 +84,11 @@ class Ingress:
         )
 
     def metrics_report(self) -> IngressReport:
-        """What this process has measured, for the ingress that was asked for all of it."""
+        """What this process has measured, for the ingress that answers the scrape."""
         return self._metrics.report()
 
     def admin_report(self) -> ProcessReport:
-        """What this process knows, for the ingress that an admin has asked."""
+        """What this process knows, for the ingress that answers the admin."""
         return self._admin.report()
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:

@@ -18,7 +18,7 @@ LOOK_EVERY_S = 5.0
 
 
 class Keys:
-    """Who may come in. A change of the file holds within `LOOK_EVERY_S`; one with mistakes changes nothing."""
+    """The valid API keys. A change of the file holds within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
 
     def __init__(self, config: ApiConfig) -> None:
         """Raises InvalidSetup when the file has mistakes."""

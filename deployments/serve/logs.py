@@ -1,4 +1,4 @@
-"""Joins our log with Serve's, so that one file for each replica tells its whole story."""
+"""Joins our log with Serve's, so that one file has everything about a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers what all ingresses and replicas have measured: /metrics reaches one ingress and must tell of all."""
+"""Collects what all ingresses and replicas have measured: a scrape reaches one ingress, and its answer is about all."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class IngressReport:
 
     ingress_id: str
     requests: Snapshot
-    replicas: Mapping[str, Mapping[str, EngineReport]]  # the last that it heard of each, by model and id
+    replicas: Mapping[str, Mapping[str, EngineReport]]  # the last report of each that it has, by model and id
     batches: BatchCounts | None = None  # where it works batches off
 
 
 class MetricsCollector:
-    """One for each ingress process: has its measurements, and asks the others for theirs when somebody scrapes."""
+    """One for each ingress process: has its measurements, and asks the others for theirs at each scrape."""
 
     def __init__(
         self,

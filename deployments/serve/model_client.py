@@ -59,7 +59,7 @@ class ModelClient:
         return facts
 
     async def answers(self) -> bool:
-        """Whether a replica answers now. One that is full does: it says so."""
+        """Whether a replica answers now. A refusal because it is full is an answer."""
         try:
             await asyncio.wait_for(self.facts(), READY_TIMEOUT_S)
         except Exception as error:
@@ -68,7 +68,7 @@ class ModelClient:
 
 
 async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
-    """The model as `app.api` wants it. `path` is resolved. Waits until a replica is there."""
+    """The model as `app.api` needs it. `path` is resolved. Waits until a replica is there."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
     form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
     facts = await client.facts()

@@ -20,7 +20,7 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
 
-# An ingress whose connection broke opens another every few seconds; one that is gone does not.
+# An ingress that lost its connection opens another every few seconds; one that is gone does not.
 ORPHANED_AFTER_S = 15.0
 
 
@@ -49,7 +49,7 @@ class Replica:
         await self._engine.reconfigure(retuned(self._deployed, user_config))
 
     async def serve(self, request: Request, ingress_id: str) -> None:
-        """Serve a request whose tokens go out in frames to its ingress; returns when it has ended.
+        """Serve a request and send its tokens in frames to its ingress; returns when it has ended.
 
         Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
         """

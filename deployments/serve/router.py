@@ -17,7 +17,7 @@ from deployments.ray_internals import PlacementRouter
 class RegistryRouter(PlacementRouter):
     """Tries the replicas in the registry's order; refuses at once when all of them are full."""
 
-    # A replica that is busy computing may take longer than Serve's 0.1 s to say how full it is; the order is worth it.
+    # A busy replica may need longer than Serve's 0.1 s to answer how many calls it has; the order is worth the wait.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads and checks what `serve.yaml` asks for, in words, before anything starts. No Ray here: it answers at once."""
+"""Reads and checks `serve.yaml` before anything starts; each mistake is one line. No Ray here: it takes no time."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def all_keys(config: ApiConfig) -> tuple[KeyConfig, ...]:
 
 
 def check_exposure(host: str, config: ApiConfig) -> None:
-    """Raise InvalidSetup when other machines could use an application without a key, and nobody has said that they may.
+    """Raise InvalidSetup when other machines could use an application without a key and no setting allows it.
 
     `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
     """
     if not all_keys(config) and host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
-            f"http_options.host: got {host!r} without API keys: everybody who can reach this machine could use it; "
+            f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
             f"give the application `api.keys_file` (`python -m scripts.make_key NAME` prints an entry), listen on "
-            f"127.0.0.1, or say `api.allow_unauthenticated: true`"
+            f"127.0.0.1, or set `api.allow_unauthenticated: true`"
         )
 
 
@@ -107,7 +107,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     except OSError as error:
         raise InvalidSetup(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidSetup(f"{path}: is not YAML") from error  # and no word of what is in it
+        raise InvalidSetup(f"{path}: is not YAML") from error  # without the content, which holds keys
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
     try:
@@ -182,7 +182,7 @@ def _check_models_of_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) 
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
-    """What replicas would be told by `reconfigure`, checked before it reaches them."""
+    """The settings for `reconfigure`, checked before they reach the replicas."""
     models = {deployment_name(model): model for model in config.models}
     for deployment in deployments:
         model = models.get(str(deployment.get("name")))

@@ -19,7 +19,7 @@ from deployments.serve.errors import to_carousel_error
 
 @dataclass(frozen=True, slots=True)
 class FramesFrom:
-    """The argument by which the router knows which replica a call for frames is meant for."""
+    """The argument that names the one replica to which the router must send a call."""
 
     replica_id: str
 
@@ -28,7 +28,7 @@ class ServeTransport:
     """`ReplicaTransport` over the handle of one replica deployment."""
 
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
-        """`ingress_id` tells this process from other ingresses, and from one that was here before it."""
+        """`ingress_id` is different for each process, also for one that replaces another."""
         self._handle = handle
         self._ingress_id = ingress_id
 

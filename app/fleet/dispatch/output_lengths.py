@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MIN_OUTPUTS = 4  # with fewer, a bucket says nothing
+_MIN_OUTPUTS = 4  # a bucket with fewer is not used
 _NEWEST_SHARE = 0.02  # of a bucket's moving average, once it has seen more than its inverse
 
 
 class OutputLengths:
     """Mean output length by the power of two below `max_tokens`, and over all.
 
-    The engine's LengthPredictor tells short from long with a quantile for each tenant and prompt length; the sum of
-    what is outstanding needs means, and an ingress sees too little of each tenant for more than this.
+    The engine's LengthPredictor separates short outputs from long ones by a quantile for each tenant and prompt
+    length. The sum of outstanding work needs means, and an ingress sees too few requests of each tenant for more.
     """
 
     def __init__(self) -> None:

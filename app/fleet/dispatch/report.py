@@ -1,4 +1,4 @@
-"""What a replica reports of itself: with every frame, so dispatch knows it a step later and never polls."""
+"""What a replica reports. A report comes with every frame, so dispatch is late by one step and never polls."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def serve_file(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_other_machines_are_not_let_in_without_keys(serve_file: Any, host: str) -> None:
-    with pytest.raises(InvalidSetup, match="without API keys: everybody who can reach this machine could use it"):
+    with pytest.raises(InvalidSetup, match="without API keys: every machine that reaches this one could use it"):
         read_serve_file(serve_file(host))
     assert read_serve_file(serve_file(host, keys=[entry()])).host == host
     assert read_serve_file(serve_file(host, allow_unauthenticated=True)).host == host
