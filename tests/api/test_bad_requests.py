@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
+from app.api.schemas.requests import MAX_DETOKENIZED, ChatRequest, CompletionRequest, DetokenizeRequest
+from app.api.schemas.responses import ResponsesRequest
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Answer, Connection, Service, check_error, say
 
@@ -347,3 +350,28 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
     assert "within 0.05 s (0 bytes of it did)" in answer.error["message"]
     assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (DetokenizeRequest, {"tokens": [-1] * 9999}),
+        (ChatRequest, {"messages": [{"role": "nobody"}] * 9999}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [7] * 9999}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [7] * 9999}),
+        (CompletionRequest, {"prompt": "Hi", "stop_token_ids": ["x"] * 9999}),
+        (CompletionRequest, {"prompt": "Hi", "bad_words": [7] * 9999}),
+        (CompletionRequest, {"prompt": "Hi", "structured_outputs": {"choice": [7] * 9999}}),
+        (ResponsesRequest, {"input": [{"role": "nobody", "content": "Hi"}] * 9999}),
+    ],
+)
+def test_a_list_of_mistakes_costs_no_more_than_its_first(schema: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() == 1
+
+
+def test_more_ids_than_detokenize_takes_are_not_looked_at(service: Service) -> None:
+    answer = service.call("POST", "/detokenize", {"tokens": ["x"] * (MAX_DETOKENIZED + 1)})
+    assert (answer.status, answer.error["param"]) == (400, "tokens")
+    assert "at most 1,000,000 are accepted" in answer.error["message"]

@@ -30,7 +30,8 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: RequestLim
             )
         ]
 
-    num_characters = sum(message.num_characters for message in body.messages) + len(str(offered or ""))
+    num_characters = sum(message.num_characters for message in body.messages)
+    num_characters += len(str(offered or "")) + len(str(body.chat_template_kwargs))
     prompts = await off_the_loop(encode, num_characters)
     return call_of("chatcmpl", body, model, prompts, default_max_tokens=None, tools=tools)
 

@@ -93,5 +93,7 @@ async def _of_chat(body: TokenizeChatRequest, model: ServedModel) -> tuple[int, 
             tools=tools,
             template_variables=body.chat_template_kwargs,
         ),
-        num_characters=sum(message.num_characters for message in body.messages) + len(str(tools)),
+        num_characters=sum(message.num_characters for message in body.messages)
+        + len(str(tools))
+        + len(str(body.chat_template_kwargs)),
     )

@@ -8,12 +8,13 @@ these classes as JSON schemas; where a validator accepts more than the type behi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -41,6 +42,7 @@ MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
+MAX_DETOKENIZED = 1_000_000
 TOOL_CHOICES = ("none", "auto", "required")
 
 
@@ -114,9 +116,21 @@ def _bias(value: Any) -> Any:
     return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
 
 
+T = TypeVar("T")
+
+
+class _FirstError(FailFast):
+    """Hashable, as parts of unions have to be."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+# A list whose first mistake ends its validation: to build an error for each of a million items takes seconds.
+ListOf = Annotated[list[T], _FirstError()]
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 
 
 class TextPart(BaseModel):
@@ -161,9 +175,9 @@ class Structure(Schema):
     end: str = Field("", max_length=MAX_MARKER_LENGTH)
 
 
-Structures = Annotated[list[Structure], Field(min_length=1, max_length=MAX_STRUCTURES)]
+Structures = Annotated[ListOf[Structure], Field(min_length=1, max_length=MAX_STRUCTURES)]
 Triggers = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_LENGTH)]],
+    ListOf[Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_LENGTH)]],
     Field(min_length=1, max_length=MAX_TRIGGERS),
 ]
 
@@ -190,7 +204,7 @@ class StructuredOutputs(Schema):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: NonEmpty | None = None
-    choice: Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES)] | None = None
+    choice: Annotated[ListOf[NonEmpty], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES)] | None = None
     grammar: NonEmpty | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | NonEmpty | None = None  # a StructuralTag, also as JSON in a string
@@ -269,7 +283,7 @@ class Message(Schema):
     )
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     function_call: Annotated[dict[str, Any] | None, WithJsonSchema({"type": "object", "maxProperties": 0})] = None
 
     @field_validator("function_call")
@@ -288,8 +302,12 @@ class Message(Schema):
 
     @property
     def num_characters(self) -> int:
-        """Its length, with the arguments of its tool calls."""
-        return len(self.content or "") + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        """The length of all that a template may write of it."""
+        calls = self.tool_calls or ()
+        texts = (self.content, self.name, self.tool_call_id)
+        return sum(len(text) for text in texts if text) + sum(
+            len(call.id) + len(call.function.name) + len(call.function.arguments) for call in calls
+        )
 
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect: only keys that have a value, and `content` always."""
@@ -385,12 +403,12 @@ class GenerationRequest(QueuedRequest):
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
         default_factory=list
     )
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: ListOf[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: list[int] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKEN_IDS)
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]] = Field(
+    allowed_token_ids: ListOf[int] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: ListOf[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]] = Field(
         default_factory=list, max_length=MAX_BAD_WORDS
     )
     stream: bool = False
@@ -493,8 +511,8 @@ class ChatRequest(GenerationRequest):
 
     ENDPOINT = "chat"
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: ListOf[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool,
         BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
@@ -564,7 +582,7 @@ class ChatRequest(GenerationRequest):
 
 
 Prompts = Annotated[
-    list[str | list[int]],
+    ListOf[str | ListOf[int]],
     BeforeValidator(
         _prompts,
         json_schema_input_type=NonEmpty
@@ -634,8 +652,8 @@ class TokenizeTextRequest(ModelRequest):
 class TokenizeChatRequest(ModelRequest):
     """The body of POST /tokenize for a conversation."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: ListOf[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
@@ -645,11 +663,13 @@ class TokenizeChatRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """The body of POST /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId] = Field(max_length=MAX_DETOKENIZED)
 
     @field_validator("tokens", mode="before")
     @classmethod
     def _integers(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MAX_DETOKENIZED:  # before it looks at each of them
+            raise ValueError(f"has {len(value):,} ids; at most {MAX_DETOKENIZED:,} are accepted")
         return as_int(value)
 
 

@@ -19,6 +19,7 @@ from app.api.schemas.requests import (
     ChatRequest,
     FunctionName,
     GenerationRequest,
+    ListOf,
     Schema,
     as_int,
 )
@@ -179,19 +180,19 @@ class ResponsesRequest(GenerationRequest):
     ENDPOINT = "response"
 
     input: Annotated[
-        list[InputItem],
+        ListOf[InputItem],
         BeforeValidator(_items, json_schema_input_type=Annotated[str, Field(min_length=1)] | list[InputItem]),
     ] = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: ListOf[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool,
         BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunctionTool),
     ] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
-    include: list[Includable] = Field(default_factory=list, max_length=16)
+    include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: int | None = Field(None, ge=0)
     metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # returned unchanged
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
