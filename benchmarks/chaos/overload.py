@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.traffic import MODEL_NAME, alike
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.turns import last_object, run_module
 
 _STEP_MS = 30.0
 _NUM_TOKENS = 60
@@ -49,13 +47,9 @@ def _sweep(running: Stage, capacity: float) -> dict[str, Any]:
             for asked in alike(64, num_tokens=_NUM_TOKENS)
         ]
         workload.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        command = [
-            sys.executable, "-m", "benchmarks.service.online", "--base-url", f"http://{target.host}:{target.port}",
-            "--model", MODEL_NAME, "--workload", str(workload), "--sweep", _FACTORS, "--capacity", f"{capacity:.3f}",
-            "--duration", str(_SECONDS), "--slo-ttft-ms", "2500", "--slo-itl-ms", "100",
+        arguments = [
+            "--base-url", f"http://{target.host}:{target.port}", "--model", MODEL_NAME, "--workload", str(workload),
+            "--sweep", _FACTORS, "--capacity", f"{capacity:.3f}", "--duration", str(_SECONDS),
+            "--slo-ttft-ms", "2500", "--slo-itl-ms", "100",
         ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"the sweep failed with status {done.returncode}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+        return last_object(run_module("benchmarks.service.online", arguments))
