@@ -76,7 +76,7 @@ def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
 
 
 def build_sync_engine(config: EngineConfig) -> Engine:
-    """The same engine without its thread, for those who step it themselves."""
+    """The same engine without its thread, for callers that run each step themselves."""
     return _build_simulated(config) if config.model.simulated is not None else _build_torch(config)
 
 
@@ -178,7 +178,7 @@ def assemble(
 
 
 def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, num_blocks: int) -> Recorder:
-    """Whom the engine tells its steps: a step log where the settings name a folder, else nobody.
+    """The receiver of the engine's steps: a step log if the settings name a folder, else one that does nothing.
 
     Raises:
         InvalidSetup: that folder cannot be written.

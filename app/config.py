@@ -433,7 +433,7 @@ class ServedModelConfig(Settings):
 class KeyConfig(Settings):
     """An API key, of which only a hash is known, and what its holder may do."""
 
-    name: Name = Field(description="whose key it is: the tenant of its requests")
+    name: Name = Field(description="name of the key: the tenant of its requests")
     sha256: str = Field(description="hash of the key, as `python -m scripts.make_key` prints it")
     models: tuple[Name, ...] = Field((), description="models it may use; none named: all")
     requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: any number")
@@ -458,15 +458,19 @@ class KeyConfig(Settings):
 class ApiConfig(Settings):
     """Which keys may use the HTTP API, and what they share."""
 
-    keys: tuple[KeyConfig, ...] = Field((), description="API keys; none here and in `keys_file`: nobody needs one")
+    keys: tuple[KeyConfig, ...] = Field(
+        (), description="API keys; without any here and in `keys_file`, requests need none"
+    )
     keys_file: str | None = Field(
         None, min_length=1, description="YAML file with a list of such keys, followed while the service runs"
     )
     allow_unauthenticated: bool = Field(
-        False, description="listen on other interfaces than loopback without any keys: to everybody who can reach it"
+        False,
+        description="without keys, listen on other interfaces than loopback: any machine that reaches it may use it",
     )
-    metrics_for: Literal["everybody", "keys", "admins"] = Field(
-        "keys", description="who may read /metrics: everybody without a key, any key, or keys with `admin`"
+    metrics_for: Literal["public", "keys", "admins"] = Field(
+        "keys",
+        description="which requests may read /metrics: all, those with a key, or those with a key that has `admin`",
     )
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
@@ -490,7 +494,7 @@ class IngressConfig(Settings):
 
 
 class WebhooksConfig(Settings):
-    """Who is told when a batch has ended, and where messages may go at all."""
+    """Messages about the end of a batch: their default receiver, and which receivers are allowed."""
 
     url: str | None = Field(
         None,

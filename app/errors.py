@@ -32,7 +32,7 @@ from typing import Any
 
 
 class CarouselError(Exception):
-    """Root of the tree. `message` is a sentence for the person who has to act on it."""
+    """Root of the tree. `message` is a sentence for the person that has to act on it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class Overloaded(CarouselError):
 
 
 class DeadlineMissed(Overloaded):
-    """The caller's deadline has passed, or the request would not be done by then. A retry has nobody to serve."""
+    """The request's deadline has passed, or it would pass before the end. A retry would be of no use."""
 
 
 class LimitReached(Overloaded):

@@ -16,9 +16,14 @@ from typing import Any
 import ray
 from ray._private import parameter
 from ray.serve._private import replica as serve_replica
-from ray.serve.context import _get_global_client
+from ray.serve._private.api import _create_controller_and_proxy_refs
+from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
+from ray.serve.config import ControllerOptions, gRPCOptions
+from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import ServeDeploySchema
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +100,44 @@ def _as_utf8(value: bytes) -> bytes:
 
 
 @contextmanager
-def agent_on_any_free_port() -> Iterator[None]:
-    """A `ray.init` in this block starts a cluster with its agent on a free port.
+def small_cluster() -> Iterator[None]:
+    """A `ray.init` in this block starts a cluster without what one machine does not need, its agent on a free port.
+
+    It has no monitor (Ray's autoscaler of machines) and no log monitor (which copies the logs of workers to the driver,
+    and is told not to): two processes less to start. `ray.init` has no options for them.
 
     Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
     without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
     (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
     """
     of_all_clusters = parameter.RayParams
-    parameter.RayParams = partial(of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT)
+    parameter.RayParams = partial(
+        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
+    )
     try:
         yield
     finally:
         parameter.RayParams = of_all_clusters
+
+
+def deploy(config: ServeDeploySchema) -> None:
+    """Start Serve and deploy a config file's content, as `serve run --non-blocking` does, returning once proxies serve.
+
+    `serve run` waits for the proxies before it deploys. Here the application is built, and its replicas start, while
+    the proxies start. No upstream issue is known.
+    """
+    controller, starting_proxies = _create_controller_and_proxy_refs(
+        http_options=config.http_options.model_dump(),
+        grpc_options=gRPCOptions(**config.grpc_options.model_dump()),
+        global_logging_config=None,
+        global_tracing_config=None,
+        controller_options=config.controller_options or ControllerOptions(),
+        proxy_location=config.proxy_location,
+    )
+    client = ServeControllerClient(controller)
+    _set_global_client(client)
+    client.deploy_apps(config, _blocking=False)
+    ray.get(starting_proxies, timeout=HTTP_PROXY_TIMEOUT)
 
 
 def http_host() -> str:

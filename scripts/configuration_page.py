@@ -116,7 +116,7 @@ def _number(limit: float) -> str:
 
 
 def _plain(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """An annotation without None and without `Annotated`, whose limits go to the others."""
+    """An annotation without None and without `Annotated`, the limits of which go to the others."""
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [each for each in get_args(annotation) if each is not NoneType]
         return _plain(annotation, metadata)

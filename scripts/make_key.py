@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import secrets
 
-NUM_RANDOM_BYTES = 32  # so many that a fast hash protects them: nobody can try them all
+NUM_RANDOM_BYTES = 32  # too many to try, so that a fast hash protects them
 
 
 def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
@@ -18,7 +18,7 @@ def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.make_key", description="Make an API key.")
-    parser.add_argument("name", help="whose key it is; the tenant of its requests")
+    parser.add_argument("name", help="name of the key: the tenant of its requests")
     parser.add_argument("--admin", action="store_true", help="it opens the routes under /admin too")
     arguments = parser.parse_args()
     name = arguments.name

@@ -1,6 +1,6 @@
 """From a grammar as its caller wrote it to one that llguidance matches by; a first walk through it, under limits.
 
-What is written here runs in a process of its own first (`tasting.py`). Only its result reaches the engine's process.
+This code runs in a process of its own first (`sandbox_worker.py`). Only its result reaches the engine's process.
 """
 
 from __future__ import annotations

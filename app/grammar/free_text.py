@@ -32,7 +32,7 @@ class TokenTable:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special_texts
         hidden = set(vocabulary.special_token_ids)
-        # Special tokens are no text: whoever hides them reads what is on both sides of one as it stands together.
+        # Special tokens are no text: where they are hidden, the texts on both sides of one stand together.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
         self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
@@ -122,7 +122,7 @@ class FreeText:
         return longest
 
     def _writing_past(self, place: FreePlace) -> set[int]:
-        """The tokens that go on behind a trigger whose beginning the text ends with."""
+        """The tokens that write past the end of a trigger that the text has begun."""
         table, tail = self._table, place.tail
         found: set[int] = set()
         for _, trigger in self._triggers:

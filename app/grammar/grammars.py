@@ -1,4 +1,4 @@
-"""Grammars of one model, compiled beside the engine and remembered: where its matchers come from."""
+"""The grammars of one model: compiled in threads beside the engine, and cached."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
 from app.grammar.compiling import Unusable, new_matcher, tags_of
 from app.grammar.free_text import FreeText, TokenTable, Trigger
-from app.grammar.grammar_matcher import GrammarMatcher
-from app.grammar.tagged_matcher import Piece, TaggedMatcher
-from app.grammar.taster import Taster
+from app.grammar.matchers import GrammarMatcher, TagContent, TaggedMatcher
+from app.grammar.sandbox import Sandbox
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_REFUSALS = 1024
-MAX_CACHED_CHARACTERS = 2_000_000  # what a large schema compiles to is about a hundred times its size
-# Requests share what a compiled grammar learns while it is matched, which only grows: after so many it begins anew.
+MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
+# A compiled grammar caches what it learns in matching, which only grows: after so many requests it is compiled anew.
 MAX_USES = 256
 _NICENESS = 10
 
-Key = tuple[str, GrammarKind, str, bool]  # whoever may not share prefixes shares no grammar either
+Key = tuple[str, GrammarKind, str, bool]  # the first is the cache salt: where prefixes are not shared, grammars are not
 
 
 Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request
@@ -57,8 +56,8 @@ class _Tagged:
         self._pieces = pieces
 
     def begun(self, begin: Begin) -> TaggedMatcher:
-        def piece(matcher: LLMatcher, is_last: bool) -> Piece:
-            return Piece(lambda: begin(matcher.deep_copy()), is_last)
+        def piece(matcher: LLMatcher, is_last: bool) -> TagContent:
+            return TagContent(lambda: begin(matcher.deep_copy()), is_last)
 
         return TaggedMatcher(self._text, [piece(matcher, is_last) for matcher, is_last in self._pieces])
 
@@ -80,7 +79,7 @@ class CompileLimits:
 
 
 class Grammars:
-    """Compiles one grammar after the other in a thread of its own; what is known already does not wait for that."""
+    """Compiles one grammar after the other in a thread of its own; a cached grammar does not wait for it."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None  # these five belong to the compiling thread
         self._vocabulary: Vocabulary | None = None
         self._table: TokenTable | None = None  # made when the first grammar with tags comes
-        self._taster: Taster | None = None
+        self._sandbox: Sandbox | None = None
         self._is_unreadable = False
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
         self._num_characters = 0  # of those
@@ -133,15 +132,15 @@ class Grammars:
         return _done(self._begin(known, request, key))
 
     def close(self) -> None:
-        """Stop both threads and the tasting process; what waits for them is cancelled. Safe to call twice."""
+        """Stop both threads and the sandbox; what waits for them is cancelled. Safe to call twice."""
         for pool in (self._compiling, self._resuming):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self._taster is not None:
-            self._taster.interrupt()
+        if self._sandbox is not None:
+            self._sandbox.interrupt()
         for pool in (self._compiling, self._resuming):
             pool.shutdown()
-        if self._taster is not None:
-            self._taster.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -192,8 +191,8 @@ class Grammars:
         tools = self._tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
-        tokenizer, taster = tools
-        matchers = [new_matcher(tokenizer, lark) for lark in taster.taste(grammar)]
+        tokenizer, sandbox = tools
+        matchers = [new_matcher(tokenizer, lark) for lark in sandbox.compile(grammar)]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         has_tags = grammar.kind is GrammarKind.TAGS
@@ -202,25 +201,25 @@ class Grammars:
             self._remember(key, compiled)
         return compiled
 
-    def _tools(self) -> tuple[LLTokenizer, Taster] | None:
-        """What grammars are compiled with, made when the first comes; None where the tokenizer is of no use."""
+    def _tools(self) -> tuple[LLTokenizer, Sandbox] | None:
+        """What grammars are compiled with, made for the first one; None where the tokenizer cannot be used."""
         if self._is_unreadable:
             return None
-        if self._tokenizer is None or self._taster is None:
+        if self._tokenizer is None or self._sandbox is None:
             try:
                 vocabulary = self._read_vocabulary()
             except InvalidSetup as error:
                 self._is_unreadable = True
                 logger.warning("structured outputs are refused: %s", error)
                 return None
-            self._taster = Taster(
+            self._sandbox = Sandbox(
                 vocabulary,
                 timeout_s=self._limits.timeout_s,
                 memory_bytes=self._limits.memory_bytes,
             )
             self._vocabulary = vocabulary
             self._tokenizer = vocabulary.for_matching()
-        return self._tokenizer, self._taster
+        return self._tokenizer, self._sandbox
 
     def _tagged(self, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
         assert self._vocabulary is not None, "matchers were made of it"
@@ -258,7 +257,7 @@ class Grammars:
         return begun
 
     def _drop(self, key: Key) -> None:
-        """Whoever comes next begins with a matcher that nobody has brought to its limits."""
+        """Forget a grammar when a matcher of it has reached its limits: the next request compiles a new one."""
         with self._lock:
             self._forget(key)
 
@@ -276,7 +275,7 @@ def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 
 def _step_back() -> None:
-    """The calling thread computes what others leave. Elsewhere than on Linux a thread has no priority of its own."""
+    """Lower the priority of the calling thread. Only on Linux does a thread have one of its own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -273,7 +273,7 @@ def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int
                 "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5, "max_resumes": 5},
             }
         ],
-        "api": {"keys": entries, "metrics_for": "everybody"},
+        "api": {"keys": entries, "metrics_for": "public"},
         "ingress": {"num_cpus": 0.1},
         "batches": {"path": folder, "num_cpus": 0.1},
     }

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import ray
+import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ServeStatus
-from ray.serve.scripts import cli
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
+from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, read_serve_file
 
 STARTING_POLL_S = 0.5
@@ -41,7 +42,7 @@ def main() -> int:
     try:
         _start_ray(config, arguments.run_folder, dashboard=arguments.dashboard)
         _end_on_signals()
-        cli(["run", "--non-blocking", str(arguments.config)], standalone_mode=False)
+        deploy(ServeDeploySchema.model_validate(yaml.safe_load(arguments.config.read_text(encoding="utf-8"))))
         _wait_until_ready(config)
         _say(_welcome(config))
         _report_changes()

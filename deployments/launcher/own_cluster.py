@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from deployments.ray_internals import agent_on_any_free_port
+from deployments.ray_internals import small_cluster
 
 
 def start_own_cluster(*, num_cpus: int, **options: Any) -> None:
@@ -16,7 +16,7 @@ def start_own_cluster(*, num_cpus: int, **options: Any) -> None:
 
     `options` are those of `ray.init`.
     """
-    with agent_on_any_free_port():
+    with small_cluster():
         ray.init(address="local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR", **options)
 
 

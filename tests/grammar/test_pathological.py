@@ -117,8 +117,8 @@ def test_a_remembered_refusal_names_the_field_that_it_came_in_now(grammars: Gram
 
 
 def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(grammars: Grammars) -> None:
-    assert grammars._taster is not None
-    process = grammars._taster._process or grammars._taster._start()
+    assert grammars._sandbox is not None
+    process = grammars._sandbox._process or grammars._sandbox._start()
     process.kill()
     process.wait()
     assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "after a death"))).result(30) is not None

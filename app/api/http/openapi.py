@@ -114,7 +114,7 @@ def _paths(config: ApiConfig) -> Json:
                 "responses": {"200": {"description": "metrics", "content": {"text/plain": {"schema": _TEXT}}}}
                 | _errors(_OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY),
             }
-            | (open_get if config.metrics_for == "everybody" else {})
+            | (open_get if config.metrics_for == "public" else {})
         },
         "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},

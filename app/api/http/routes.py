@@ -57,9 +57,7 @@ def build_app(
         *batch_routes,
     ]
     open_routes, for_admins = service.open_routes(), admin.routes()
-    {"everybody": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(
-        service.metrics_route()
-    )
+    {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
     return Application(Routes(open_routes, for_keys, for_admins), authenticator)
 
 

@@ -94,7 +94,7 @@ class ToolParser:
         self._raw: list[str] = []  # a call so far, while it may turn out to be none
         self._reader: CallReader = ObjectReader()
         self._num_closed = 0  # how much of the closing marker was read
-        self._num_begun = 0  # calls whose name is known
+        self._num_begun = 0  # calls with a known name
         self._has_text = False
         self._is_done = False
         self._text: list[str] = []

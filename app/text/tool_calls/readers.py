@@ -253,7 +253,7 @@ class JsonPlace(Enum):
 class JsonEnd:
     """Finds the end of one value by its brackets and quotes; it does not check that what is between them is JSON.
 
-    Outside strings a `<` is no JSON: it begins the marker that ends a call whose brackets were not closed.
+    Outside strings a `<` is no JSON: it begins the marker that ends a call with open brackets.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Has grammars compiled in another process first, and tells what came of it."""
+"""Compiles a grammar in a process of its own first, under limits of time and memory (`sandbox_worker.py`)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from app.grammar.vocabulary import Vocabulary, child_command, child_environment
 logger = logging.getLogger(__name__)
 
 
-class Taster:
-    """Keeps one tasting process, and starts another when one dies of what it was given. One thread uses it."""
+class Sandbox:
+    """Keeps one worker process, and starts another when a grammar has killed it. For one thread."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, memory_bytes: int) -> None:
-        """A grammar may take so long, and so much memory beside the vocabulary."""
+        """`timeout_s` and `memory_bytes`, beside the vocabulary, are for one grammar."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
-    def taste(self, grammar: Grammar) -> list[str]:
-        """The grammar in Lark, once it has been compiled and walked through; a part for each tag of one with tags.
+    def compile(self, grammar: Grammar) -> list[str]:
+        """The grammar in Lark, after it has been compiled and tried; with tags, one grammar for each tag.
 
         Raises:
-            Unusable: it cannot be, within the limits.
-            Failure: the process ended for a reason of its own.
+            Unusable: it cannot be compiled within the limits.
+            Failure: the worker ended for another reason.
         """
         process = self._living() or self._start()
         stdin, stdout = _pipes_of(process)
@@ -44,7 +44,7 @@ class Taster:
         except BrokenPipeError:
             line = b""
         if not line:
-            raise self._cause_of_death(process)
+            raise self._error_of_end(process)
         answer: dict[str, Any] = json.loads(line)
         if "unusable" in answer:
             raise Unusable(answer["unusable"])
@@ -52,56 +52,56 @@ class Taster:
         return larks
 
     def interrupt(self) -> None:
-        """End the process, whatever it does; a grammar that it has is refused. Any thread may call."""
+        """Kill the worker; the grammar that it compiles is refused. Any thread may call."""
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process and forget it."""
+        """Kill the worker and wait for its end."""
         self.interrupt()
         if self._process is not None:
-            self._bury(self._process)
+            self._wait_for(self._process)
 
     def _living(self) -> subprocess.Popen[bytes] | None:
-        """The process, unless it has died since the last grammar: then the next is not to blame."""
+        """The worker, unless it has ended since the last grammar: the next one did not cause that."""
         if self._process is not None and self._process.poll() is not None:
-            self._bury(self._process)
+            self._wait_for(self._process)
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = self._process = subprocess.Popen(
-            child_command("app.grammar.tasting"),
+            child_command("app.grammar.sandbox_worker"),
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash in native code writes what the log need not have
+            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would only confuse in the log
         )
         stdin, _ = _pipes_of(process)
         settings = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes}
-        with suppress(BrokenPipeError):  # the first grammar will find out
+        with suppress(BrokenPipeError):  # the first grammar finds the broken pipe
             stdin.write(json.dumps(settings).encode() + b"\n")
             self._vocabulary.write(stdin)
         return process
 
-    def _cause_of_death(self, process: subprocess.Popen[bytes]) -> Unusable | Failure:
-        """Whether it died of its grammar."""
-        code = self._bury(process)
+    def _error_of_end(self, process: subprocess.Popen[bytes]) -> Unusable | Failure:
+        """The error for the grammar during which the worker ended."""
+        code = self._wait_for(process)
         if code == -signal.SIGALRM:
             return Unusable(f"to compile it takes longer than {self._timeout_s:g} s; make it simpler")
         if code < 0:
             return Unusable("it is too deep or too large to be compiled; make it simpler")
         return Failure(f"the process that compiles grammars has ended with {code}")
 
-    def _bury(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for its end; the next grammar gets another. Returns the exit code, below 0 for a signal."""
+    def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the worker's end; the next grammar gets another. Returns the exit code, below 0 for a signal."""
         self._process = None
         stdin, stdout = _pipes_of(process)
         with suppress(BrokenPipeError):
             stdin.close()
         stdout.close()
         code = process.wait()
-        logger.info("a tasting process has ended with %d", code)
+        logger.info("a worker that compiles grammars has ended with %d", code)
         return code
 
 

@@ -1,10 +1,10 @@
-"""The process in which grammars are compiled for the first time (`python -m app.grammar.tasting`).
+"""The process in which a grammar is compiled for the first time (`python -m app.grammar.sandbox_worker`).
 
-Some texts make a compiler overflow its stack, take gigabytes, or run for minutes. Here that costs nobody anything but
-the caller: the process ends, by its limits or by a crash, and `taster.py` starts another.
+Some grammars make a compiler overflow its stack, take gigabytes, or run for minutes. Here they end only this process,
+by its limits or by a crash, and `sandbox.py` starts another.
 
-It reads a line of settings and the vocabulary from its standard input, then a grammar in each line, and answers each
-with a line: the grammar in Lark, a part for each tag where it has tags, or why it cannot be used.
+It reads a line of settings and the vocabulary from its standard input, then one grammar a line. It writes one line for
+each: the grammar in Lark (one for each tag where it has tags), or why it cannot be used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from app.grammar.compiling import Unusable, larks_of, new_matcher, walk
 from app.grammar.vocabulary import Vocabulary
 
 START_TIMEOUT_S = 60.0
-# An eighth of what the threads have that will compile what passes here.
+# An eighth of the stack of the threads that compile a grammar after it has passed here.
 _STACK_BYTES = 1 << 20
 
 
 def main() -> None:
     """Answer until the input ends."""
-    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # nobody handles its signal: the process dies of it
+    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # its signal has no handler: it ends the process
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.stdin.buffer.readline())

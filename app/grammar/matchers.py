@@ -1,0 +1,177 @@
+"""Matchers: the place of one request in its grammar, or in a free text with marked pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from app.engine.matcher import any_token, with_tokens, without_tokens
+from app.grammar.compiling import reason_of
+from app.grammar.free_text import FreePlace, FreeText
+
+
+class LazyMatcher(ABC):
+    """A `Matcher` that works while the model computes: `advance` only notes a token, `prepare` does the rest."""
+
+    def __init__(self) -> None:
+        self._drawn: list[int] = []  # not consumed yet
+        self._allowed: bytes | None = None  # behind all of them, once it is known
+
+    def allowed(self) -> bytes:
+        """See `Matcher`."""
+        allowed = self._allowed
+        return self._find_allowed() if allowed is None else allowed
+
+    def prepare(self) -> None:
+        """See `Matcher`."""
+        if self._allowed is None:
+            self._find_allowed()
+
+    def advance(self, token_id: int) -> None:
+        """Note a drawn token."""
+        self._drawn.append(token_id)
+        self._allowed = None
+
+    def catch_up(self) -> None:
+        """Consume the drawn tokens now, and not in a step."""
+        drawn, self._drawn = self._drawn, []
+        for token_id in drawn:
+            self._consume(token_id)
+
+    def _find_allowed(self) -> bytes:
+        self.catch_up()
+        self._allowed = allowed = self._compute_allowed()
+        return allowed
+
+    @abstractmethod
+    def _consume(self, token_id: int) -> None:
+        """Consume the next token."""
+
+    @abstractmethod
+    def _compute_allowed(self) -> bytes:
+        """The tokens that may follow all that were consumed."""
+
+
+class GrammarMatcher(LazyMatcher):
+    """Says which tokens the grammar allows next. End tokens are allowed where the grammar may end, and nowhere else."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        stop_token_ids: Iterable[int],
+        vocab_size: int,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`stop_token_ids`: the request's own, beside the model's end tokens, which `matcher` knows."""
+        super().__init__()
+        self._matcher = matcher
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._num_bytes = -(-vocab_size // 8)
+        self._on_failure = on_failure
+        self.failure: str | None = None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what is written so far is complete."""
+        self.catch_up()
+        return self.failure is None and self._matcher.is_accepting()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is, and nothing may follow."""
+        return self.may_end and self._matcher.is_stopped()
+
+    def accepts(self, token_id: int) -> bool:
+        """Whether this token may follow."""
+        self.catch_up()
+        return self._matcher.validate_tokens([token_id]) == 1
+
+    def _consume(self, token_id: int) -> None:
+        """See `LazyMatcher`; behind a stop token nothing comes."""
+        if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
+            self._fail(reason_of(self._matcher.get_error()))
+
+    def _compute_allowed(self) -> bytes:
+        """See `Matcher`. When it fails, every token is allowed: what is drawn then is not used."""
+        if self.failure is None:
+            allowed = self._matcher.compute_bitmask()[: self._num_bytes]
+            if not self._matcher.is_error():
+                return self._with_stops(allowed) if self._stop_token_ids else allowed
+            self._fail(reason_of(self._matcher.get_error()))
+        return b"\xff" * self._num_bytes
+
+    def _with_stops(self, allowed: bytes) -> bytes:
+        if self._matcher.is_accepting():
+            return with_tokens(allowed, self._stop_token_ids)
+        left = without_tokens(allowed, self._stop_token_ids)
+        return left if any_token(left) else allowed
+
+    def _fail(self, reason: str) -> None:
+        self.failure = f"the output cannot go on in the form that was asked for: {reason}"
+        self._on_failure()
+
+
+@dataclass(frozen=True, slots=True)
+class TagContent:
+    """What follows a trigger: a new matcher of it, and whether the output ends with it."""
+
+    begin: Callable[[], GrammarMatcher]
+    is_last: bool
+
+
+class TaggedMatcher(LazyMatcher):
+    """Free text until a trigger is complete; then what the content of its tag allows, to the end of that.
+
+    Where a piece may end and may go on as well, free text may follow: what cannot belong to the piece is text.
+    """
+
+    def __init__(self, text: FreeText, pieces: Iterable[TagContent]) -> None:
+        """A piece for each trigger of the text."""
+        super().__init__()
+        self._text = text
+        self._pieces = tuple(pieces)
+        self._place: FreePlace = text.beginning
+        self._inside: GrammarMatcher | None = None
+        self._is_last = False
+
+    @property
+    def failure(self) -> str | None:
+        return None if self._inside is None else self._inside.failure
+
+    def _compute_allowed(self) -> bytes:
+        if self._inside is None:
+            return self._text.allowed(self._place)
+        allowed = self._inside.allowed()
+        return _either(allowed, self._text.allowed(self._text.middle)) if self._may_leave() else allowed
+
+    def _consume(self, token_id: int) -> None:
+        if self._inside is not None and self._may_leave() and not self._inside.accepts(token_id):
+            self._leave()
+        if self._inside is not None:
+            self._inside.advance(token_id)
+        else:
+            self._advance_in_text(token_id)
+        if self._inside is not None and not self._is_last and self._inside.is_complete:
+            self._leave()
+
+    def _advance_in_text(self, token_id: int) -> None:
+        reached = self._text.after(self._place, token_id)
+        if isinstance(reached, FreePlace):
+            self._place = reached
+        else:
+            piece = self._pieces[reached]
+            self._inside, self._is_last = piece.begin(), piece.is_last
+
+    def _may_leave(self) -> bool:
+        return self._inside is not None and not self._is_last and self._inside.may_end
+
+    def _leave(self) -> None:
+        self._inside, self._place = None, self._text.middle
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(len(one))
