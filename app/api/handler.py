@@ -159,7 +159,7 @@ class RequestHandler:
 
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
-        """Around work whose errors mean that a request was refused."""
+        """Around the checks of a request: an error in them counts as a refusal."""
         try:
             yield
         except CarouselError as error:

@@ -101,7 +101,8 @@ class BulkRun:
         """Generated tokens of the records so far; the last record may be torn and does not count."""
         journal = self._out / JOURNAL
         lines = journal.read_bytes().splitlines(keepends=True) if journal.exists() else []
-        return sum(json.loads(line)["completion_tokens"] for line in lines if line.endswith(b"\n"))
+        # Checksum, number, error, then the counts of prompt tokens, cached tokens and generated tokens.
+        return sum(int(line.split(b" ", 6)[5]) for line in lines if line.endswith(b"\n"))
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self._out / "results.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -69,7 +69,7 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """The four forms of `prompt` as one: a list whose items are strings or lists of token ids."""
+    """The four forms of `prompt` as one: a list of strings or of lists of token ids."""
     if isinstance(value, str):
         return [value]
     value = as_int(value)
@@ -126,7 +126,7 @@ class _FirstError(FailFast):
         return hash(self.fail_fast)
 
 
-# A list whose first mistake ends its validation: to build an error for each of a million items takes seconds.
+# A list that ends its validation at the first mistake: to build an error for each of a million items takes seconds.
 ListOf = Annotated[list[T], _FirstError()]
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]

@@ -52,11 +52,11 @@ def test_the_pace_of_a_bulk_run_counts_whole_records_from_a_moment_on(tmp_path: 
     journal = tmp_path / JOURNAL
     run = BulkRun(tmp_path, [])
     assert lending.Pace(run).so_far()[0] == 0
-    journal.write_text('{"completion_tokens": 5}\n{"completion_tokens": 7}\n{"completion_tok')
+    journal.write_text("0 0 0 9 0 5 {}\n0 1 0 9 0 7 {}\n0 2 0 9")
     assert (run.num_records(), run.num_tokens()) == (2, 12)
     pace = lending.Pace(run)
     with journal.open("a") as file:
-        file.write('ens": 4}\n{"completion_tokens": 2}\n')
+        file.write(" 0 4 {}\n0 3 0 9 0 2 {}\n")
     tokens, seconds = pace.so_far()
     assert tokens == 6
     assert run.num_records() == 4
