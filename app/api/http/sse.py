@@ -99,8 +99,9 @@ class EventStream:
         self._beating: asyncio.Task[None] | None = None
         self._timer = loop.call_later(self._heartbeat_s, self._beat)
         try:
-            async with aclosing(self._events):
-                await self._send_all()
+            # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
+            # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
+            await asyncio.create_task(self._send_all())
         except OSError as error:  # how newer ASGI servers say that a connection is closed
             raise ClientGone from error
         finally:
@@ -111,17 +112,19 @@ class EventStream:
 
     async def _send_all(self) -> None:
         clock = asyncio.get_running_loop().time
-        async for data in self._events:
-            if not self._has_begun:
-                await self._begin()
-            else:
-                # All streams that a frame has woken write now, before the first of them sends: their sends, one after
-                # the other, find the proxy awake, and a send that wakes a process takes several times as long.
-                await asyncio.sleep(0)
-            if self._beating is not None and not self._beating.done():
-                await asyncio.wait({self._beating})
-            self._sent_at = clock()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        async with aclosing(self._events):
+            async for data in self._events:
+                if not self._has_begun:
+                    await self._begin()
+                else:
+                    # All streams that a frame has woken write now, before the first of them sends: their sends, one
+                    # after the other, find the proxy awake, and a send that wakes a process takes several times as
+                    # long.
+                    await asyncio.sleep(0)
+                if self._beating is not None and not self._beating.done():
+                    await asyncio.wait({self._beating})
+                self._sent_at = clock()
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._sent_at = math.inf  # nothing may follow
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
