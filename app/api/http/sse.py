@@ -102,6 +102,9 @@ class EventStream:
             # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
             # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
             await asyncio.create_task(self._send_all())
+            self._sent_at = math.inf  # nothing may follow
+            # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:  # how newer ASGI servers say that a connection is closed
             raise ClientGone from error
         finally:
@@ -125,8 +128,6 @@ class EventStream:
                     await asyncio.wait({self._beating})
                 self._sent_at = clock()
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sent_at = math.inf  # nothing may follow
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self) -> None:
         self._has_begun = True

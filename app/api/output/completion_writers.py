@@ -149,21 +149,23 @@ class ChoiceWriter(Writer):
         self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
     ) -> AsyncGenerator[bytes, None]:
         writer = _ChunkWriter(progress, self.form)
+        last = b""
         try:
             with progress.metrics:
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        for written in writer.events(piece):
+                        written = writer.events(piece)
+                        if written:
                             yield written
             if progress.call.include_usage:
-                yield writer.usage_event()
+                last = writer.usage_event()
             progress.log_end()
         except Exception as error:
             if not writer.has_begun and not progress.is_open:
                 raise
             log_error(error, progress.request_id)
-            yield event(error_body(error, progress.request_id))
-        yield DONE
+            last = event(error_body(error, progress.request_id))
+        yield last + DONE
 
 
 def _best(call: Call, details: DetailsWriter) -> list[int]:
@@ -195,32 +197,32 @@ class _ChunkWriter:
     def has_begun(self) -> bool:
         return bool(self._begun)
 
-    def events(self, piece: ChoiceDelta) -> list[bytes]:
-        """Add a delta to the progress and write it; no events for a delta without content."""
+    def events(self, piece: ChoiceDelta) -> bytes:
+        """Add a delta to the progress and write it; no events, b"", for a delta without content."""
         self._progress.add(piece, keep_text=False)
         is_first = piece.index not in self._begun
         if not is_first and piece.finish_reason is None and not piece.calls and not self._events_differ:
-            return [self._text_events_of(piece.index).write(piece.text)] if piece.text else []
+            return self._text_events_of(piece.index).write(piece.text) if piece.text else b""
         if self._details is not None:
             return self._detailed_events(piece, self._details)
         if not piece.num_tokens and piece.finish_reason is None:
-            return []  # the request is queued; nothing is sent before the first token
+            return b""  # the request is queued; nothing is sent before the first token
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
             self._begun.add(piece.index)
-        return [event(self._chunk(choice)) for choice in choices]
+        return b"".join([event(self._chunk(choice)) for choice in choices])
 
-    def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> list[bytes]:
+    def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> bytes:
         """The events of a call that asks for details."""
         if piece.details is None:
-            return []  # the request is queued
+            return b""  # the request is queued
         is_first = piece.index not in self._begun
         choices = self._form.chunk_choices(piece, is_first=is_first, details=details.of_chunk(piece.details))
         chunks = [self._chunk(choice) for choice in choices]
         if chunks and is_first:
             self._begun.add(piece.index)
             self._form.with_prompt(chunks[0], choices[0], details.of_prompt(piece.index))
-        return [event(chunk) for chunk in chunks]
+        return b"".join([event(chunk) for chunk in chunks])
 
     def _text_events_of(self, index: int) -> _TextEvents:
         events = self._text_events.get(index)
