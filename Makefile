@@ -9,6 +9,7 @@ PYTHON ?= python3
 CONFIG ?= deployments/serve.yaml
 INPUT ?= deployments/bulk/example.jsonl
 OUTPUT ?= bulk_results
+TEST_PROCESSES ?= 2
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -24,8 +25,10 @@ serve: .venv/runtime.done
 bulk: .venv/runtime.done
 	@$(BIN)/python -m deployments.bulk --input $(INPUT) --output $(OUTPUT) --resume
 
+# Tests that need no cluster share the cores; live ones look at clocks and come one after the other.
 test: .venv/dev.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not serve" -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -m serve
 
 check: .venv/dev.done
 	$(BIN)/ruff format --check .

@@ -536,12 +536,12 @@ class WebhooksConfig(Settings):
         return self
 
 
-class JobsConfig(Settings):
-    """Batches on engines of their own, beside the replicas."""
+class PoolConfig(Settings):
+    """Batches on engines of their own, beside the replicas: `batches.through: pool`."""
 
-    engines: int = Field(1, ge=1, le=1000, description="jobs: engines of one batch, with the model's own settings")
+    engines: int = Field(1, ge=1, le=1000, description="pool: engines of one batch, with the model's own settings")
     max_at_once: int = Field(
-        1, ge=1, le=64, description="jobs: as many batches have engines at the same time; others wait"
+        1, ge=1, le=64, description="pool: as many batches have engines at the same time; others wait"
     )
 
 
@@ -569,10 +569,10 @@ class BatchesConfig(Settings):
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
     )
     num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
-    run_as: Literal["fleet", "ray_job"] = Field(
+    through: Literal["fleet", "pool"] = Field(
         "fleet", description="batches: what answers items: the replicas, in the lowest class, or engines of their own"
     )
-    jobs: JobsConfig = JobsConfig()
+    pool: PoolConfig = PoolConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,8 @@ class Node:
     def kill(self) -> None:
         """All of it at once, as when the machine loses its power; connections to it break."""
         for pid in family(self.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with its parent
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas, with batches.run_as: ray_job an engine more, need {num_gpus:g} GPUs and this machine has "
+            f"the replicas, with batches.through: pool an engine more, need {num_gpus:g} GPUs and this machine has "
             f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas), or set replicas.num_gpus to "
             f"0 to serve on the CPU"
         )
@@ -194,25 +194,25 @@ def _address(config: ServeFile) -> str:
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
     batches = config.batches.num_cpus if config.batches else 0.0
-    jobs = _num_job_engines(config) * max(model.replicas.num_cpus for model in config.models)
+    jobs = _num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
     ingresses = (config.ingress.num_replicas + 1) * config.ingress.num_cpus  # the next comes before one goes
     return replicas + ingresses + batches + jobs
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
-    """One engine of a job at least: without it batches would wait for ever, without more they take longer."""
+    """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
     replicas = sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
-    return replicas + _runs_jobs(config) * max(model.replicas.num_gpus for model in config.models)
+    return replicas + _has_pool(config) * max(model.replicas.num_gpus for model in config.models)
 
 
-def _num_job_engines(config: ApplicationConfig) -> int:
-    if config.batches is None or not _runs_jobs(config):
+def _num_pool_engines(config: ApplicationConfig) -> int:
+    if config.batches is None or not _has_pool(config):
         return 0
-    return config.batches.jobs.engines * config.batches.jobs.max_at_once
+    return config.batches.pool.engines * config.batches.pool.max_at_once
 
 
-def _runs_jobs(config: ApplicationConfig) -> bool:
-    return config.batches is not None and config.batches.run_as == "ray_job"
+def _has_pool(config: ApplicationConfig) -> bool:
+    return config.batches is not None and config.batches.through == "pool"
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,20 @@ from benchmarks.chaos.traffic import MODEL_NAME, Traffic, alike, mixed, with_ref
 from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse
-from tests.deployments.strikes import assert_nothing_is_wrong, replica_pids, replica_states, struck
+from tests.deployments.strikes import (
+    PATIENCE_S,
+    assert_nothing_is_wrong,
+    eventually,
+    replica_pids,
+    replica_states,
+    struck,
+)
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3
 NUM_STREAMS = 24
 SILENCE_S = 1.0
 STOPPED_S = 2.5
-PATIENCE_S = 30.0
 UPDATE_S = 120.0  # for all replicas and the ingress, one after the other, beside the traffic
 
 
@@ -69,13 +75,6 @@ def stats() -> list[Any]:
         return list(handle.broadcast("stats").results(timeout_s=2))
     except Exception:  # one of them has just died, and Serve does not know yet
         return []
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 def holds_nothing() -> bool:

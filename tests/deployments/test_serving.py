@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -28,12 +28,16 @@ from ray.serve.config import RequestRouterConfig
 from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
+from app.fleet import Address, connect
+from app.fleet.frames import FrameDecoder
 from deployments.launcher.foreground import reason
 from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
 from deployments.serve.settings import parse
+from deployments.serve.transport import FramesFrom
 from scripts.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
+from tests.deployments.strikes import eventually
 
 LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
 
@@ -52,6 +56,38 @@ def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
         lines = response.iter_lines()  # kept: httpx closes the connection with its iterator
         next(lines)
         yield response
+
+
+@contextmanager
+def received_tokens(addresses: Sequence[Address], ingress_id: str) -> Iterator[Mapping[str, list[int]]]:
+    """The tokens by request id that these replicas send to this ingress, as their frames arrive."""
+    tokens: dict[str, list[int]] = {}
+
+    class Receiver(asyncio.Protocol):
+        def __init__(self) -> None:
+            self._decoder = FrameDecoder()
+
+        def data_received(self, data: bytes) -> None:
+            for frame in self._decoder.feed(data):
+                for delta in frame.deltas:
+                    if delta.token_ids:
+                        tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+    async def receive(is_over: asyncio.Event) -> None:
+        streams = [await connect(each, ingress_id, Receiver(), heartbeat_s=10) for each in addresses]
+        await is_over.wait()
+        for stream in streams:
+            stream.close()
+
+    loop, is_over = asyncio.new_event_loop(), asyncio.Event()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        receiving = thread.submit(loop.run_until_complete, receive(is_over))
+        try:
+            yield tokens
+        finally:
+            loop.call_soon_threadsafe(is_over.set)
+            receiving.result(timeout=10)
+            loop.close()
 
 
 def num_finished(stats: list[Any]) -> list[int]:
@@ -309,23 +345,22 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     handle = deploy({"policy": "sjf"})
     assert {(each.strategy, each.policy) for each in stats(handle)} == {("continuous", "sjf")}
     sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
-    streams = [
-        handle.options(stream=True).generate.remote(
-            Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling)
-        )
-        for name in ("a", "b", "c")
-    ]
-    tokens = [list(next(stream).token_ids) for stream in streams]
-    before = stats(handle)
-    handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
-    after = stats(handle)  # `serve.run` returned: every replica has said that they hold
+    addresses = list(handle.broadcast("frame_address", FramesFrom("")).results(timeout_s=10))
+    with received_tokens([Address._make(each) for each in addresses], "test") as tokens:
+        calls = [
+            handle.serve.remote(Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling), "test")
+            for name in ("a", "b", "c")
+        ]
+        eventually(lambda: len(tokens) == 3)
+        before = stats(handle)
+        handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
+        after = stats(handle)  # `serve.run` returned: every replica has said that they hold
+        for call in calls:
+            call.result(timeout_s=60)
+        eventually(lambda: all(len(each) == 300 for each in tokens.values()))
     assert {(each.strategy, each.policy) for each in after} == {("static", "fair")}
     assert sum(each.total_steps for each in after) >= sum(each.total_steps for each in before) > 0  # the same processes
-    for begun, stream in zip(tokens, streams, strict=True):
-        for delta in stream:
-            begun.extend(delta.token_ids)
-    assert tokens[0] == tokens[1] == tokens[2]
-    assert len(tokens[0]) == 300
+    assert tokens["a"] == tokens["b"] == tokens["c"]
     serve.delete("retuned", _blocking=False)
 
 
