@@ -337,6 +337,27 @@ def test_a_client_that_cannot_be_written_to_ends_its_generation(tokenizer: Token
     asyncio.run(main())
 
 
+def test_a_server_that_reports_a_disconnect_after_the_last_message_cancels_nothing(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(tokenizer, say(tokenizer, "Hi"))
+
+    class HangsUpAtTheEnd(Connection):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            if message.get("more_body") is False:
+                self.hang_up()
+
+    async def main() -> None:
+        async with HangsUpAtTheEnd(service.app, "POST", "/v1/chat/completions", CHAT, {}) as connection:
+            await connection.finished()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert "finished: model" in caplog.text
+    assert "went away" not in caplog.text
+
+
 def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, begin_and_wait)
 
