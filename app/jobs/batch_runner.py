@@ -155,6 +155,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
         self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
+        self._counted: dict[str, asyncio.Event] = {}  # set once the counts of a batch are known, or cannot be now
         self.num_completed = 0  # items of this process, and with an error
         self.num_failed = 0
 
@@ -185,9 +186,17 @@ class BatchRunner:
         """Remove the results of batches that have ended: they are in their output files. For use before any work."""
         await asyncio.to_thread(_delete_all_but, self._folder, unfinished)
 
+    async def resume(self, jobs: Sequence[Job]) -> None:
+        """Go on with batches of an earlier process. Returns once their counts are known: no client sees fewer items."""
+        for job in jobs:
+            self.start(job.id)
+        begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
+        await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun if job_id in self._counted))
+
     def start(self, job_id: str) -> None:
         """Work off a batch that the catalog knows."""
         self._stops[job_id] = asyncio.Event()
+        self._counted[job_id] = asyncio.Event()
         # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
         # the context; calls with the same id, waiting for a replica at the same time, displace one another.
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id), context=Context())
@@ -207,6 +216,7 @@ class BatchRunner:
 
     def _ended(self, job_id: str) -> None:
         del self._tasks[job_id], self._stops[job_id]
+        self._counted.pop(job_id).set()
         self._results.pop(job_id, None)
         self._on_end()
 
@@ -221,6 +231,7 @@ class BatchRunner:
                 steps.pop()
             except STORAGE_FAILURES:
                 logger.exception("batch %s: the storage failed, and is tried again in %g s", job_id, STORAGE_PAUSE_S)
+                self._counted[job_id].set()
                 await asyncio.sleep(STORAGE_PAUSE_S)
             except Exception:
                 logger.exception("batch %s failed", job_id)
@@ -354,6 +365,7 @@ class BatchRunner:
     async def _open_results(self, job: Job) -> ResultStore:
         results = await asyncio.to_thread(ResultStore, self._folder / job.id, job.num_items)
         self._results[job.id] = results
+        self._counted[job.id].set()
         return results
 
     async def _change(self, job: Job, **changes: object) -> Job:

@@ -172,7 +172,7 @@ class LocalBatchService:
             await runner.sweep([job.id for job in unfinished])
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
-                runner.start(job.id)
+            await runner.resume(unfinished)
             self._open = _Open(catalog, files, runner, dispatcher)
             self._opened.set()
             async with asyncio.TaskGroup() as group:
