@@ -191,7 +191,7 @@ class BatchRunner:
         for job in jobs:
             self.start(job.id)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
-        await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun if job_id in self._counted))
+        await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun))
 
     def start(self, job_id: str) -> None:
         """Work off a batch that the catalog knows."""
