@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from app.config import (
     ApiConfig,
     ApplicationConfig,
+    BatchesConfig,
     KeyConfig,
     SchedulerConfig,
     ServedModelConfig,
@@ -25,8 +26,6 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
-from app.jobs.remote_contents import filesystem_at
-from app.webhooks import check_default
 
 BUILDER = "deployments.serve.application:build"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -130,9 +129,19 @@ def check(config: ApplicationConfig) -> None:
                 f"{deployment_name(model)!r}; change more than punctuation"
             )
     if config.batches is not None:
-        check_default(config.batches.webhooks)
-        if config.batches.files is not None:
-            filesystem_at(config.batches.files)
+        _check_batches(config.batches)
+
+
+def _check_batches(config: BatchesConfig) -> None:
+    """Imports what it needs only where it is configured: aiohttp and fsspec take a quarter of a second to import."""
+    if config.webhooks.url is not None:
+        from app.webhooks import check_default
+
+        check_default(config.webhooks)
+    if config.files is not None:
+        from app.jobs.remote_contents import filesystem_at
+
+        filesystem_at(config.files)
 
 
 def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
