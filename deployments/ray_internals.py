@@ -31,7 +31,6 @@ Headers = list[tuple[bytes, bytes]]
 AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
 _ALL_INTERFACES = "[::]:"
-_ANY_FREE_PORT = 0
 
 
 def keep_calls_on_loopback() -> None:
@@ -100,7 +99,7 @@ def _as_utf8(value: bytes) -> bytes:
 
 
 @contextmanager
-def small_cluster() -> Iterator[None]:
+def small_cluster(ports: Iterator[int]) -> Iterator[None]:
     """A `ray.init` in this block starts a cluster without what one machine does not need.
 
     It has no monitor (Ray's autoscaler of machines), no log monitor (which copies the logs of workers to the driver,
@@ -108,9 +107,10 @@ def small_cluster() -> Iterator[None]:
     options for the first two, and starts the third with `include_dashboard=False` too, for usage statistics, and waits
     for it.
 
-    Every cluster's agent listens on port 52365 by default, and logs an error where that is taken. `ray start` has an
-    option for the port, `ray.init` has none (https://github.com/ray-project/ray/pull/34886 asked for one and was
-    closed).
+    The agents of its node listen on `ports`; `ray.init` has an option for one more, `_metrics_export_port`. The raylet
+    waits for an agent of which it does not know the port, before any worker starts, and ends the cluster when it has
+    waited 15 s (https://github.com/ray-project/ray/issues/65983). `ray start` has options for all of them
+    (https://github.com/ray-project/ray/pull/34886 asked for one of `ray.init` and was closed).
     """
     of_all_clusters, start_api_server = parameter.RayParams, services.start_api_server
 
@@ -118,7 +118,12 @@ def small_cluster() -> Iterator[None]:
         return start_api_server(include_dashboard, *args, **kwargs) if include_dashboard else ("", None)
 
     parameter.RayParams = partial(
-        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
+        of_all_clusters,
+        no_monitor=True,
+        include_log_monitor=False,
+        dashboard_agent_listen_port=next(ports),
+        metrics_agent_port=next(ports),
+        runtime_env_agent_port=next(ports),
     )
     services.start_api_server = start_api_server_for_a_dashboard
     try:

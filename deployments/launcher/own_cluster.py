@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from deployments.launcher.supervisor import free_ports
 from deployments.ray_internals import small_cluster
 
 
@@ -16,8 +17,16 @@ def start_own_cluster(*, num_cpus: int, **options: Any) -> None:
 
     `options` are those of `ray.init`.
     """
-    with small_cluster():
-        ray.init(address="local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR", **options)
+    ports = free_ports()
+    with small_cluster(ports):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _metrics_export_port=next(ports),
+            **options,
+        )
 
 
 def num_cpus_for(reserved: float) -> int:
