@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.api.call import RequestLimits
 from app.api.http.guard import owner_of
-from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, BatchesConfig
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService

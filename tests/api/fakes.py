@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
-from app.api.request_limits import RequestLimits
+from app.api.call import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer

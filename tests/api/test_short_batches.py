@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.api.call import RequestLimits
 from app.api.http.openapi import BATCH_BODIES, openapi_document
-from app.api.request_limits import RequestLimits
 from app.config import ApiConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
