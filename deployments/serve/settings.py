@@ -26,9 +26,10 @@ from app.config import (
 )
 from app.errors import InvalidSetup
 from app.jobs.remote_contents import filesystem_at
-from app.webhooks import check_default
+from app.webhooks.receiver import check_default
 
 BUILDER = "deployments.serve.application:build"
+BATCHES_NUM_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 

@@ -38,7 +38,7 @@ def url(deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFa
             }
         ],
         "ingress": {"num_cpus": 0.05},
-        "batches": {"path": str(folder / "batches"), "num_cpus": 0.05},
+        "batches": {"path": str(folder / "batches")},
     }
     with deployed("docs", args) as url:
         yield url
