@@ -68,7 +68,6 @@ def client(
     }
     args = {
         "models": [model],
-        "ingress": {"num_cpus": 0.05},
         "batches": {
             "path": str(tmp_path_factory.mktemp("batches")),
             "max_in_flight": 8,
