@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from app.api.auth.apply_key import apply_key, max_output_tokens
 from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, Reservation
-from app.api.call import Call, ServedModel, by_any_name
+from app.api.auth.limits import Account, Reservation, apply_key, max_output_tokens
+from app.api.call import Call, RequestLimits, ServedModel, by_any_name
 from app.api.cascades import Cascade, CascadeDecision, judge
-from app.api.endpoints.endpoint import Endpoint
-from app.api.endpoints.table import ENDPOINTS
+from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
-from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig

@@ -23,6 +23,7 @@ import pytest
 
 from deployments.launcher.supervisor import environment, free_ports
 from deployments.serve.settings import ServeFile, parse
+from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 NATIVE: Mapping[str, Any] = {}
@@ -74,11 +75,7 @@ class Service:
 
     def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 10.0) -> list[Any]:
         """The stats once they meet the condition."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(stats := self.stats(model)):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; at last: {stats}"
-            time.sleep(0.01)
-        return stats
+        return eventually(lambda: self.stats(model), condition, timeout_s)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ from deployments.serve.settings import parse
 from tests.deployments.strikes import (
     PATIENCE_S,
     assert_nothing_is_wrong,
-    eventually,
     replica_pids,
     replica_states,
     struck,
 )
+from tests.waiting import eventually
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3

@@ -37,7 +37,7 @@ from deployments.serve.settings import parse
 from deployments.serve.transport import FramesFrom
 from scripts.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
-from tests.deployments.strikes import eventually
+from tests.waiting import eventually
 
 LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
 

@@ -13,12 +13,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
-from app.api.endpoints.endpoint import Endpoint
+from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
-from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -152,6 +150,3 @@ def normalised(numbers: array[float]) -> array[float]:
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
     return array("f", [number / length for number in numbers])
-
-
-EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter)

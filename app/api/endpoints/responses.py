@@ -8,9 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from app.api.call import Call, ServedModel
+from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
-from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body, log_error
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
@@ -18,7 +17,6 @@ from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
 from app.api.output.token_details import TokenLogprob, TokenNames, chat_logprobs
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.request_limits import RequestLimits
 from app.api.schemas.responses import ResponsesRequest
 
 
@@ -271,6 +269,3 @@ class _FunctionCall:
             "name": self.name,
             "arguments": self.arguments,
         }
-
-
-RESPONSES = Endpoint("/v1/responses", ResponsesRequest, prepare_response, ResponsesWriter)

@@ -22,8 +22,8 @@ from tests.fakes import (
     expected_tokens,
     make_request,
     run_to_end,
-    until,
 )
+from tests.waiting import until
 
 POLICIES = ("fcfs", "sjf", "priority", "fair", "deadline")
 
