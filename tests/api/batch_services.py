@@ -19,6 +19,7 @@ from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks import WebhookClient
 from tests.api.fakes import Service
+from tests.waiting import until
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -64,10 +65,8 @@ def with_http(
 
 async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     """A job once it has ended."""
-    async with asyncio.timeout(20):
-        while (job := (await client.get(f"/v1/batch/{job_id}")).json())["status"] not in ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return dict(job)
+    answer = await until(lambda: client.get(f"/v1/batch/{job_id}"), lambda answer: answer.json()["status"] in ENDED)
+    return dict(answer.json())
 
 
 class Stalls:

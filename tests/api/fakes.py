@@ -215,12 +215,6 @@ class Connection:
     async def _send(self, message: Any) -> None:
         self.messages.append(message)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that a message or a few turns of the loop bring about."""
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110 (the condition may be anything)
-                await asyncio.sleep(0.001)
-
     def hang_up(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
