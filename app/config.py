@@ -34,19 +34,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SimulatedConfig(Settings):
-    """A cost model instead of a model: a step takes the time it gives, and nothing is computed."""
-
-    step_ms: float = Field(10.0, ge=0, le=60_000, description="simulated: ms of a step")
-    per_token_ms: float = Field(0.0, ge=0, le=60_000, description="simulated: ms more for each token of a step")
-    end_probability: float = Field(
-        0.0, ge=0, le=1, description="simulated: chance of an end token at each token, instead of text"
-    )
-    crash_token_id: int | None = Field(
-        None, ge=0, description="simulated: a replica that computes this token kills itself, for tests of failover"
-    )
-
-
 class ModelConfig(Settings):
     """Which weights to serve and how to hold them."""
 
@@ -66,8 +53,10 @@ class ModelConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )
-    simulated: SimulatedConfig | None = Field(
-        None, description="compute by a cost model instead; of `path`, the tokenizer and config.json are used"
+    simulated: dict[str, Any] | None = Field(
+        None,
+        description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
+        "app/model/simulated.py, instead of weights; of `path`, the tokenizer and config.json are used",
     )
 
 
@@ -154,16 +143,12 @@ class SjfConfig(Settings):
     """The least estimated work first; waiting buys priority."""
 
     name: Literal["sjf"] = "sjf"
-    max_overtaking_s: float = Field(
-        30.0, ge=0, le=86_400, description="seconds; a shorter request that arrives later than this never goes first"
-    )
 
 
 class PriorityConfig(Settings):
-    """The lowest priority number first; waiting buys priority."""
+    """The lowest priority number first; ten seconds of waiting outweigh one class."""
 
     name: Literal["priority"] = "priority"
-    ageing_s: float = Field(10.0, ge=0, le=86_400, description="seconds of waiting that outweigh one class")
     preemption: bool = Field(True, description="a waiting request may take the slot of a running one of a lower class")
 
 
@@ -216,15 +201,6 @@ class SchedulerConfig(Settings):
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
-    max_scored_tokens: int = Field(
-        512,
-        ge=1,
-        le=1_000_000,
-        description="prompt tokens of one step that get log-probabilities, at most: each takes a row of logits",
-    )
-    background_prefill_tokens: int = Field(
-        64, ge=1, le=1_000_000, description="tokens of background prompts in one step while others are served, at most"
-    )
 
     @property
     def max_requests(self) -> int:
@@ -267,40 +243,10 @@ class EngineConfig(Settings):
     step_log: StepLogConfig = StepLogConfig()
 
 
-HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]
-
-
-class RoundRobinConfig(Settings):
-    """Each replica in its turn."""
-
-    name: Literal["round_robin"] = "round_robin"
-
-
-class LeastLoadedConfig(Settings):
-    """The replica that would be done with the request first, by its outstanding tokens and its speed."""
-
-    name: Literal["least_loaded"] = "least_loaded"
-
-
-class PrefixAffinityConfig(Settings):
-    """The replica that has the longest beginning of the prompt cached, while its load is near the least."""
-
-    name: Literal["prefix_affinity"] = "prefix_affinity"
-    max_imbalance_tokens: int = Field(
-        4096,
-        ge=0,
-        le=10**9,
-        description="outstanding tokens more than on the least loaded, at most, for a cached prefix",
-    )
-
-
-DispatchConfig = RoundRobinConfig | LeastLoadedConfig | PrefixAffinityConfig
-
-
 class GroupConfig(Settings):
     """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
 
-    name: Name = Field("a", description="what a caller may ask for in `group_header`")
+    name: Name = Field("a", description="what a caller may ask for in the header `x-carousel-group`")
     share: float = Field(1.0, gt=0, le=1e6, description="of the requests and replicas, as a weight among the groups")
     scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
 
@@ -340,18 +286,13 @@ class ReplicasConfig(Settings):
     )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
-    dispatch: Annotated[
-        DispatchConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, DispatchConfig)),
-    ] = Field(LeastLoadedConfig(), description="how a replica is chosen")
-    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
-    group_header: HeaderName = Field("x-carousel-group", description="HTTP header in which a caller names a group")
-    session_header: HeaderName | None = Field(
-        None, description="HTTP header that names a session: it keeps its group and, under prefix_affinity, its replica"
+    dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
+        "least_loaded",
+        description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
+        "tokens and speed, or the one with the longest cached beginning of the prompt while its load is near the least",
     )
+    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
-    max_resumes: int = Field(3, ge=0, le=100, description="times a request goes on elsewhere when its replica is lost")
     silence_timeout_s: float = Field(
         3.0, ge=0.2, le=3600, description="seconds without a sign of life after which a replica counts as lost"
     )
@@ -488,7 +429,6 @@ class IngressConfig(Settings):
     """The HTTP side."""
 
     num_replicas: int = Field(1, ge=1, le=256, description="ingress processes")
-    num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
 
 
 class WebhooksConfig(Settings):

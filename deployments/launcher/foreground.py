@@ -26,7 +26,7 @@ from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 from deployments.ray_internals import deploy
-from deployments.serve.settings import BATCHES_NUM_CPUS, ServeFile, read_serve_file
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, ServeFile, read_serve_file
 
 STARTING_POLL_S = 0.5
 RUNNING_POLL_S = 5.0
@@ -193,9 +193,9 @@ def _address(config: ServeFile) -> str:
 
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
-    batches = BATCHES_NUM_CPUS if config.batches else 0.0
+    batches = BATCHES_CPUS if config.batches else 0.0
     jobs = _num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
-    ingresses = (config.ingress.num_replicas + 1) * config.ingress.num_cpus  # the next comes before one goes
+    ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
     return replicas + ingresses + batches + jobs
 
 

@@ -14,7 +14,7 @@ from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.replica import Replica
-from deployments.serve.settings import BATCHES_NUM_CPUS, check, deployment_name
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, check, deployment_name
 
 # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
 DRAIN_POLL_S = 0.5
@@ -95,7 +95,7 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_surge_percent=INGRESS_SURGE_PERCENT,
-        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
         max_ongoing_requests=2 * max_requests,
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
@@ -115,7 +115,7 @@ def _batches_deployment() -> serve.Deployment:
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # one writer
-        ray_actor_options={"num_cpus": BATCHES_NUM_CPUS},
+        ray_actor_options={"num_cpus": BATCHES_CPUS},
         max_ongoing_requests=MAX_BATCH_CALLS,
         max_queued_requests=MAX_BATCH_CALLS,
         graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,

@@ -12,14 +12,15 @@ from typing import Any
 import httpx
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.api.call import RequestLimits
 from app.api.http.guard import owner_of
-from app.api.request_limits import RequestLimits
 from app.config import ApiConfig, BatchesConfig
 from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from tests.api.fakes import Service
+from tests.waiting import until
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 
@@ -66,10 +67,8 @@ def with_http(
 
 async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     """A job once it has ended."""
-    async with asyncio.timeout(20):
-        while (job := (await client.get(f"/v1/batch/{job_id}")).json())["status"] not in ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return dict(job)
+    answer = await until(lambda: client.get(f"/v1/batch/{job_id}"), lambda answer: answer.json()["status"] in ENDED)
+    return dict(answer.json())
 
 
 class Stalls:

@@ -22,6 +22,7 @@ from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
 from app.jobs.results import PARTIAL, PartialOutputs, ResultStore
 from app.jobs.runner import JobRun
+from tests import waiting
 from tests.api.keys import entry
 from tests.jobs.lives import CHAT, OWNER, begin, ends, jsonl, until, upload
 
@@ -143,16 +144,14 @@ async def service(
 
 async def counts(opened: LocalBatchService, batch_id: str, completed: int) -> None:
     """Returns once so many items are completed."""
-    async with asyncio.timeout(10):
-        while (await opened.batch(OWNER, batch_id))["request_counts"]["completed"] < completed:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await waiting.until(
+        lambda: opened.batch(OWNER, batch_id), lambda batch: batch["request_counts"]["completed"] >= completed
+    )
 
 
 async def saved(folder: Path, batch_id: str, item: int) -> None:
     """Returns once the tokens of an item are on the disk."""
-    async with asyncio.timeout(10):
-        while item not in PartialOutputs(folder / "jobs" / batch_id / PARTIAL):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await waiting.until(lambda: item in PartialOutputs(folder / "jobs" / batch_id / PARTIAL))
 
 
 def run(use: Callable[[], Awaitable[None]]) -> None:
@@ -175,6 +174,8 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         async with service(tmp_path, engines, models) as opened:
             batch = await until(opened, await begin(opened, content))
             output, errors = await ends(opened, batch)
+            # The end of a batch is known before its folder goes.
+            await waiting.until(lambda: not list((tmp_path / "jobs").iterdir()))
         assert (batch["status"], engines.models) == ("completed", ["demo"])
         assert output.keys() == {f"line-{n}" for n in range(10)}
         response = output["line-3"]["response"]
@@ -191,7 +192,6 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         assert errors["lost"]["error"] == {"code": "line_failed", "message": "the engine died"}
         assert batch["request_counts"] == {"total": 16, "completed": 10, "failed": 6}
         assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (30, 20)
-        assert not list((tmp_path / "jobs").iterdir())
 
     run(use)
 

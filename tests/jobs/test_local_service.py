@@ -12,6 +12,7 @@ import pytest
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
+from tests import waiting
 from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
 
 ONE = jsonl(input_line("one"))
@@ -137,9 +138,7 @@ def test_an_upload_that_nobody_goes_on_with_is_dropped(tmp_path: Path, monkeypat
 
     async def use(service: LocalBatchService) -> None:
         upload_id = await service.begin_upload()
-        async with asyncio.timeout(5):
-            while list((tmp_path / "drafts").iterdir()):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await waiting.until(lambda: not list((tmp_path / "drafts").iterdir()))
         with pytest.raises(Unavailable):
             await service.append(upload_id, b"x")
 

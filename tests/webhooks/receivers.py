@@ -13,6 +13,7 @@ from typing import Any
 from app.webhooks.client import WebhookMessage
 from app.webhooks.dispatcher import RetrySchedule
 from app.webhooks.receiver import WebhookReceiver
+from tests.waiting import until
 
 SECRET = "whsec_Y2FuYXJ5LWNhbmFyeS1jYW5hcnktY2FuYXJ5"  # the base64 of some canaries
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -65,10 +66,7 @@ class Receiver:
 
     async def got(self, number: int) -> list[Received]:
         """The requests, once there are so many."""
-        async with asyncio.timeout(10):
-            while len(self.received) < number:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        return self.received
+        return await until(lambda: self.received, lambda received: len(received) >= number)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1

@@ -21,6 +21,7 @@ from app.jobs.local_service import LocalBatchService
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule
 from app.webhooks.receiver import WebhookReceiver
+from tests import waiting
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
 from tests.jobs.lives import service_in as in_folder
 from tests.jobs.test_batch_runner import raising
@@ -52,10 +53,10 @@ async def begin(service: LocalBatchService, url: str | None, content: bytes = ON
 
 async def webhook_of(service: LocalBatchService, batch_id: str, status: str) -> dict[str, Any]:
     """What is shown of a batch's webhook, once it has this status."""
-    async with asyncio.timeout(10):
-        while (shown := (await service.batch(OWNER, batch_id))["webhook"])["status"] != status:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    return dict(shown)
+    batch = await waiting.until(
+        lambda: service.batch(OWNER, batch_id), lambda batch: batch["webhook"]["status"] == status
+    )
+    return dict(batch["webhook"])
 
 
 def read(received: Received, secret: str = SECRET) -> Any:
@@ -332,10 +333,10 @@ def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> N
                 await webhook_of(service, later, "delivered")
                 secret_file.unlink()
                 without = await begin(service, None)
-                async with asyncio.timeout(10):
-                    while (shown := (await service.batch(OWNER, without))["webhook"])["last_error"] is None:  # noqa: ASYNC110
-                        await asyncio.sleep(0.005)
-                assert shown["last_error"] == "the file with the secret cannot be read"
+                batch = await waiting.until(
+                    lambda: service.batch(OWNER, without), lambda batch: batch["webhook"]["last_error"] is not None
+                )
+                assert batch["webhook"]["last_error"] == "the file with the secret cannot be read"
             assert [read(default.received[0]).data.id, read(own.received[0]).data.id] == [plain, named]
             assert read(default.received[1], other).data.id == later
 
