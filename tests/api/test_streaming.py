@@ -6,14 +6,11 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.api import RequestHandler, build_app
 from app.api.http.sse import HEARTBEAT
-from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
@@ -459,14 +456,12 @@ def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer
         assert answer.headers["x-carousel-replica"] == "r1"
 
 
-def test_groups_and_sessions_come_from_the_headers_that_the_model_names(tokenizer: Tokenizer) -> None:
+def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
-    service.models[0] = replace(service.models[0], session_header="x-user-session")
-    service.app = build_app(RequestHandler(service.models, ApiConfig()), service._is_ready)
     body = {"prompt": "x", "n": 2}
-    headers = {"x-carousel-group": "new", "x-user-session": "s" * 256}
+    headers = {"x-carousel-group": "new", "x-carousel-session": "s" * 256}
     assert service.call("POST", "/v1/completions", body, headers).status == 200
     assert {(request.group, request.session) for request in service.generate.requests} == {("new", "s" * 256)}
-    headers["x-user-session"] += "s"
+    headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
-    assert (refused.status, refused.error["param"]) == (400, "x-user-session")
+    assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
-from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig
+from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
 from tests.waiting import eventually
 
@@ -44,7 +44,7 @@ def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> I
     """One engine that only sleeps, behind the real API; its model is called `simulated`."""
     engine = build_engine(
         EngineConfig(
-            model=ModelConfig(path=str(demo_path), simulated=SimulatedConfig(step_ms=step_ms)),
+            model=ModelConfig(path=str(demo_path), simulated={"step_ms": step_ms}),
             scheduler=SchedulerConfig(**scheduler),
         )
     )

@@ -88,7 +88,7 @@ def cluster() -> Iterator[str]:
             another_clusters.bind(("127.0.0.1", 52365))
             another_clusters.listen()
         start_own_cluster(
-            num_cpus=2,
+            num_cpus=4,  # reservations of all applications at once; a number, not cores
             namespace="serve",
             include_dashboard=True,
             dashboard_port=free_port(),
@@ -136,7 +136,7 @@ def service(cluster: str, demo_path: Path) -> Service:
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
     ]
     cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
-    args = {"models": models, "cascades": cascades, "ingress": {"num_cpus": 0.1}}
+    args = {"models": models, "cascades": cascades}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
     for model in ("turns", "least", "held", "narrow"):

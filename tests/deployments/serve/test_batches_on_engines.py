@@ -67,8 +67,8 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
         },
         "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
     }
-    batches = {"path": str(tmp_path / "batches"), "num_cpus": 0.05, "through": "pool"}
-    args = {"models": [model], "ingress": {"num_cpus": 0.05}, "batches": batches}
+    batches = {"path": str(tmp_path / "batches"), "engines": 1}
+    args = {"models": [model], "batches": batches}
     with (
         deployed(MODEL, args) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client,

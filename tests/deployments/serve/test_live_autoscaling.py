@@ -102,7 +102,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
             },
         },
     }
-    with deployed("elastic", {"models": [elastic], "ingress": {"num_cpus": 0.1}}) as url:
+    with deployed("elastic", {"models": [elastic]}) as url:
         yield url
 
 
