@@ -54,7 +54,7 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
         "scheduler": {"max_running": given.slots} | json.loads(given.scheduler),
     }
     replicas = {"num_replicas": given.replicas, "num_cpus": 0.1}
-    return {"models": [{"name": MODEL_NAME, "engine": engine, "replicas": replicas}], "ingress": {"num_cpus": 0.1}}
+    return {"models": [{"name": MODEL_NAME, "engine": engine, "replicas": replicas}]}
 
 
 def measure(running: Service, folder: Path, given: argparse.Namespace) -> dict[str, Any]:

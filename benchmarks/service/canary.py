@@ -261,11 +261,10 @@ def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int
                     "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
                     "scheduler": {"max_running": 32, "max_waiting": 256},
                 },
-                "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5, "max_resumes": 5},
+                "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
         "api": {"keys": entries, "metrics_for": "public"},
-        "ingress": {"num_cpus": 0.1},
         "batches": {"path": folder, "num_cpus": 0.1},
     }
 

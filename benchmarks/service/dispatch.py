@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,6 @@ _MAX_TOKENS = 256
 _VOCAB_SIZE = 49152
 _SLOWDOWN = 10
 _KV_TOKENS = 65_536
-_MAX_IMBALANCE_TOKENS = 4096  # the default of `replicas.dispatch.max_imbalance_tokens`
 _NUM_SYSTEM_PROMPTS = 8
 _SYSTEM_TOKENS = 256
 _CONTEXT_TOKENS = 4096
@@ -95,22 +94,16 @@ def _slow(trial: Trial) -> Figures:
 
 
 def _conversations(trial: Trial) -> Figures:
-    affinity = {"name": "prefix_affinity", "max_imbalance_tokens": _MAX_IMBALANCE_TOKENS}
-    choices: dict[str, str | Mapping[str, Any]] = {
-        "round_robin": "round_robin",
-        "least_loaded": "least_loaded",
-        "prefix_affinity": affinity,
-    }
     figures: Figures = {}
-    for name, choice in choices.items():
-        jobs = _serve(trial, choice, _turns(trial))
+    for name in ("round_robin", "least_loaded", "prefix_affinity"):
+        jobs = _serve(trial, name, _turns(trial))
         num_cached = sum(job.num_cached for job in jobs)
         figures[name] = {"hit_rate": round(num_cached / sum(len(job.prompt) for job in jobs), 4), **_ttft(jobs)}
     return figures
 
 
-def _serve(trial: Trial, choice: str | Mapping[str, Any], jobs: Sequence[Job]) -> list[Job]:
-    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {choice} …")
+def _serve(trial: Trial, policy: str, jobs: Sequence[Job]) -> list[Job]:
+    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {policy} …")
     usual, slow = trial.capability, trial.capability.slowed(_SLOWDOWN)
     replicas = [
         SimulatedReplica(_replica_id(number), slow if number < trial.num_slow else usual, kv_tokens=_KV_TOKENS)
@@ -118,7 +111,7 @@ def _serve(trial: Trial, choice: str | Mapping[str, Any], jobs: Sequence[Job]) -
     ]
     replica_ids = [replica.replica_id for replica in replicas]
     ingresses = [
-        SimulatedIngress(make_policy(choice, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
+        SimulatedIngress(make_policy(policy, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
         for n in range(trial.num_ingresses)
     ]
     return SimulatedFleet(replicas, ingresses, random.Random(trial.seed)).run(jobs)

@@ -110,7 +110,7 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
                 "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
-        "ingress": {"num_replicas": given.ingresses, "num_cpus": 0.1},
+        "ingress": {"num_replicas": given.ingresses},
     }
 
 

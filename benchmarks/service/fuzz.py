@@ -97,7 +97,6 @@ def application(given: argparse.Namespace) -> dict[str, Any]:
                 "replicas": {"num_replicas": given.replicas, "num_cpus": 0.1, "drain_timeout_s": 5},
             }
         ],
-        "ingress": {"num_cpus": 0.1},
     }
 
 

@@ -65,7 +65,6 @@ def application(config: EngineConfig, *, num_requests: int) -> dict[str, Any]:
         "models": [
             {"name": MODEL_NAME, "engine": engine, "replicas": {"num_replicas": 1, "num_cpus": 0.5}},
         ],
-        "ingress": {"num_cpus": 0.1},
     }
 
 

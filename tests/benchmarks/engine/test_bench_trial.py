@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from app.config import BucketedConfig, SjfConfig
+from app.config import BucketedConfig, PriorityConfig
 from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.options import Options
@@ -47,14 +47,14 @@ def test_whole_batches_have_as_many_slots_as_the_others_by_default() -> None:
 
 def test_a_parameter_that_is_set_goes_to_the_trials_that_have_it() -> None:
     found = asked(
-        "scheduler.strategy.max_wait_ms=7", "scheduler.policy.max_overtaking_s=5",
-        strategies="bucketed,continuous", policies="sjf,fcfs",
+        "scheduler.strategy.max_wait_ms=7", "scheduler.policy.preemption=false",
+        strategies="bucketed,continuous", policies="priority,fcfs",
     )  # fmt: skip
     bucketed, policy = found[0].scheduler.strategy, found[0].scheduler.policy
     assert isinstance(bucketed, BucketedConfig)
     assert bucketed.max_wait_ms == 7
-    assert isinstance(policy, SjfConfig)
-    assert policy.max_overtaking_s == 5
+    assert isinstance(policy, PriorityConfig)
+    assert not policy.preemption
 
 
 def test_a_mistake_names_what_there_is() -> None:

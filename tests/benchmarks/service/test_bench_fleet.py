@@ -76,7 +76,7 @@ def test_the_application_is_one_that_the_service_takes() -> None:
     assert model.replicas.num_replicas == 3
     assert model.engine.scheduler.max_running == 100
     assert model.engine.model.simulated is not None
-    assert model.engine.model.simulated.step_ms == 7
+    assert model.engine.model.simulated["step_ms"] == 7
     assert (model.engine.cache.num_blocks or 0) * model.engine.cache.block_size >= 100 * (32 + 128)
 
 
