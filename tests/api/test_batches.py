@@ -17,6 +17,7 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
@@ -236,7 +237,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
         headers["content-length"] = "9" * 30
         assert (await client.post("/v1/files", content=b"", headers=headers)).status_code == 413
 
-    with_http(service, tmp_path, use, max_file_bytes=1000)
+    with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
 
 
 def test_an_upload_that_stalls_gives_its_place_back(
