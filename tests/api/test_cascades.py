@@ -22,6 +22,7 @@ from tests.api.batch_services import with_http
 from tests.api.fakes import WAIT, Connection, Service, Step, last
 from tests.api.keys import bearer, entry
 from tests.metrics.test_exposition import value
+from tests.waiting import until
 
 
 def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
@@ -76,7 +77,7 @@ def test_all_choices_count_together_and_completions_and_responses_cascade_too(to
     assert (response["model"], response["usage"]["cascade"]["answered_by"]) == ("large", "large")
 
 
-def test_log_probabilities_are_told_to_those_who_ask_and_to_nobody_else(tokenizer: Tokenizer) -> None:
+def test_log_probabilities_are_in_the_answers_to_requests_for_them_only(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.4)
     assert service.complete(model="both").json["choices"][0]["logprobs"] is None
     assert service.complete(model="both", logprobs=0).json["choices"][0]["logprobs"]["token_logprobs"][0] == -0.4
@@ -167,13 +168,13 @@ def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -
     assert service.chat(model="both", max_tokens=1000).status == 400
 
 
-def test_who_hangs_up_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
+def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), cascade=-0.5)
     body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
     async def main() -> None:
         async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await connection.until(lambda: bool(service.generate.open))
+            await until(lambda: bool(service.generate.open))
             connection.hang_up()
             await connection.finished()
             assert not service.generate.open

@@ -9,6 +9,7 @@ from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Connection, Service, last, say
 from tests.metrics.test_exposition import value
+from tests.waiting import until
 
 
 def metrics_of(service: Service) -> bytes:
@@ -60,13 +61,13 @@ def test_a_stream_that_breaks_off_is_a_failure_and_no_refusal(tokenizer: Tokeniz
     assert b"carousel_calls_refused_total{" not in text
 
 
-def test_a_client_who_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:
+def test_a_client_that_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), (21,), WAIT])
 
     async def hang_up() -> None:
         body = {"prompt": "Hi", "stream": True}
         async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
-            await connection.until(lambda: len(connection.messages) > 1)
+            await until(lambda: len(connection.messages) > 1)
             connection.hang_up()
             await connection.finished()
 

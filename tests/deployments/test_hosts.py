@@ -24,6 +24,7 @@ from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
 from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
 from tests.deployments.strikes import has_begun
+from tests.waiting import eventually
 
 STEP_S = 0.03
 SILENCE_S = 1.0
@@ -53,7 +54,7 @@ def another_node(running: Stage, wire: Host | None) -> AbstractContextManager[No
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     config = application(num_replicas=2 * ON_EACH, step_ms=STEP_S * 1000, silence_timeout_s=SILENCE_S)
-    config |= {"api": {"allow_unauthenticated": True}}  # where others can reach it, nobody is
+    config |= {"api": {"allow_unauthenticated": True}}  # other machines of this network may reach it
     with ExitStack() as block:
         environment = block.enter_context(pytest.MonkeyPatch.context())
         for name in [name for name in os.environ if name.startswith("RAY_")]:
@@ -136,7 +137,5 @@ def test_without_ray_s_head_requests_are_answered_until_its_processes_give_up(ho
             assert_as_before(answers, traffic.reference)
 
     asyncio.run(main())
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while set(hosts.running.running.processes()) > {hosts.running.running.pid}:
-        assert time.monotonic() < deadline, "the launcher ends when Ray has"
-        time.sleep(0.1)
+    launcher = {hosts.running.running.pid}  # it ends when Ray has ended
+    eventually(lambda: set(hosts.running.running.processes()) <= launcher, timeout_s=END_TIMEOUT_S)

@@ -37,7 +37,7 @@ from deployments.serve.settings import parse
 from deployments.serve.transport import FramesFrom
 from scripts.demo_tasks import Question, mixed_questions
 from tests.deployments.conftest import Service, steps_of
-from tests.deployments.strikes import eventually
+from tests.waiting import eventually
 
 LONG = 2000  # tokens: nearly all of the context, and ten seconds of steps at least
 
@@ -370,7 +370,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_application_with_its_reason(
     model = shutil.copytree(demo_path, tmp_path / "model")
     (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
     broken = {"engine": {"model": {"path": str(model)}}, "replicas": {"num_replicas": 1, "num_cpus": 0.1}}
-    application = build(parse({"models": [broken], "ingress": {"num_cpus": 0.1}}))
+    application = build(parse({"models": [broken]}))
     with pytest.raises(RuntimeError, match="replica-demo"):
         serve.run(application, name="broken", route_prefix="/broken")
     message = serve.status().applications["broken"].deployments["replica-demo"].message

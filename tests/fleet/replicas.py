@@ -26,7 +26,8 @@ from app.fleet import (
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import encode
-from tests.fakes import CountingRunner, build_fake_engine, until
+from tests.fakes import CountingRunner, build_fake_engine
+from tests.waiting import until
 
 
 class SteppedRunner(CountingRunner):
