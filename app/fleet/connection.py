@@ -36,6 +36,7 @@ class ReplicaConnection:
         self._on_lost = on_lost
         self._reader: FrameReader | None = None
         self._transport: asyncio.Transport | None = None
+        self._outgoing: list[bytes] = []  # messages of this turn of the event loop
         self._keeping_open = asyncio.get_running_loop().create_task(self._keep_open())
 
     @property
@@ -44,9 +45,19 @@ class ReplicaConnection:
         return self._transport is not None and self._reader is not None and self._reader.is_open
 
     def send(self, message: Message) -> None:
-        """Send a message, while there is a stream. What is sent on a stream that breaks may be lost with it."""
+        """Send a message, while there is a stream. What is sent on a stream that breaks may be lost with it.
+
+        All messages of one turn of the event loop are written at once: to write may wake the replica's process, which
+        takes longer than all else that is done for a message.
+        """
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(encode(message))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
         if self._transport is not None:
-            self._transport.write(encode(message))
+            self._transport.write(b"".join(outgoing))
 
     def close(self) -> None:
         """Read no more. `on_lost` is not called."""

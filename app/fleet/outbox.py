@@ -12,6 +12,9 @@ from app.errors import CarouselError, Failure
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
 
+# The delta that says that a request is queued waits so long for the request's first token, to save a frame.
+_QUEUED_DELAY_S = 0.05
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +75,7 @@ class Outbox:
         self._compiling: dict[str, asyncio.Task[None]] = {}  # by request id, until its grammar is compiled
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
+        self._queued_timer: asyncio.TimerHandle | None = None
         self._send_frame()
         self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
 
@@ -101,8 +105,15 @@ class Outbox:
         except Exception as error:
             self._refuse(request, error)
             return
-        self._open.add(request.request_id)
-        self.put_all([TokenDelta(request.request_id, (), queued=queued)])
+        request_id = request.request_id
+        self._open.add(request_id)
+        self._deltas[request_id] = [TokenDelta(request_id, (), queued=queued)]
+        if self._queued_timer is None:
+            self._queued_timer = asyncio.get_running_loop().call_later(_QUEUED_DELAY_S, self._flush_queued)
+
+    def _flush_queued(self) -> None:
+        self._queued_timer = None
+        self.flush()
 
     def _refuse(self, request: Request, error: Exception) -> None:
         if not isinstance(error, CarouselError):
@@ -142,6 +153,8 @@ class Outbox:
     def close(self) -> None:
         """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
         self._timer.cancel()
+        if self._queued_timer is not None:
+            self._queued_timer.cancel()
         for request_id in [*self._compiling, *self._open]:
             self.abort(request_id)
         self._deltas.clear()

@@ -279,7 +279,7 @@ def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
             local.transport.leave("r0")
             with pytest.raises(Unavailable, match=r"for 0.1 s"):
                 await collect(local, make_request())
-            assert local.transport.num_waking == 0
+            await until(lambda: local.transport.num_waking == 0)
 
     asyncio.run(main())
 
