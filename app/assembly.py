@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
+from app.engine.batch_builder import MAX_SCORED_TOKENS
 from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
 from app.engine.matcher import Matchers
@@ -91,7 +92,7 @@ def _build_torch(config: EngineConfig) -> Engine:
     model = load_model(config.model, resolve_model_path(config.model.path), block_size=config.cache.block_size)
     if model.device.type == "cuda" and config.cache.num_blocks is None:
         limits = config.scheduler
-        num_rows = limits.max_running + limits.max_scored_tokens
+        num_rows = limits.max_running + MAX_SCORED_TOKENS
         run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
@@ -112,10 +113,10 @@ def _build_torch(config: EngineConfig) -> Engine:
 def _build_simulated(config: EngineConfig) -> Engine:
     """Without torch: a simulated replica starts in a moment and is small."""
     from app.model.description import read_description
-    from app.model.simulated import SimulatedModelRunner, num_simulated_blocks
+    from app.model.simulated import SimulatedCosts, SimulatedModelRunner, num_simulated_blocks
 
-    costs = config.model.simulated
-    assert costs is not None, "only a configured simulation is built"
+    assert config.model.simulated is not None, "only a configured simulation is built"
+    costs = SimulatedCosts.model_validate(config.model.simulated)
     model = read_description(config.model, resolve_model_path(config.model.path))
     num_blocks = num_simulated_blocks(config, model.facts)
     logger.info("%s is simulated: %s; %d KV blocks of %d tokens",

@@ -27,26 +27,11 @@ from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-
 
 class Settings(BaseModel):
     """Base of every branch: frozen, and a misspelt field is an error, not silence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SimulatedConfig(Settings):
-    """A cost model instead of a model: a step takes the time it gives, and nothing is computed."""
-
-    step_ms: float = Field(10.0, ge=0, le=60_000, description="simulated: ms of a step")
-    per_token_ms: float = Field(0.0, ge=0, le=60_000, description="simulated: ms more for each token of a step")
-    end_probability: float = Field(
-        0.0, ge=0, le=1, description="simulated: chance of an end token at each token, instead of text"
-    )
-    crash_token_id: int | None = Field(
-        None, ge=0, description="simulated: a replica that computes this token kills itself, for tests of failover"
-    )
 
 
 class ModelConfig(Settings):
@@ -68,8 +53,10 @@ class ModelConfig(Settings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt + output; default: the model's own limit"
     )
-    simulated: SimulatedConfig | None = Field(
-        None, description="compute by a cost model instead; of `path`, the tokenizer and config.json are used"
+    simulated: dict[str, Any] | None = Field(
+        None,
+        description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
+        "app/model/simulated.py, instead of weights; of `path`, the tokenizer and config.json are used",
     )
 
 
@@ -156,16 +143,12 @@ class SjfConfig(Settings):
     """The least estimated work first; waiting buys priority."""
 
     name: Literal["sjf"] = "sjf"
-    max_overtaking_s: float = Field(
-        30.0, ge=0, le=86_400, description="seconds; a shorter request that arrives later than this never goes first"
-    )
 
 
 class PriorityConfig(Settings):
-    """The lowest priority number first; waiting buys priority."""
+    """The lowest priority number first; ten seconds of waiting outweigh one class."""
 
     name: Literal["priority"] = "priority"
-    ageing_s: float = Field(10.0, ge=0, le=86_400, description="seconds of waiting that outweigh one class")
     preemption: bool = Field(True, description="a waiting request may take the slot of a running one of a lower class")
 
 
@@ -218,15 +201,6 @@ class SchedulerConfig(Settings):
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
     prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
-    max_scored_tokens: int = Field(
-        512,
-        ge=1,
-        le=1_000_000,
-        description="prompt tokens of one step that get log-probabilities, at most: each takes a row of logits",
-    )
-    background_prefill_tokens: int = Field(
-        64, ge=1, le=1_000_000, description="tokens of background prompts in one step while others are served, at most"
-    )
 
     @property
     def max_requests(self) -> int:
@@ -269,40 +243,10 @@ class EngineConfig(Settings):
     step_log: StepLogConfig = StepLogConfig()
 
 
-HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,128}$")]
-
-
-class RoundRobinConfig(Settings):
-    """Each replica in its turn."""
-
-    name: Literal["round_robin"] = "round_robin"
-
-
-class LeastLoadedConfig(Settings):
-    """The replica that would be done with the request first, by its outstanding tokens and its speed."""
-
-    name: Literal["least_loaded"] = "least_loaded"
-
-
-class PrefixAffinityConfig(Settings):
-    """The replica that has the longest beginning of the prompt cached, while its load is near the least."""
-
-    name: Literal["prefix_affinity"] = "prefix_affinity"
-    max_imbalance_tokens: int = Field(
-        4096,
-        ge=0,
-        le=10**9,
-        description="outstanding tokens more than on the least loaded, at most, for a cached prefix",
-    )
-
-
-DispatchConfig = RoundRobinConfig | LeastLoadedConfig | PrefixAffinityConfig
-
-
 class GroupConfig(Settings):
     """One arm of an A/B trial: a share of the requests, and replicas of its own with settings of their own."""
 
-    name: Name = Field("a", description="what a caller may ask for in `group_header`")
+    name: Name = Field("a", description="what a caller may ask for in the header `x-carousel-group`")
     share: float = Field(1.0, gt=0, le=1e6, description="of the requests and replicas, as a weight among the groups")
     scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
 
@@ -342,18 +286,13 @@ class ReplicasConfig(Settings):
     )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
-    dispatch: Annotated[
-        DispatchConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, DispatchConfig)),
-    ] = Field(LeastLoadedConfig(), description="how a replica is chosen")
-    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
-    group_header: HeaderName = Field("x-carousel-group", description="HTTP header in which a caller names a group")
-    session_header: HeaderName | None = Field(
-        None, description="HTTP header that names a session: it keeps its group and, under prefix_affinity, its replica"
+    dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
+        "least_loaded",
+        description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
+        "tokens and speed, or the one with the longest cached beginning of the prompt while its load is near the least",
     )
+    groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
-    max_resumes: int = Field(3, ge=0, le=100, description="times a request goes on elsewhere when its replica is lost")
     silence_timeout_s: float = Field(
         3.0, ge=0.2, le=3600, description="seconds without a sign of life after which a replica counts as lost"
     )
@@ -490,7 +429,6 @@ class IngressConfig(Settings):
     """The HTTP side."""
 
     num_replicas: int = Field(1, ge=1, le=256, description="ingress processes")
-    num_cpus: float = Field(0.25, gt=0, description="CPUs Ray reserves for each")
 
 
 class WebhooksConfig(Settings):
@@ -505,18 +443,10 @@ class WebhooksConfig(Settings):
     secret_file: str | None = Field(
         None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
     )
-    allow_http: bool = Field(False, description="webhooks: http:// too, unencrypted; needs its port in `ports`")
-    ports: tuple[Port, ...] = Field((443, 8443), min_length=1, description="webhooks: ports that messages may go to")
     allowed_networks: tuple[str, ...] = Field(
-        (), max_length=64, description="webhooks: networks that messages may go to beside public addresses: 10.1.0.0/16"
-    )
-    timeout_s: float = Field(10.0, gt=0, le=300, description="webhooks: seconds one attempt may take")
-    first_pause_s: float = Field(
-        5.0, gt=0, le=3600, description="webhooks: seconds before the second attempt; the pauses double"
-    )
-    max_pause_s: float = Field(3600.0, gt=0, le=86_400, description="webhooks: seconds between two attempts, at most")
-    give_up_after_s: float = Field(
-        86_400.0, gt=0, le=30 * 86_400, description="webhooks: seconds after which no more attempts are made"
+        (),
+        max_length=64,
+        description="webhooks: networks, as 10.1.0.0/16, whose receivers may be told too, over http and on any port",
     )
 
     @field_validator("allowed_networks")
@@ -536,15 +466,6 @@ class WebhooksConfig(Settings):
         return self
 
 
-class PoolConfig(Settings):
-    """Batches on engines of their own, beside the replicas: `batches.through: pool`."""
-
-    engines: int = Field(1, ge=1, le=1000, description="pool: engines of one batch, with the model's own settings")
-    max_at_once: int = Field(
-        1, ge=1, le=64, description="pool: as many batches have engines at the same time; others wait"
-    )
-
-
 class BatchesConfig(Settings):
     """Files and batches over HTTP: where they are kept, what they may cost."""
 
@@ -556,23 +477,20 @@ class BatchesConfig(Settings):
     files: str | None = Field(
         None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
-    max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, le=10**11, description="batches: bytes of one file")
     max_total_bytes: int = Field(
         20 * 1024**3, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
     )
-    max_lines: int = Field(50_000, ge=1, le=10_000_000, description="batches: requests in one input file")
-    max_line_bytes: int = Field(8 * 1024 * 1024, ge=1024, le=10**8, description="batches: bytes of one line")
-    max_batches: int = Field(64, ge=1, le=1000, description="batches: as many that have not ended, at most")
-    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: lines sent to the replicas at once")
-    window_s: int = Field(86_400, ge=1, le=30 * 86_400, description="batches: seconds after which a batch expires")
+    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
     keep_s: int | None = Field(
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
     )
-    num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
-    through: Literal["fleet", "pool"] = Field(
-        "fleet", description="batches: what answers items: the replicas, in the lowest class, or engines of their own"
+    engines: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="batches: engines of its own that a batch gets, beside the replicas; 0: the replicas compute its "
+        "items, in the lowest class",
     )
-    pool: PoolConfig = PoolConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
 
 

@@ -11,8 +11,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores: torch's threads, which wait in busy loops, would take them from one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
-    # Read when triton is imported, by whomever: without a GPU its kernels run in its interpreter, on the CPU.
+    # Triton reads it when it is imported: without a GPU its kernels run in its interpreter, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -32,4 +35,6 @@ def small_lengths() -> Iterator[None]:
         patch.setattr("app.engine.strategies.SHORT_TOKENS", 8)
         patch.setattr("app.engine.strategies.LONG_TOKENS", 10)
         patch.setattr("app.engine.policies.AGEING_TOKENS_PER_S", 100.0)
+        patch.setattr("app.engine.policies.MAX_OVERTAKING_S", 0.3)
+        patch.setattr("app.engine.policies.AGEING_S", 0.05)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from array import array
@@ -326,10 +325,3 @@ def run_to_end(engine: Engine, *requests: Request, max_steps: int = 10_000, cloc
             clock.advance(engine.idle_s)
         outcome.book(engine.step())
     raise AssertionError(f"the engine still has work after {max_steps} steps")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that takes longer on a busy machine."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (the condition may be anything)
-            await asyncio.sleep(0.002)

@@ -28,11 +28,14 @@ ALLOWED = {
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",
     },
+    "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.request", "prometheus_client",
     },
-    "app.webhooks": {"app.config", "app.errors", "aiohttp", "yarl"},
+    "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
+    # What the API needs of it sends nothing.
+    "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
     # The offline core knows no request handling: the API's batch routes use it.
     "app.jobs": {
         "app.config", "app.disk", "app.errors", "app.webhooks",
@@ -46,7 +49,8 @@ ALLOWED = {
     },
     "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
-        "app.jobs", "app.config", "app.errors", "app.text", "app.metrics", "app.versions", "app.engine.request",
+        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.text", "app.metrics", "app.versions",
+        "app.engine.request",
         "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.fleet.autoscaling": {"app.config"},

@@ -70,13 +70,20 @@ def own_logprobs(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"prefill_chunk_tokens": 5, "max_scored_tokens": 3, "max_running": 4}], ids=str
+    ("max_scored_tokens", "settings"), [(512, {}), (3, {"prefill_chunk_tokens": 5, "max_running": 4})], ids=str
 )
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_log_likelihoods_as_lm_eval_asks_for_them(
-    demo_path: Path, tokenizer: Tokenizer, reference: PreTrainedModel, settings: dict[str, int], max_tokens: int
+    demo_path: Path,
+    tokenizer: Tokenizer,
+    reference: PreTrainedModel,
+    max_scored_tokens: int,
+    settings: dict[str, int],
+    max_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged prompts of token ids in one call; sums and greediness are computed from the answer as lm-eval does."""
+    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
     rng = random.Random(1)
     contexts = [list(tokenizer.encode(rng.choice(CONTEXTS), add_special_tokens=False)) for _ in range(24)]
     texts = [" ".join(str(rng.randrange(100)) for _ in range(rng.randrange(1, 9))) for _ in contexts]

@@ -12,10 +12,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids
+from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse
-from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import GenerationRequest
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest

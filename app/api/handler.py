@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from app.api.auth.apply_key import apply_key, max_output_tokens
 from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, Reservation
-from app.api.call import Call, ServedModel, by_any_name
-from app.api.cascades import Cascade, CascadeDecision, judge
-from app.api.endpoints.endpoint import Endpoint
-from app.api.endpoints.table import ENDPOINTS
+from app.api.auth.limits import Account, Reservation, apply_key, max_output_tokens
+from app.api.call import Call, RequestLimits, ServedModel, by_any_name
+from app.api.cascades import Cascade, judge
+from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
-from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
 from app.config import ApiConfig
@@ -121,7 +118,9 @@ class RequestHandler:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
             pieces = generate_choices(calls[0])
         else:
-            decision = await self._decide(parsed, *calls, arrived_at=arrived_at)
+            small, large = calls
+            judged = Progress.measured(small, client.request_id, self.metrics, arrived_at=arrived_at)
+            decision = await judge(self.cascades[parsed.model or ""], judged, large)
             client.reservation.add_usage(lambda: decision.num_discarded_tokens)
             progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = decision.pieces, decision.headers()
@@ -179,11 +178,6 @@ class RequestHandler:
         with self.counting_refusals(model.name):
             call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
-
-    async def _decide(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> CascadeDecision:
-        prompt_tokens = [len(request.prompt_token_ids) for request in small.requests]
-        metrics = self.metrics.model(small.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await judge(self.cascades[parsed.model or ""], small, large, metrics)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:
         """The response that an HTTP client would have got for this batch item at the endpoint with this path.

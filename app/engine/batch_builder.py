@@ -6,6 +6,10 @@ from app.engine.batch import Batch, ScheduledSequence, TokenHistory
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence
 
+# Prompt tokens of one step that get log-probabilities, at most. Each takes a row of logits: 300 MB in all with a
+# vocabulary of 150,000 tokens. A longer prompt takes more steps.
+MAX_SCORED_TOKENS = 512
+
 
 class BatchBuilder:
     """Takes sequences in order of precedence and charges them to the budget."""
@@ -17,20 +21,17 @@ class BatchBuilder:
         max_prefill_tokens: int | None,
         max_background_tokens: int | None,
         chunk_tokens: int,
-        max_scored_tokens: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them, `max_background_tokens`
         to those of background requests.
-
-        At most `max_scored_tokens` prompt tokens get log-probabilities: each takes a row of logits.
         """
         self._budget = budget
         self.num_tokens_left = budget
         self._num_prefill_tokens_left = budget if max_prefill_tokens is None else max_prefill_tokens
         self._num_background_tokens_left = budget if max_background_tokens is None else max_background_tokens
         self._chunk_tokens = chunk_tokens
-        self._num_scored_tokens_left = max_scored_tokens
+        self._num_scored_tokens_left = MAX_SCORED_TOKENS
         self._has_logprobs = False
         self._has_pooling = False
         self._eos_token_ids = eos_token_ids

@@ -196,7 +196,7 @@ class Engine:
             InvalidSetup: memory was sized for smaller steps; nothing has changed.
         """
         largest = self._largest_step
-        for name in ("max_step_tokens", "max_running", "max_scored_tokens"):
+        for name in ("max_step_tokens", "max_running"):
             if largest is not None and getattr(config, name) > getattr(largest, name):
                 raise InvalidSetup(
                     f"scheduler.{name}: got {getattr(config, name):,}; this replica's memory was sized for "

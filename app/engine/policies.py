@@ -17,9 +17,14 @@ from app.engine.lazy_heap import LazyHeap
 from app.engine.sequence import Sequence
 
 MAX_IDLE_TENANTS = 10_000
-# One second of waiting outweighs so many tokens of work. The rate only orders requests within `max_overtaking_s`, the
-# limit of starvation that an operator sets.
+# Under `sjf`, one second of waiting outweighs so many tokens of work.
 AGEING_TOKENS_PER_S = 1000.0
+# Under `sjf`, a shorter request that arrives later than this never goes first. It limits the waiting of requests of
+# more than 30,000 tokens; of all others the limit is their own work, by the rate above.
+MAX_OVERTAKING_S = 30.0
+# Under `priority`, so many seconds of waiting outweigh one class. A caller that wants more between two classes leaves
+# numbers out: with the priorities 0 and 6 it is a minute.
+AGEING_S = 10.0
 # The deadline by which a request without one is ordered among the others.
 DEFAULT_DEADLINE_S = 60.0
 # A generated token takes a place in a step of its own, prompt tokens are computed many at a time; Sheng et al. charge
@@ -39,9 +44,9 @@ def _make_foreground_policy(config: PolicyConfig) -> SchedulingPolicy:
         case FcfsConfig():
             return FirstComeFirstServed()
         case SjfConfig():
-            return ShortestJobFirst(config)
+            return ShortestJobFirst()
         case PriorityConfig():
-            return PriorityFirst(config)
+            return PriorityFirst(preempts=config.preemption)
         case FairConfig():
             return FairShare()
         case DeadlineConfig():
@@ -144,31 +149,27 @@ class ShortestJobFirst(SchedulingPolicy):
     """The least estimated work (prompt and predicted output tokens) first, with ageing.
 
     The rank is the arrival plus a handicap in seconds that grows with the work. A sequence can only be overtaken by
-    one that arrives within its own handicap, and no handicap exceeds `max_overtaking_s`: that limits starvation,
+    one that arrives within its own handicap, and no handicap exceeds `MAX_OVERTAKING_S`: that limits starvation,
     whatever arrives.
     """
 
-    def __init__(self, config: SjfConfig) -> None:
-        self._config = config
-
     def rank(self, sequence: Sequence) -> Rank:
         handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
-        return (sequence.arrived_at + min(handicap_s, self._config.max_overtaking_s), sequence.arrival)
+        return (sequence.arrived_at + min(handicap_s, MAX_OVERTAKING_S), sequence.arrival)
 
 
 class PriorityFirst(SchedulingPolicy):
     """The lowest priority number first, then arrival, with ageing.
 
-    One class outweighs `ageing_s` seconds of waiting. A request is only overtaken by one that is `n` classes better
-    and arrives at most `n * ageing_s` seconds later: that limits starvation.
+    One class outweighs `AGEING_S` seconds of waiting. A request is only overtaken by one that is `n` classes better
+    and arrives at most `n * AGEING_S` seconds later: that limits starvation.
     """
 
-    def __init__(self, config: PriorityConfig) -> None:
-        self._config = config
-        self.preempts = config.preemption
+    def __init__(self, *, preempts: bool) -> None:
+        self.preempts = preempts
 
     def rank(self, sequence: Sequence) -> Rank:
-        handicap_s = sequence.request.priority * self._config.ageing_s
+        handicap_s = sequence.request.priority * AGEING_S
         return (sequence.arrived_at + handicap_s, sequence.request.priority, sequence.arrival)
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:

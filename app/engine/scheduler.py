@@ -27,6 +27,10 @@ from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 
+# Tokens of background prompts in one step while others are served, at most. On a GPU a step of decoding waits for
+# memory and computes so many tokens more in nearly the same time; on a CPU they are an eighth of the default step.
+BACKGROUND_PREFILL_TOKENS = 64
+
 
 class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of the running ones.
@@ -206,9 +210,8 @@ class Scheduler:
         return BatchBuilder(
             budget=config.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
-            max_background_tokens=config.background_prefill_tokens if self._has_foreground(plan) else None,
+            max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
             chunk_tokens=config.prefill_chunk_tokens,
-            max_scored_tokens=config.max_scored_tokens,
             eos_token_ids=self._eos_token_ids,
         )
 

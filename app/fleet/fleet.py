@@ -27,6 +27,9 @@ _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # A request that may have killed its replica lets others go first: those that get a token before it are innocent.
 _SUSPECT_PAUSE_S = 0.25
 _MAX_EXPLAINED = 100
+# How often a request goes on elsewhere when its replica is lost. Three losses under one request are not chance any more
+# but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's time.
+MAX_RESUMES = 3
 
 
 class ReplicaTransport(Protocol):
@@ -58,9 +61,9 @@ class FleetMetrics(FrameMetrics, Protocol):
 class FailoverLimits:
     """How long a fleet waits and how often it tries. Seconds."""
 
-    max_resumes: int
     place_timeout_s: float  # for any replica to be there
     liveness: LivenessTimeouts
+    max_resumes: int = MAX_RESUMES
 
 
 class Fleet:

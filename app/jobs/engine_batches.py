@@ -30,6 +30,8 @@ from app.jobs.runner import JobRun
 
 logger = logging.getLogger(__name__)
 
+# Two batches side by side end no sooner than one after the other, and need twice the engines.
+MAX_AT_ONCE = 1
 POOL_ATTEMPTS = 3  # one after the other, and no item has ended by them
 POOL_PAUSE_S = 5.0
 _MODELS = "models.json"  # in a batch's store of results: the models that its partial tokens are of
@@ -53,9 +55,9 @@ class EngineExecution:
         make_pool: MakePool,
         *,
         weights: Mapping[str, Any],
-        max_at_once: int,
+        max_at_once: int = MAX_AT_ONCE,
     ) -> None:
-        """`accept` is the request handler's. As many batches have engines at the same time as `max_at_once` says.
+        """`accept` is the request handler's. At most `max_at_once` batches have engines at the same time.
 
         `weights` describe what the models compute with, by their names: tokens of one are not continued by another.
         """

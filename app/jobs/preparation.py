@@ -13,12 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.api.call import Call, ServedModel
+from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.output.completion_writers import ChatFormat, CompletionFormat, single_choice_response
 from app.api.output.progress import ChoiceOutput
-from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import refuse_unavailable
 from app.api.schemas.requests import (
     ChatRequest,

@@ -15,7 +15,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from app.config import EngineConfig, SimulatedConfig
+from pydantic import Field
+
+from app.config import EngineConfig, Settings
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.request import ModelFacts, TokenLogprobs
 
@@ -29,12 +31,21 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
+class SimulatedCosts(Settings):
+    """What `model.simulated` may hold: how long a step takes, and how it may end."""
+
+    step_ms: float = Field(10.0, ge=0, le=60_000)
+    per_token_ms: float = Field(0.0, ge=0, le=60_000)  # more for each token of a step
+    end_probability: float = Field(0.0, ge=0, le=1)  # of an end token in place of text, at each token
+    crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
+
+
 class SimulatedModelRunner:
     """Draws tokens from hashes: each slot of the KV memory holds a 64-bit hash of the tokens up to it."""
 
     def __init__(
         self,
-        costs: SimulatedConfig,
+        costs: SimulatedCosts,
         *,
         text_token_ids: Sequence[int],
         eos_token_ids: Sequence[int],

@@ -22,7 +22,7 @@ _LOOK_S = 0.2
 async def change_under_load(size: Size) -> list[dict[str, Any]]:
     """R13: `serve deploy` of fewer replicas, then of other settings, which restarts all processes."""
     before = application(step_ms=STEP_MS)
-    after = application(step_ms=STEP_MS, max_resumes=2)
+    after = application(step_ms=STEP_MS, place_timeout_s=31)
     with stage(before, step_s=STEP_MS / 1000, with_dashboard=True) as running:
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
 

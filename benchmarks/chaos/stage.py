@@ -173,7 +173,6 @@ def application(
                 "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "drain_timeout_s": 30} | replicas,
             }
         ],
-        "ingress": {"num_cpus": 0.1},
     }
 
 

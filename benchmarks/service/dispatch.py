@@ -14,14 +14,15 @@ are `benchmarks/service/simulated_fleet.py`. One line of JSON; times are simulat
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from app.fleet.dispatch import make_policy
-from benchmarks.harness.command import command_parser, positive, report, tell
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile
 from benchmarks.make_workload import make_workload
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
@@ -30,7 +31,6 @@ _MAX_TOKENS = 256
 _VOCAB_SIZE = 49152
 _SLOWDOWN = 10
 _KV_TOKENS = 65_536
-_MAX_IMBALANCE_TOKENS = 4096  # the default of `replicas.dispatch.max_imbalance_tokens`
 _NUM_SYSTEM_PROMPTS = 8
 _SYSTEM_TOKENS = 256
 _CONTEXT_TOKENS = 4096
@@ -94,22 +94,16 @@ def _slow(trial: Trial) -> Figures:
 
 
 def _conversations(trial: Trial) -> Figures:
-    affinity = {"name": "prefix_affinity", "max_imbalance_tokens": _MAX_IMBALANCE_TOKENS}
-    choices: dict[str, str | Mapping[str, Any]] = {
-        "round_robin": "round_robin",
-        "least_loaded": "least_loaded",
-        "prefix_affinity": affinity,
-    }
     figures: Figures = {}
-    for name, choice in choices.items():
-        jobs = _serve(trial, choice, _turns(trial))
+    for name in ("round_robin", "least_loaded", "prefix_affinity"):
+        jobs = _serve(trial, name, _turns(trial))
         num_cached = sum(job.num_cached for job in jobs)
         figures[name] = {"hit_rate": round(num_cached / sum(len(job.prompt) for job in jobs), 4), **_ttft(jobs)}
     return figures
 
 
-def _serve(trial: Trial, choice: str | Mapping[str, Any], jobs: Sequence[Job]) -> list[Job]:
-    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {choice} …")
+def _serve(trial: Trial, policy: str, jobs: Sequence[Job]) -> list[Job]:
+    tell(f"{trial.num_replicas} replicas, {trial.num_slow} slow, {policy} …")
     usual, slow = trial.capability, trial.capability.slowed(_SLOWDOWN)
     replicas = [
         SimulatedReplica(_replica_id(number), slow if number < trial.num_slow else usual, kv_tokens=_KV_TOKENS)
@@ -117,7 +111,7 @@ def _serve(trial: Trial, choice: str | Mapping[str, Any], jobs: Sequence[Job]) -
     ]
     replica_ids = [replica.replica_id for replica in replicas]
     ingresses = [
-        SimulatedIngress(make_policy(choice, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
+        SimulatedIngress(make_policy(policy, random.Random(trial.seed + n)), replica_ids, kv_tokens=_KV_TOKENS)
         for n in range(trial.num_ingresses)
     ]
     return SimulatedFleet(replicas, ingresses, random.Random(trial.seed)).run(jobs)
@@ -211,8 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="MS", help="of a step, whatever is in it")
     parser.add_argument("--token-ms", type=float, default=0.1, metavar="MS", help="of each token in a step")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args(arguments)
-    trial = Trial(
+    return run_command(parser, lambda given: measure(trial_of(given)), arguments)
+
+
+def trial_of(given: argparse.Namespace) -> Trial:
+    return Trial(
         num_replicas=given.replicas,
         num_ingresses=given.ingresses,
         num_requests=given.requests,
@@ -220,7 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=given.seed,
         capability=Capability(max_running=given.slots, base_s=given.step_ms / 1000, token_s=given.token_ms / 1000),
     )
-    return report(lambda: measure(trial), given)
 
 
 if __name__ == "__main__":

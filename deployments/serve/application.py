@@ -9,12 +9,12 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.assembly import resolve_model_path
-from app.config import ApplicationConfig, BatchesConfig, EngineConfig, IngressConfig, ServedModelConfig
+from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
 from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.replica import Replica
-from deployments.serve.settings import check, deployment_name
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, check, deployment_name
 
 # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
 DRAIN_POLL_S = 0.5
@@ -41,7 +41,7 @@ def build(args: ApplicationConfig) -> Application:
     args = _at_absolute_paths(args)
     if args.batches is None:
         return _ingress_deployment(args).bind(args, paths, replicas)
-    batches = _batches_deployment(args.batches).bind(args, paths, replicas)
+    batches = _batches_deployment().bind(args, paths, replicas)
     return _ingress_deployment(args).bind(args, paths, replicas, batches)
 
 
@@ -95,7 +95,7 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_surge_percent=INGRESS_SURGE_PERCENT,
-        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
         max_ongoing_requests=2 * max_requests,
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
@@ -111,11 +111,11 @@ def _max_requests(model: ServedModelConfig) -> int:
     return 2 * model.engine.scheduler.max_requests
 
 
-def _batches_deployment(config: BatchesConfig) -> serve.Deployment:
+def _batches_deployment() -> serve.Deployment:
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # one writer
-        ray_actor_options={"num_cpus": config.num_cpus},
+        ray_actor_options={"num_cpus": BATCHES_CPUS},
         max_ongoing_requests=MAX_BATCH_CALLS,
         max_queued_requests=MAX_BATCH_CALLS,
         graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,

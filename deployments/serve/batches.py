@@ -86,7 +86,7 @@ class Batches:
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
         self._following = asyncio.create_task(self._keys.follow())
-        if config.batches.through == "pool":
+        if config.batches.engines:
             execution = _engine_execution(config, self._paths, models, handler)
         else:
             execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
@@ -105,8 +105,8 @@ def _engine_execution(
     from deployments.bulk.pool import EnginePool
 
     assert config.batches is not None, "deployed only with batches"
-    pool = config.batches.pool
-    served = {model.name: on_engines(model, paths[model.name], pool.engines) for model in config.models}
+    num_engines = config.batches.engines
+    served = {model.name: on_engines(model, paths[model.name], num_engines) for model in config.models}
 
     def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
         return EnginePool(served[name], run, results.partial)
@@ -116,7 +116,6 @@ def _engine_execution(
         models,
         make_pool,
         weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
-        max_at_once=pool.max_at_once,
     )
 
 

@@ -37,7 +37,7 @@ class ModelClient:
         """The handle must not have been used yet: its router looks for the registry once."""
         replicas = model.replicas
         registry = ReplicaRegistry(
-            make_policy(replicas.dispatch.model_dump(), random.Random()),
+            make_policy(replicas.dispatch, random.Random()),
             GroupChooser([Group(group.name, group.share) for group in replicas.groups]),
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
@@ -47,7 +47,6 @@ class ModelClient:
         route_in_this_loop(handle)
         self._handle = handle
         limits = FailoverLimits(
-            max_resumes=replicas.max_resumes,
             place_timeout_s=replicas.place_timeout_s,
             liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
         )
@@ -82,8 +81,6 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
         aliases=model.aliases,
         tool_format=form,
         pooling=None if model.pooling == "none" else Pooling(model.pooling),
-        group_header=model.replicas.group_header,
-        session_header=model.replicas.session_header,
     )
 
 

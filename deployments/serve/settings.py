@@ -26,10 +26,15 @@ from app.config import (
 )
 from app.errors import InvalidSetup
 from app.jobs.remote_contents import filesystem_at
-from app.webhooks import check_default
+from app.model.simulated import SimulatedCosts
+from app.webhooks.receiver import check_default
 
 BUILDER = "deployments.serve.application:build"
+BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+# What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
+# next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
+INGRESS_CPUS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ def check(config: ApplicationConfig) -> None:
     for index, model in enumerate(config.models):
         where = f"models[{index}]"
         _check_device(where, model)
+        _check_simulated(where, model)
         twin = by_deployment.setdefault(deployment_name(model), model.name)
         if twin != model.name:
             raise InvalidSetup(
@@ -206,6 +212,15 @@ def _check_device(where: str, model: ServedModelConfig) -> None:
         raise InvalidSetup(f"{where}.replicas.num_gpus: got {num_gpus:g}; one replica uses one GPU: at most 1")
 
 
+def _check_simulated(where: str, model: ServedModelConfig) -> None:
+    try:
+        SimulatedCosts.model_validate(model.engine.model.simulated or {})
+    except ValidationError as error:
+        path = f"{where}.engine.model.simulated"
+        mistakes = [f"{path}.{_mistake(detail, SimulatedCosts)}" for detail in _causes(error)]
+        raise InvalidSetup("\n".join(mistakes)) from error
+
+
 def _port(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise InvalidSetup(f"http_options.port: got {value!r}; must be a number from 1 to 65535")
@@ -219,11 +234,11 @@ def _causes(error: ValidationError) -> list[ErrorDetails]:
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in parents]
 
 
-def _mistake(detail: ErrorDetails) -> str:
+def _mistake(detail: ErrorDetails, root: type[BaseModel] = ApplicationConfig) -> str:
     """One line: `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`."""
     where = _path(_without_kinds(detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return f"{where}: no such setting{_suggestion(detail['loc'])}"
+        return f"{where}: no such setting{_suggestion(detail['loc'], root)}"
     if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
         text = detail["msg"].removeprefix("Value error, ")
         return f"{where}: {text}" if where else text
@@ -250,8 +265,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    branch: Any = ApplicationConfig
+def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    branch: Any = root
     for part in location[:-1]:
         branch = get_args(branch)[0] if isinstance(part, int) else _annotation(branch.model_fields[part])
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from app.api import Cascade, RequestHandler, ServedModel, build_app
-from app.api.request_limits import RequestLimits
+from app.api.call import RequestLimits
 from app.config import ApiConfig
 from app.engine.request import FinishReason, Generate, ModelFacts, Pooling, Request, TokenDelta
 from app.text import Tokenizer
@@ -214,12 +214,6 @@ class Connection:
 
     async def _send(self, message: Any) -> None:
         self.messages.append(message)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that a message or a few turns of the loop bring about."""
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110 (the condition may be anything)
-                await asyncio.sleep(0.001)
 
     def hang_up(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})

@@ -11,6 +11,7 @@ from app.errors import Overloaded
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Answer, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.waiting import until
 
 
 def with_keys(tokenizer: Tokenizer, *keys: dict[str, Any], names: tuple[str, ...] = ("demo",), **more: Any) -> Service:
@@ -101,7 +102,7 @@ def test_tokens_in_use_are_not_there_for_others(tokenizer: Tokenizer) -> None:
     async def run() -> Answer:
         body = {"prompt": "Hi", "max_tokens": 100}
         async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
-            await first.until(lambda: bool(service.generate.open))
+            await until(lambda: bool(service.generate.open))
             async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as second:
                 await second.finished()
                 refused = second.answer()
@@ -133,7 +134,7 @@ def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer
     async def run() -> None:
         body = {"prompt": "Hi", "stream": stream}
         async with Connection(service.app, "POST", "/v1/completions", body, bearer()) as first:
-            await first.until(lambda: bool(service.generate.open))
+            await until(lambda: bool(service.generate.open))
             async with Connection(service.app, "GET", "/v1/models", None, bearer()) as second:
                 await second.finished()
                 assert second.answer().status == 429

@@ -17,6 +17,7 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
@@ -24,6 +25,7 @@ from tests.api.batch_services import ENDED, Stalls, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -45,10 +47,7 @@ def with_openai(
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
     """The batch once it has ended."""
-    async with asyncio.timeout(20):
-        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return batch
+    return await until(lambda: client.batches.retrieve(batch_id), lambda batch: batch.status in ENDED)
 
 
 async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
         headers["content-length"] = "9" * 30
         assert (await client.post("/v1/files", content=b"", headers=headers)).status_code == 413
 
-    with_http(service, tmp_path, use, max_file_bytes=1000)
+    with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
 
 
 def test_an_upload_that_stalls_gives_its_place_back(
@@ -346,9 +345,7 @@ def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(serv
                 batch = (await client.post("/v1/batches", json=body)).json()
                 path = f"/v1/batches/{batch['id']}"
                 assert (await client.get(path, headers={"owner": "bob"})).status_code == 404
-                async with asyncio.timeout(10):
-                    while (await client.get(path)).json()["status"] not in ENDED:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                await until(lambda: client.get(path), lambda shown: shown.json()["status"] in ENDED)
 
     asyncio.run(main())
     assert service.request.tenant == "ann"
@@ -378,9 +375,8 @@ def test_a_batch_goes_on_after_a_restart_and_waits_out_a_full_fleet(tokenizer: T
         file = await client.files.create(file=("a.jsonl", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         batch_ids.append(batch.id)
-        async with asyncio.timeout(20):
-            while len(service.generate.requests) <= 5:  # noqa: ASYNC110 (every line has been refused, one of them twice)
-                await asyncio.sleep(0.01)
+        # Every line has been refused, one of them twice.
+        await until(lambda: len(service.generate.requests) > 5)
         counts = (await client.batches.retrieve(batch.id)).request_counts
         assert counts is not None
         assert counts.model_dump() == {"total": 5, "completed": 0, "failed": 0}

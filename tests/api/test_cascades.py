@@ -22,6 +22,7 @@ from tests.api.batch_services import with_http
 from tests.api.fakes import WAIT, Connection, Service, Step, last
 from tests.api.keys import bearer, entry
 from tests.metrics.test_exposition import value
+from tests.waiting import until
 
 
 def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
@@ -173,7 +174,7 @@ def test_who_hangs_up_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
 
     async def main() -> None:
         async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await connection.until(lambda: bool(service.generate.open))
+            await until(lambda: bool(service.generate.open))
             connection.hang_up()
             await connection.finished()
             assert not service.generate.open

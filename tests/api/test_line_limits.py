@@ -17,6 +17,7 @@ from app.text import Tokenizer
 from tests.api.batch_services import job_ended, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
+from tests.waiting import until
 
 
 def limited(**limits: Any) -> ApiConfig:
@@ -33,14 +34,12 @@ async def begin(client: httpx.AsyncClient, key: str, num: int, **fields: Any) ->
 
 async def ended(service: Service, client: httpx.AsyncClient, key: str, job_id: str, num: int) -> dict[str, Any]:
     """A job of which the fleet has seen so many lines; until then nobody asks, for that counts for the key too."""
-    async with asyncio.timeout(20):
-        while num_seen(service) < num:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        while True:
-            await asyncio.sleep(0.2)
-            job = (await client.get(f"/v1/batch/{job_id}", headers=bearer(key))).json()
-            if job["status"] == "completed":
-                return dict(job)
+    await until(lambda: num_seen(service) >= num)
+    url, headers = f"/v1/batch/{job_id}", bearer(key)
+    shown = await until(
+        lambda: client.get(url, headers=headers), lambda shown: shown.json()["status"] == "completed", every_s=0.2
+    )
+    return dict(shown.json())
 
 
 def num_seen(service: Service, tenant: str | None = None) -> int:
@@ -55,14 +54,10 @@ def test_lines_wait_for_what_their_key_may_use_and_others_do_not(
 
     async def use(client: httpx.AsyncClient) -> None:
         await begin(client, KEY, 40, max_tokens=5)
-        async with asyncio.timeout(10):
-            while num_seen(service) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: num_seen(service) >= 5)
         began = time.monotonic()
         await begin(client, OTHER_KEY, 40, max_tokens=5)
-        async with asyncio.timeout(10):
-            while num_seen(service, "bob") < 40:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: num_seen(service, "bob") == 40)
         assert time.monotonic() - began < 5
         assert 5 <= num_seen(service, "alice") <= 12, "a minute's worth, and what has come since"
 
@@ -136,9 +131,7 @@ def test_lines_of_a_key_that_is_gone_are_not_answered(tokenizer: Tokenizer, tmp_
 
     async def leave(client: httpx.AsyncClient) -> None:
         jobs.append(await begin(client, KEY, 4))
-        async with asyncio.timeout(10):
-            while num_seen(service) < 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: num_seen(service) > 0)
         await asyncio.sleep(0.1)
 
     async def see(client: httpx.AsyncClient) -> None:

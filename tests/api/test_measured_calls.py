@@ -9,6 +9,7 @@ from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Connection, Service, last, say
 from tests.metrics.test_exposition import value
+from tests.waiting import until
 
 
 def metrics_of(service: Service) -> bytes:
@@ -66,7 +67,7 @@ def test_a_client_who_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: T
     async def hang_up() -> None:
         body = {"prompt": "Hi", "stream": True}
         async with Connection(service.app, "POST", "/v1/completions", body, {}) as connection:
-            await connection.until(lambda: len(connection.messages) > 1)
+            await until(lambda: len(connection.messages) > 1)
             connection.hang_up()
             await connection.finished()
 

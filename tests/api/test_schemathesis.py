@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 from app.text import Tokenizer
 from tests.api.batch_services import served
 from tests.api.fakes import Service, say
+from tests.waiting import eventually
 
 PATIENCE_S = 10.0
 EXAMPLES = 12  # of each mode, for each of the operations
@@ -55,10 +55,7 @@ def url(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not (started and started[0].started):
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.005)
+    eventually(lambda: started and started[0].started, every_s=0.005)
     try:
         yield f"http://127.0.0.1:{started[0].servers[0].sockets[0].getsockname()[1]}"
     finally:

@@ -6,18 +6,16 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.api import RequestHandler, build_app
 from app.api.http.sse import HEARTBEAT
-from app.config import ApiConfig
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, check_error, delta, last, say
+from tests.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
@@ -284,11 +282,11 @@ def test_a_client_that_goes_away_ends_its_generation(
     async def main() -> None:
         body = CHAT | {"stream": stream, "n": n}
         async with Connection(service.app, "POST", "/v1/chat/completions", body, {}) as connection:
-            await connection.until(lambda: len(service.generate.open) == n)
+            await until(lambda: len(service.generate.open) == n)
             if stream:
-                await connection.until(lambda: len(connection.messages) > 2)
+                await until(lambda: len(connection.messages) > 2)
             leave(connection)
-            await connection.until(lambda: not service.generate.open)
+            await until(lambda: not service.generate.open)
 
     asyncio.run(main())
 
@@ -299,10 +297,10 @@ def test_a_client_that_goes_away_while_queued_ends_its_request(tokenizer: Tokeni
 
     async def main() -> None:
         async with Connection(service.app, "POST", "/v1/chat/completions", CHAT | {"stream": stream}, {}) as connection:
-            await connection.until(lambda: bool(service.generate.open))
+            await until(lambda: bool(service.generate.open))
             assert not connection.messages, "no header before the first token"
             connection.hang_up()
-            await connection.until(lambda: not service.generate.open)
+            await until(lambda: not service.generate.open)
             await connection.finished()
 
     asyncio.run(main())
@@ -365,7 +363,7 @@ def test_events_leave_as_they_come(tokenizer: Tokenizer) -> None:
         async with Connection(
             service.app, "POST", "/v1/completions", {"prompt": "a", "stream": True}, {}
         ) as connection:
-            await connection.until(lambda: len(connection.messages) == 3)
+            await until(lambda: len(connection.messages) == 3)
             bodies = [message["body"] for message in connection.messages[1:]]
             assert [json.loads(body[6:])["choices"][0]["text"] for body in bodies] == ["0", "1"]
 
@@ -400,10 +398,10 @@ def test_a_stream_that_waits_long_in_a_queue_is_kept_open_by_comments(tokenizer:
         yield TokenDelta(request.request_id, (), finish_reason=FinishReason.LENGTH)
 
     async def listened(connection: Connection) -> None:
-        await connection.until(lambda: num_comments(connection) >= 3)
+        await until(lambda: num_comments(connection) >= 3)
         may_begin.set()
-        await connection.until(lambda: b"3 4" in connection.messages[-1]["body"])
-        await connection.until(lambda: num_comments(connection) >= 4)
+        await until(lambda: b"3 4" in connection.messages[-1]["body"])
+        await until(lambda: num_comments(connection) >= 4)
         may_end.set()
 
     answer = heard(Service(tokenizer, generate=slowly, heartbeat_s=0.1), listened)
@@ -426,7 +424,7 @@ def test_an_error_after_a_long_wait_in_a_queue_is_an_event(tokenizer: Tokenizer)
         raise DeadlineMissed("too late")
 
     async def listened(connection: Connection) -> None:
-        await connection.until(lambda: num_comments(connection) >= 2)
+        await until(lambda: num_comments(connection) >= 2)
         may_end.set()
 
     answer = heard(Service(tokenizer, generate=slowly, heartbeat_s=0.1), listened)
@@ -458,14 +456,12 @@ def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer
         assert answer.headers["x-carousel-replica"] == "r1"
 
 
-def test_groups_and_sessions_come_from_the_headers_that_the_model_names(tokenizer: Tokenizer) -> None:
+def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
-    service.models[0] = replace(service.models[0], session_header="x-user-session")
-    service.app = build_app(RequestHandler(service.models, ApiConfig()), service._is_ready)
     body = {"prompt": "x", "n": 2}
-    headers = {"x-carousel-group": "new", "x-user-session": "s" * 256}
+    headers = {"x-carousel-group": "new", "x-carousel-session": "s" * 256}
     assert service.call("POST", "/v1/completions", body, headers).status == 200
     assert {(request.group, request.session) for request in service.generate.requests} == {("new", "s" * 256)}
-    headers["x-user-session"] += "s"
+    headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
-    assert (refused.status, refused.error["param"]) == (400, "x-user-session")
+    assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")

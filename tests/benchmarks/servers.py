@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,9 @@ from starlette.types import ASGIApp
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.assembly import build_engine
-from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig
+from app.config import ApiConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.text import Tokenizer
+from tests.waiting import eventually
 
 PATIENCE_S = 10.0
 
@@ -32,10 +32,7 @@ def serving(app: ASGIApp) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.005)
+        eventually(lambda: server.started, every_s=0.005)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -47,7 +44,7 @@ def simulated_service(demo_path: Path, *, step_ms: float, **scheduler: int) -> I
     """One engine that only sleeps, behind the real API; its model is called `simulated`."""
     engine = build_engine(
         EngineConfig(
-            model=ModelConfig(path=str(demo_path), simulated=SimulatedConfig(step_ms=step_ms)),
+            model=ModelConfig(path=str(demo_path), simulated={"step_ms": step_ms}),
             scheduler=SchedulerConfig(**scheduler),
         )
     )

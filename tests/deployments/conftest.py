@@ -23,8 +23,10 @@ import pytest
 
 from deployments.launcher.supervisor import environment, free_ports
 from deployments.serve.settings import ServeFile, parse
+from tests.waiting import eventually
 
 HERE = Path(__file__).parent
+STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -58,7 +60,7 @@ with warnings.catch_warnings():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and STARTS_RAY & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.serve)
 
 
@@ -74,11 +76,7 @@ class Service:
 
     def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 10.0) -> list[Any]:
         """The stats once they meet the condition."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(stats := self.stats(model)):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; at last: {stats}"
-            time.sleep(0.01)
-        return stats
+        return eventually(lambda: self.stats(model), condition, timeout_s)
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +88,7 @@ def cluster() -> Iterator[str]:
             another_clusters.bind(("127.0.0.1", 52365))
             another_clusters.listen()
         start_own_cluster(
-            num_cpus=2,
+            num_cpus=4,  # reservations of all applications at once; a number, not cores
             namespace="serve",
             include_dashboard=True,
             dashboard_port=free_port(),
@@ -138,7 +136,7 @@ def service(cluster: str, demo_path: Path) -> Service:
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
     ]
     cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
-    args = {"models": models, "cascades": cascades, "ingress": {"num_cpus": 0.1}}
+    args = {"models": models, "cascades": cascades}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
     for model in ("turns", "least", "held", "narrow"):

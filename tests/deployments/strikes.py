@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,14 +17,6 @@ from benchmarks.chaos.verdict import judged
 from deployments.launcher.supervisor import session_members
 
 PATIENCE_S = 30.0
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    """Wait until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 def replica_pids(application: str, deployment: str) -> list[int]:

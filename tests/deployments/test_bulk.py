@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from pyarrow import parquet
 
 from tests.deployments.conftest import Service
+from tests.waiting import eventually
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLE = PROJECT / "deployments" / "bulk" / "example.jsonl"
@@ -79,12 +79,13 @@ def engine_pids() -> list[int]:
 
 def wait_for_rows(out: Path, at_least: int, process: subprocess.Popen[str]) -> int:
     """How many records the journal has once it has so many."""
-    journal, deadline = out / "journal", time.monotonic() + PATIENCE_S
-    while (num_rows := journal.read_bytes().count(b"\n") if journal.exists() else 0) < at_least:
+    journal = out / "journal"
+
+    def num_rows() -> int:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{num_rows} rows in {PATIENCE_S} s"
-        time.sleep(0.01)
-    return num_rows
+        return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+    return eventually(num_rows, lambda number: number >= at_least, PATIENCE_S, every_s=0.01)
 
 
 def results(out: Path) -> list[dict[str, Any]]:

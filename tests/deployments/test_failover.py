@@ -23,11 +23,11 @@ from deployments.serve.settings import parse
 from tests.deployments.strikes import (
     PATIENCE_S,
     assert_nothing_is_wrong,
-    eventually,
     replica_pids,
     replica_states,
     struck,
 )
+from tests.waiting import eventually
 
 APPLICATION = "failover"
 NUM_REPLICAS = 3
@@ -149,7 +149,7 @@ def test_a_rolling_update_whose_drains_end_by_force_fails_no_request(fresh: Traf
     async def main() -> None:
         async with fresh.flowing():
             # Only then Serve's word: it makes router configs anew, as `build` does, and two threads must not at a time.
-            await asyncio.to_thread(deploy, demo_path, wait=False, drain_timeout_s=1, max_resumes=10)
+            await asyncio.to_thread(deploy, demo_path, wait=False, drain_timeout_s=1)
             await asyncio.to_thread(eventually, lambda: is_updated(old), timeout_s=UPDATE_S)
 
     asyncio.run(main())

@@ -24,6 +24,7 @@ from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
 from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
 from tests.deployments.strikes import has_begun
+from tests.waiting import eventually
 
 STEP_S = 0.03
 SILENCE_S = 1.0
@@ -136,7 +137,5 @@ def test_without_ray_s_head_requests_are_answered_until_its_processes_give_up(ho
             assert_as_before(answers, traffic.reference)
 
     asyncio.run(main())
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while set(hosts.running.running.processes()) > {hosts.running.running.pid}:
-        assert time.monotonic() < deadline, "the launcher ends when Ray has"
-        time.sleep(0.1)
+    launcher = {hosts.running.running.pid}  # it ends when Ray has ended
+    eventually(lambda: set(hosts.running.running.processes()) <= launcher, timeout_s=END_TIMEOUT_S)

@@ -12,7 +12,7 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.serve.settings import read_serve_file
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, read_serve_file
 from tests.api.keys import entry
 
 PROJECT = Path(__file__).parents[2]
@@ -188,8 +188,8 @@ def test_the_workers_have_room_for_all_deployments(cluster_config: Json, serve_c
     )
     num_cpus = (
         model["replicas"]["num_replicas"] * model["replicas"]["num_cpus"]
-        + (args["ingress"]["num_replicas"] + 1) * args["ingress"]["num_cpus"]  # an update starts one more
-        + args["batches"]["num_cpus"]
+        + (args["ingress"]["num_replicas"] + 1) * INGRESS_CPUS  # an update starts one more
+        + BATCHES_CPUS
     )
     assert num_cpus <= group["minReplicas"] * int(limits["cpu"])
     assert cluster_config["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"

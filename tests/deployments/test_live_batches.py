@@ -6,7 +6,6 @@ import http.server
 import json
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.strikes import kill_batches
 from tests.metrics.test_exposition import value
+from tests.waiting import eventually
 
 MODEL = "night"
 CHAT = "/v1/chat/completions"
@@ -68,17 +68,10 @@ def client(
     }
     args = {
         "models": [model],
-        "ingress": {"num_cpus": 0.05},
         "batches": {
             "path": str(tmp_path_factory.mktemp("batches")),
             "max_in_flight": 8,
-            "num_cpus": 0.05,
-            "webhooks": {
-                "allow_http": True,
-                "ports": [inbox.server_port],
-                "allowed_networks": ["127.0.0.1/32"],
-                "first_pause_s": 0.1,
-            },
+            "webhooks": {"allowed_networks": ["127.0.0.1/32"]},
         },
     }
     with deployed(MODEL, args) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:
@@ -100,16 +93,11 @@ def test_every_line_ends_once_though_the_process_is_killed(client: openai.OpenAI
         assert counts is not None
         return counts.completed
 
-    deadline = time.monotonic() + 20
-    while (done := completed()) < NUM_LINES // 10:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    done = eventually(completed, lambda done: done >= NUM_LINES // 10)
     assert done < NUM_LINES
     kill_batches(MODEL)
     assert completed() >= done  # asked again and again until the next process answers
-    while (batch := client.batches.retrieve(batch.id)).status != "completed":
-        assert time.monotonic() < deadline + 20, batch
-        time.sleep(0.05)
+    batch = eventually(lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed")
     assert batch.output_file_id is not None
     assert batch.error_file_id is None
     lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]

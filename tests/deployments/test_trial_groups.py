@@ -29,7 +29,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
             ],
         },
     }
-    with deployed(MODEL, {"models": [model], "ingress": {"num_cpus": 0.05}}) as url:
+    with deployed(MODEL, {"models": [model]}) as url:
         yield url
 
 

@@ -14,7 +14,8 @@ from app.engine.batch import Batch, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.request import Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
-from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request, until
+from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request
+from tests.waiting import until
 
 
 @contextmanager

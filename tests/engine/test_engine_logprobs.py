@@ -42,7 +42,10 @@ def check(outcome: Outcome, request: Request) -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("max_scored_tokens", [1, 5, 512])
-def test_each_gets_what_it_asked_for_among_others(runner: Callable[[], CountingRunner], max_scored_tokens: int) -> None:
+def test_each_gets_what_it_asked_for_among_others(
+    runner: Callable[[], CountingRunner], max_scored_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
     requests = [
         make_request(prompt(30), logprobs=3, prompt_logprobs=1),
         make_request(prompt(9, first=5), max_tokens=9),
@@ -50,7 +53,7 @@ def test_each_gets_what_it_asked_for_among_others(runner: Callable[[], CountingR
         make_request(prompt(6, first=8), logprobs=0, max_tokens=12),
         make_request(prompt(1), logprobs=1, prompt_logprobs=2),
     ]
-    outcome = run_to_end(build_fake_engine(runner=runner(), max_scored_tokens=max_scored_tokens), *requests)
+    outcome = run_to_end(build_fake_engine(runner=runner()), *requests)
     for request in requests:
         check(outcome, request)
 

@@ -38,7 +38,7 @@ STRATEGIES: list[Any] = [
     {"name": "bucketed", "batch_size": 2, "max_wait_ms": 40},
     {"name": "adaptive", "target_latency_ms": 60, "max_wait_ms": 40},
 ]
-POLICIES = ["fcfs", "sjf", {"name": "priority", "ageing_s": 0.05}, "fair", "deadline"]
+POLICIES = ["fcfs", "sjf", "priority", "fair", "deadline"]
 
 
 class FailingOnDemand(TimedRunner):
@@ -82,11 +82,13 @@ class EngineMachine(RuleBasedStateMachine):
         strategy: Any,
         policy: Any,
     ) -> None:
+        self.max_scored_tokens = max_scored_tokens
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", max_scored_tokens)
         self.settings = {
             "max_running": max_running,
             "max_step_tokens": max_running + spare_tokens,
             "prefill_chunk_tokens": chunk,
-            "max_scored_tokens": max_scored_tokens,
             "strategy": strategy,
             "policy": policy,
         }
@@ -230,7 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
             batch = self.runner.batches[-1]
             assert 0 < batch.num_tokens <= self.allowed[1]
             assert len(batch.scheduled) <= self.allowed[0]
-            assert sum(len(item.targets) for item in batch.scheduled) <= self.settings["max_scored_tokens"]
+            assert sum(len(item.targets) for item in batch.scheduled) <= self.max_scored_tokens
 
     @invariant()
     def whoever_has_not_ended_is_waiting_or_running(self) -> None:
@@ -244,6 +246,12 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        try:
+            self.run_to_the_end()
+        finally:
+            self.patch.undo()
+
+    def run_to_the_end(self) -> None:
         for _ in range(3000):
             if not self.engine.has_work:
                 break

@@ -25,7 +25,8 @@ from app.fleet import (
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
 from app.fleet.frames import Submit, encode, message_decoder
-from tests.fakes import CountingRunner, build_fake_engine, until
+from tests.fakes import CountingRunner, build_fake_engine
+from tests.waiting import until
 
 
 class SteppedRunner(CountingRunner):

@@ -11,8 +11,9 @@ import pytest
 
 from app.engine.request import Request
 from app.errors import Overloaded, Unavailable
-from tests.fakes import FakeClock, expected_tokens, make_request, until
+from tests.fakes import FakeClock, expected_tokens, make_request
 from tests.fleet.replicas import LocalFleet, LocalReplica
+from tests.waiting import until
 
 DEADLY_TOKEN = 0
 STEP_S = 0.02
@@ -127,8 +128,7 @@ def test_a_suspect_whose_client_leaves_does_not_keep_the_others_waiting() -> Non
         async with poisonous_fleet(1) as local:
             leaving = asyncio.ensure_future(answer(local, deadly()))
             staying = asyncio.ensure_future(answer(local, other))
-            while num_killed(local) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: num_killed(local) >= 2)
             leaving.cancel()
             with suppress(asyncio.CancelledError):
                 await leaving

@@ -12,8 +12,9 @@ from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, ReplicasLost, Unavailable
 from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
-from tests.fakes import FakeClock, Outcome, expected_tokens, make_request, until
+from tests.fakes import FakeClock, Outcome, expected_tokens, make_request
 from tests.fleet.replicas import LocalFleet, LocalReplica
+from tests.waiting import until
 
 
 async def collect(local: LocalFleet, request: Request) -> tuple[list[int], TokenDelta]:

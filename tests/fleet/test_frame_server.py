@@ -14,8 +14,9 @@ from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
 from app.fleet.frames import Abort, Message, Submit, encode, frame_decoder
-from tests.fakes import make_request, until
+from tests.fakes import make_request
 from tests.fleet.test_frames import REPORT
+from tests.waiting import until
 
 
 class Replica:

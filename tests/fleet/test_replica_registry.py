@@ -16,9 +16,8 @@ REPLICAS = ("a", "b")
 
 
 def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> ReplicaRegistry:
-    settings = {"name": dispatch} | ({"max_imbalance_tokens": 1000} if dispatch == "prefix_affinity" else {})
     registry = ReplicaRegistry(
-        make_policy(settings, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
+        make_policy(dispatch, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
     )
     registry.set_replicas(REPLICAS)
     for replica_id in REPLICAS:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from app.config import BatchesConfig
 from app.jobs import Answered, NewBatch, NewFile, PageOf
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
+from tests import waiting
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -61,9 +61,7 @@ class Echo:
 
     async def has_open(self, number: int) -> None:
         """Returns when so many lines wait for their answers."""
-        async with asyncio.timeout(10):
-            while self.num_open < number:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await waiting.until(lambda: self.num_open >= number)
 
 
 def ok(name: str) -> Answered:
@@ -75,12 +73,12 @@ def refused(status: int = 400) -> Answered:
     return Answered(status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}})
 
 
-def service_in(
-    folder: Path, answer: Any, *, clock: Callable[[], float] = time.time, **settings: Any
-) -> LocalBatchService:
-    config = BatchesConfig(**settings)
+def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
+    """`given` are arguments of the service, and settings."""
+    arguments = {name: given.pop(name) for name in ("clock", "limits", "client", "retries") if name in given}
+    config = BatchesConfig(**given)
     execution = FleetExecution(answer, max_in_flight=config.max_in_flight)
-    return LocalBatchService(folder, config, execution, clock=clock)
+    return LocalBatchService(folder, config, execution, **arguments)
 
 
 async def upload(
@@ -100,10 +98,9 @@ async def begin(service: LocalBatchService, content: bytes) -> str:
 
 async def until(service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = 20) -> dict[str, Any]:
     """The batch once it has one of these statuses, or has ended."""
-    async with asyncio.timeout(timeout_s):
-        while (batch := await service.batch(OWNER, batch_id))["status"] not in (statuses or ENDED):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-    return batch
+    return await waiting.until(
+        lambda: service.batch(OWNER, batch_id), lambda batch: batch["status"] in (statuses or ENDED), timeout_s
+    )
 
 
 async def content(service: LocalBatchService, file_id: str | None) -> bytes:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import Answered, NewBatch
+from app.jobs import Answered, BatchLimits, NewBatch
 from app.jobs.local_service import LocalBatchService
+from tests import waiting
 from tests.jobs.lives import (
     CHAT,
     OWNER,
@@ -179,9 +180,7 @@ async def some_done(service: LocalBatchService, echo: Echo) -> str:
     """A batch in progress: half of its lines have ended, the others hang."""
     echo.answers = HALF_HANG
     batch_id = await begin(service, TEN)
-    async with asyncio.timeout(10):
-        while (await service.batch(OWNER, batch_id))["request_counts"]["completed"] < 5:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await waiting.until(lambda: service.batch(OWNER, batch_id), lambda batch: batch["request_counts"]["completed"] == 5)
     return batch_id
 
 
@@ -226,7 +225,7 @@ def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path
         assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
         assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
 
-    run(tmp_path, echo, use, window_s=1)
+    run(tmp_path, echo, use, limits=BatchLimits(window_s=1))
 
 
 def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:
@@ -271,9 +270,7 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
             [output] = await all_files(service)
             assert output["id"] == batch["output_file_id"]
             assert output["expires_at"] == output["created_at"] + 7200
-            async with asyncio.timeout(5):
-                while (tmp_path / "files" / short).exists():  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+            await waiting.until(lambda: not (tmp_path / "files" / short).exists())
 
     asyncio.run(main())
 
@@ -379,9 +376,7 @@ def test_what_running_batches_have_written_counts_for_the_space_of_all_files(tmp
     async def use(service: LocalBatchService) -> None:
         echo.answers |= HALF_HANG
         await begin(service, TEN)
-        async with asyncio.timeout(10):
-            while (await service.stats(OWNER))["requests"]["completed"] < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await waiting.until(lambda: service.stats(OWNER), lambda stats: stats["requests"]["completed"] == 5)
         with pytest.raises(InvalidRequest) as full:
             await upload(service, TEN)
         assert full.value.code == "storage_full"

@@ -14,7 +14,7 @@ import pytest
 from app.api import Cascade, RequestHandler, ServedModel
 from app.config import ApiConfig, BatchesConfig
 from app.errors import Failure, InvalidRequest
-from app.jobs import NewBatch
+from app.jobs import BatchLimits, NewBatch
 from app.jobs.engine_batches import EngineExecution
 from app.jobs.executors import Executor
 from app.jobs.job import EngineOutput, ItemOutput
@@ -22,6 +22,7 @@ from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
 from app.jobs.results import PARTIAL, PartialOutputs, ResultStore
 from app.jobs.runner import JobRun
+from tests import waiting
 from tests.api.keys import entry
 from tests.jobs.lives import CHAT, OWNER, begin, ends, jsonl, until, upload
 
@@ -129,30 +130,28 @@ async def service(
     keys: ApiConfig | None = None,
     weights: str = "",
     max_at_once: int = 1,
-    **settings: Any,
+    limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
 ) -> AsyncIterator[LocalBatchService]:
-    limits = keys or ApiConfig()
+    keys = keys or ApiConfig()
     cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
-    handler = RequestHandler(models, limits, cascades=[cascade])
+    handler = RequestHandler(models, keys, cascades=[cascade])
     execution = EngineExecution(
         handler.accept_item, models, engines.pool, weights={"demo": weights}, max_at_once=max_at_once
     )
-    async with LocalBatchService(folder, BatchesConfig(**settings), execution) as opened:
+    async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened
 
 
 async def counts(opened: LocalBatchService, batch_id: str, completed: int) -> None:
     """Returns once so many items are completed."""
-    async with asyncio.timeout(10):
-        while (await opened.batch(OWNER, batch_id))["request_counts"]["completed"] < completed:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await waiting.until(
+        lambda: opened.batch(OWNER, batch_id), lambda batch: batch["request_counts"]["completed"] >= completed
+    )
 
 
 async def saved(folder: Path, batch_id: str, item: int) -> None:
     """Returns once the tokens of an item are on the disk."""
-    async with asyncio.timeout(10):
-        while item not in PartialOutputs(folder / "jobs" / batch_id / PARTIAL):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await waiting.until(lambda: item in PartialOutputs(folder / "jobs" / batch_id / PARTIAL))
 
 
 def run(use: Callable[[], Awaitable[None]]) -> None:
@@ -175,6 +174,8 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         async with service(tmp_path, engines, models) as opened:
             batch = await until(opened, await begin(opened, content))
             output, errors = await ends(opened, batch)
+            # The end of a batch is known before its folder goes.
+            await waiting.until(lambda: not list((tmp_path / "jobs").iterdir()))
         assert (batch["status"], engines.models) == ("completed", ["demo"])
         assert output.keys() == {f"line-{n}" for n in range(10)}
         response = output["line-3"]["response"]
@@ -191,7 +192,6 @@ def test_lines_are_answered_as_over_http_and_the_unfit_are_refused(tmp_path: Pat
         assert errors["lost"]["error"] == {"code": "line_failed", "message": "the engine died"}
         assert batch["request_counts"] == {"total": 16, "completed": 10, "failed": 6}
         assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (30, 20)
-        assert not list((tmp_path / "jobs").iterdir())
 
     run(use)
 
@@ -280,7 +280,7 @@ def test_a_batch_whose_time_is_over_stops_its_engines(tmp_path: Path, models: li
     async def use() -> None:
         engines = Engines()
         engines.let(4)
-        async with service(tmp_path, engines, models, window_s=1) as opened:
+        async with service(tmp_path, engines, models, limits=BatchLimits(window_s=1)) as opened:
             batch = await until(opened, await begin(opened, TEN))
             output, errors = await ends(opened, batch)
         assert (batch["status"], len(output), len(errors), engines.num_open) == ("expired", 4, 6, 0)

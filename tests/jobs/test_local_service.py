@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import NewBatch, NewFile, PageOf
+from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
+from tests import waiting
 from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
 
 ONE = jsonl(input_line("one"))
@@ -115,7 +116,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
         assert full.value.code == "storage_full"
         await upload(service, b"x" * 50)
 
-    run(tmp_path, use, max_file_bytes=100, max_total_bytes=150)
+    run(tmp_path, use, limits=BatchLimits(max_file_bytes=100), max_total_bytes=150)
 
 
 def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
@@ -137,9 +138,7 @@ def test_an_upload_that_nobody_goes_on_with_is_dropped(tmp_path: Path, monkeypat
 
     async def use(service: LocalBatchService) -> None:
         upload_id = await service.begin_upload()
-        async with asyncio.timeout(5):
-            while list((tmp_path / "drafts").iterdir()):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await waiting.until(lambda: not list((tmp_path / "drafts").iterdir()))
         with pytest.raises(Unavailable):
             await service.append(upload_id, b"x")
 
@@ -150,7 +149,7 @@ def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
     async def main() -> None:
         echo = Echo()
         echo.hold = asyncio.Event()
-        async with service_in(tmp_path, echo, max_batches=2) as service:
+        async with service_in(tmp_path, echo, limits=BatchLimits(max_batches=2)) as service:
             batch_ids = [await begin(service, ONE) for _ in range(2)]
             with pytest.raises(Overloaded):
                 await begin(service, ONE)

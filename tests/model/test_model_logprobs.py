@@ -79,12 +79,15 @@ def check_place(found: TokenLogprobs, token: int, expected: torch.Tensor, num_to
 
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
-def test_values_are_the_models_own(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:
+def test_values_are_the_models_own(
+    architecture: str, way: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, requests = tiny_model_path(architecture), some_requests(VOCAB_SIZE)
     model = load(path)
     roomy = build(path, way=way, num_slots=3200)
-    cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7, max_scored_tokens=11)
+    cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
     for engine in (roomy, cramped):
+        monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 512 if engine is roomy else 11)
         outcome = run_to_end(engine, *requests)
         for request in requests:
             check(model, request, outcome)
@@ -92,13 +95,14 @@ def test_values_are_the_models_own(architecture: str, way: str, tiny_model_path:
 
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])
-def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str) -> None:
+def test_log_likelihoods_of_the_bundled_model(demo_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an evaluation wants them: many ragged contexts, each with a continuation; each sum is within 1e-4."""
+    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 100)
     contexts = [
         replace(request, sampling=replace(request.sampling, temperature=1.0, seed=n, max_tokens=20))
         for n, request in enumerate(random_requests(30, 763, seed=9))
     ]
-    engine = build(demo_path, way=way, num_slots=3200, max_scored_tokens=100)
+    engine = build(demo_path, way=way, num_slots=3200)
     continuations = run_to_end(engine, *contexts).token_ids
     model = load(demo_path)
     requests = {

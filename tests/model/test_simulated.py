@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from app.assembly import build_sync_engine
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SimulatedConfig, StepLogConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StepLogConfig
 from app.engine.engine import Engine
 from app.engine.request import FinishReason
 from app.errors import InvalidSetup
-from app.model.simulated import SimulatedModelRunner
+from app.model.simulated import SimulatedCosts, SimulatedModelRunner
 from app.text import Tokenizer
 from tests.fakes import EOS, FakeClock, build_fake_engine, make_request, run_to_end
 
@@ -23,7 +23,7 @@ TEXT = tuple(range(2, 50))
 def simulated_engine(
     clock: FakeClock | None = None,
     *,
-    costs: SimulatedConfig = SimulatedConfig(step_ms=0),  # noqa: B008
+    costs: SimulatedCosts = SimulatedCosts(step_ms=0),  # noqa: B008
     num_blocks: int = 64,
     block_size: int = 4,
     text: tuple[int, ...] = TEXT,
@@ -48,7 +48,7 @@ def prompt(start: int, length: int) -> tuple[int, ...]:
 
 def test_a_step_takes_what_the_cost_model_says() -> None:
     clock = FakeClock()
-    engine = simulated_engine(clock, costs=SimulatedConfig(step_ms=10, per_token_ms=0.5))
+    engine = simulated_engine(clock, costs=SimulatedCosts(step_ms=10, per_token_ms=0.5))
     engine.add(make_request(prompt(0, 20), max_tokens=3))
     taken_ms = []
     while engine.has_work:
@@ -68,7 +68,7 @@ def test_what_the_step_itself_computes_is_part_of_its_time() -> None:
 
     slept: list[float] = []
     runner = SimulatedModelRunner(
-        SimulatedConfig(step_ms=10), text_token_ids=TEXT, eos_token_ids=(), num_blocks=64, block_size=4,
+        SimulatedCosts(step_ms=10), text_token_ids=TEXT, eos_token_ids=(), num_blocks=64, block_size=4,
         clock=clock, sleep=slept.append,
     )  # fmt: skip
     run_to_end(build_fake_engine(runner=runner), make_request(max_tokens=1))
@@ -77,7 +77,7 @@ def test_what_the_step_itself_computes_is_part_of_its_time() -> None:
 
 def test_a_step_sleeps_on_the_real_clock() -> None:
     runner = SimulatedModelRunner(
-        SimulatedConfig(step_ms=5), text_token_ids=TEXT, eos_token_ids=(), num_blocks=64, block_size=4
+        SimulatedCosts(step_ms=5), text_token_ids=TEXT, eos_token_ids=(), num_blocks=64, block_size=4
     )
     began, cpu_began = time.monotonic(), time.thread_time()
     run_to_end(build_fake_engine(runner=runner), make_request(max_tokens=20))
@@ -146,7 +146,7 @@ def test_every_text_token_is_drawn_about_equally_often_and_nothing_else() -> Non
 
 
 def test_an_end_token_comes_with_the_probability_asked_for() -> None:
-    costs = SimulatedConfig(step_ms=0, end_probability=0.1)
+    costs = SimulatedCosts(step_ms=0, end_probability=0.1)
     requests = [make_request(prompt(n, 5), request_id=str(n), max_tokens=200) for n in range(48)]
     outcome = run_to_end(simulated_engine(costs=costs, num_blocks=3000), *requests)
     lengths = [len(found) for found in outcome.token_ids.values()]
@@ -158,7 +158,7 @@ def test_an_end_token_comes_with_the_probability_asked_for() -> None:
 
 
 def test_banned_tokens_are_never_drawn() -> None:
-    ends_at_once = SimulatedConfig(step_ms=0, end_probability=1.0)
+    ends_at_once = SimulatedCosts(step_ms=0, end_probability=1.0)
     request = make_request(request_id="end", max_tokens=20, min_tokens=8)
     found = run_to_end(simulated_engine(costs=ends_at_once), request).token_ids["end"]
     assert found.index(EOS) == 8  # not among the first eight
@@ -187,7 +187,7 @@ def test_256_sequences_cost_well_under_a_millisecond_a_step() -> None:
 
 def demo_config(demo_path: Path, **model: object) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(path=str(demo_path), simulated=SimulatedConfig(step_ms=0), **model),  # type: ignore[arg-type]
+        model=ModelConfig(path=str(demo_path), simulated={"step_ms": 0}, **model),  # type: ignore[arg-type]
         scheduler=SchedulerConfig(max_running=4),
     )
 
@@ -230,8 +230,8 @@ def test_a_simulated_replica_writes_the_configured_step_log(demo_path: Path, tmp
 PROGRAM = """
 import sys
 from app.assembly import build_engine
-from app.config import EngineConfig, ModelConfig, SimulatedConfig
-engine = build_engine(EngineConfig(model=ModelConfig(path=sys.argv[1], simulated=SimulatedConfig(step_ms=1))))
+from app.config import EngineConfig, ModelConfig
+engine = build_engine(EngineConfig(model=ModelConfig(path=sys.argv[1], simulated={"step_ms": 1})))
 engine.shutdown()
 assert "torch" not in sys.modules
 """
@@ -244,10 +244,9 @@ def test_a_simulated_replica_starts_without_torch(demo_path: Path) -> None:
 
 def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None:
     code = (
-        "from app.config import SimulatedConfig\n"
-        "from app.model.simulated import SimulatedModelRunner\n"
+        "from app.model.simulated import SimulatedCosts, SimulatedModelRunner\n"
         "from tests.fakes import build_fake_engine, make_request, run_to_end\n"
-        "runner = SimulatedModelRunner(SimulatedConfig(step_ms=0, crash_token_id=7), text_token_ids=(2, 3),\n"
+        "runner = SimulatedModelRunner(SimulatedCosts(step_ms=0, crash_token_id=7), text_token_ids=(2, 3),\n"
         "                              eos_token_ids=(), num_blocks=64, block_size=4)\n"
         "engine = build_fake_engine(runner=runner)\n"
         "run_to_end(engine, make_request((5, 6), max_tokens=2))\n"
@@ -259,13 +258,14 @@ def test_a_crash_token_kills_the_process_that_computes_it_and_no_other() -> None
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "lives\n"), done.stderr
 
 
-def test_logprobs_follow_from_the_tokens_before_whatever_happens_in_between() -> None:
+def test_logprobs_follow_from_the_tokens_before_whatever_happens_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
         make_request(prompt(n, 20), max_tokens=16, temperature=0.5, seed=n, logprobs=2, prompt_logprobs=n % 2)
         for n in range(4)
     ]
     roomy = run_to_end(simulated_engine(), *requests)
-    engine = simulated_engine(num_blocks=16, max_scored_tokens=3)
+    monkeypatch.setattr("app.engine.batch_builder.MAX_SCORED_TOKENS", 3)
+    engine = simulated_engine(num_blocks=16)
     cramped = run_to_end(engine, *requests)
     assert engine.stats().total_preemptions > 0
     assert (cramped.logprobs, cramped.prompt_logprobs) == (roomy.logprobs, roomy.prompt_logprobs)

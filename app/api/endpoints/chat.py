@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from app.api.call import Call, ServedModel, off_the_loop
-from app.api.endpoints.endpoint import Endpoint
+from app.api.call import Call, RequestLimits, ServedModel, off_the_loop
 from app.api.generation import call_of, check_limits
-from app.api.output.completion_writers import ChatFormat, ChoiceWriter
 from app.api.output.tool_calls import tool_use
-from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import ChatRequest, template_messages
 
 
@@ -34,6 +31,3 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: RequestLim
     num_characters += len(str(offered or "")) + len(str(body.chat_template_kwargs))
     prompts = await off_the_loop(encode, num_characters)
     return call_of("chatcmpl", body, model, prompts, default_max_tokens=None, tools=tools)
-
-
-CHAT = Endpoint("/v1/chat/completions", ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat()))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.api.call import Call, ServedModel, check_token_ids, off_the_loop
-from app.api.endpoints.endpoint import Endpoint
+from app.api.call import Call, RequestLimits, ServedModel, check_token_ids, off_the_loop
 from app.api.generation import call_of, check_limits
-from app.api.output.completion_writers import ChoiceWriter, CompletionFormat
-from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
@@ -62,8 +59,3 @@ async def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
         return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
 
     return await off_the_loop(texts, sum(map(len, prompts)))
-
-
-COMPLETIONS = Endpoint(
-    "/v1/completions", CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())
-)

@@ -10,15 +10,12 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
-from app.api.call import Call, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
-from app.api.endpoints.endpoint import Endpoint
+from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
-from app.api.request_limits import RequestLimits
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -107,12 +104,12 @@ class EmbeddingsWriter(Writer):
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
         vectors = [b""] * len(progress.outputs)
-        with progress.metrics:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    progress.add(piece, keep_text=False)
-                    if piece.finish_reason is not None:
-                        vectors[piece.index] = _vector_of(piece)
+
+        def keep(piece: ChoiceDelta) -> None:
+            if piece.finish_reason is not None:
+                vectors[piece.index] = _vector_of(piece)
+
+        await progress.read(pieces, keep)
         progress.log_end()
         num_tokens = progress.call.num_prompt_tokens
         return {
@@ -152,6 +149,3 @@ def normalised(numbers: array[float]) -> array[float]:
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
     return array("f", [number / length for number in numbers])
-
-
-EMBEDDINGS = Endpoint("/v1/embeddings", EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter)

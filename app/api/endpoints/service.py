@@ -1,4 +1,4 @@
-"""The routes that say how this server is: /health, /ready, /metrics, /version, /openapi.json."""
+"""The routes about the server itself: /v1/models, /health, /ready, /metrics, /version, /openapi.json."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from app.api.handler import RequestHandler
+from app.api.http.guard import reservation_of
 from app.errors import Unavailable
-from app.metrics import CONTENT_TYPE, RequestMetrics, Scrape, exposition
+from app.metrics import CONTENT_TYPE, Scrape, exposition
 from app.versions import versions
 
 logger = logging.getLogger(__name__)
 
 
 class ServiceRoutes:
-    """Routes that need no model."""
+    """Routes that compute nothing."""
 
     def __init__(
         self,
+        handler: RequestHandler,
         is_ready: Callable[[], Awaitable[bool]],
-        metrics: RequestMetrics,
         expose: Callable[[], Awaitable[bytes]] | None,
         openapi: dict[str, Any],
     ) -> None:
-        """`expose` writes the text of /metrics; by default, that of `metrics`."""
+        """`expose` writes the text of /metrics; by default, that of the handler's metrics."""
+        self._handler = handler
         self._is_ready = is_ready
         self._expose = expose or self._expose_this_process
-        self._metrics = metrics
         self._openapi = openapi
 
     def open_routes(self) -> list[Route]:
@@ -42,11 +44,28 @@ class ServiceRoutes:
         return Route("/metrics", self.metrics, methods=["GET"])
 
     def routes(self) -> list[Route]:
-        """The others."""
+        """The others. A model's id may have slashes."""
         return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", self.model, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
         ]
+
+    async def models(self, request: Request) -> Response:
+        """All models and cascades that the key may use."""
+        account, handler = reservation_of(request).account, self._handler
+        entries = [model.entry(name) for name, model in handler.models.items() if account.may_use(model.name)]
+        entries += [cascade.entry() for cascade in handler.cascades.values() if cascade.is_for(account)]
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def model(self, request: Request) -> Response:
+        """One of them, by its name or an alias."""
+        name, account = request.path_params["model_id"], reservation_of(request).account
+        cascade = self._handler.cascades.get(name)
+        if cascade is not None and cascade.is_for(account):
+            return JSONResponse(cascade.entry())
+        return JSONResponse(self._handler.model(name, account).entry(name))
 
     async def health(self, request: Request) -> Response:
         """The process lives and its event loop runs."""
@@ -76,4 +95,4 @@ class ServiceRoutes:
         return JSONResponse(self._openapi)
 
     async def _expose_this_process(self) -> bytes:
-        return exposition(Scrape(requests=[self._metrics.snapshot()], replicas={}))
+        return exposition(Scrape(requests=[self._handler.metrics.snapshot()], replicas={}))

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from app.api.endpoints.chat import CHAT
-from app.api.endpoints.completions import COMPLETIONS
-from app.api.endpoints.embeddings import EMBEDDINGS
-from app.api.endpoints.responses import RESPONSES
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
-ENDPOINTS = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)}
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.completions import prepare_completion
+from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
+from app.api.endpoints.responses import ResponsesWriter, prepare_response
+from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
+from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
+from app.api.schemas.responses import ResponsesRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An endpoint that computes on replicas."""
+
+    path: str
+    schema: type[QueuedRequest]
+    prepare: Callable[[Any, ServedModel, RequestLimits], Awaitable[Call]]  # checks and tokenizes a body of the schema
+    writer: Callable[[Any], Writer]  # writes the response to a body of the schema
+
+
+ENDPOINTS = {
+    endpoint.path: endpoint
+    for endpoint in (
+        Endpoint("/v1/chat/completions", ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat())),
+        Endpoint("/v1/completions", CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())),
+        Endpoint("/v1/embeddings", EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter),
+        Endpoint("/v1/responses", ResponsesRequest, prepare_response, ResponsesWriter),
+    )
+}

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from app.api.call import RequestLimits
 from app.api.http.errors import ClientGone
-from app.api.request_limits import RequestLimits
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 

@@ -14,6 +14,8 @@ from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
 
 DEADLINE_HEADER = "x-carousel-deadline-s"
+GROUP_HEADER = "x-carousel-group"
+SESSION_HEADER = "x-carousel-session"
 EXPLAIN_HEADER = "x-carousel-explain"
 
 
@@ -27,18 +29,15 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def with_group_and_session(call: Call, headers: Mapping[str, str]) -> Call:
-    """The call with the group and the session that its headers name, by the header names of its model.
+    """The call with the group and the session that its headers name.
 
     Raises InvalidRequest for a session that is too long. Whether the group exists is checked where groups are known.
     """
-    model = call.model
-    group = headers.get(model.group_header.lower(), "")
-    session = "" if model.session_header is None else headers.get(model.session_header.lower(), "")
+    group, session = headers.get(GROUP_HEADER, ""), headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_LENGTH:
         raise InvalidRequest(
-            f"the header {model.session_header} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are "
-            f"accepted",
-            param=model.session_header,
+            f"the header {SESSION_HEADER} has {len(session):,} characters; at most {MAX_SESSION_LENGTH} are accepted",
+            param=SESSION_HEADER,
         )
     if not group and not session:
         return call

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from app.api.call import RequestLimits
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
-from app.api.request_limits import RequestLimits
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
     ChatRequest,

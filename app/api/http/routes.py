@@ -17,10 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from app.api.auth.keys import Authenticator
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
-from app.api.endpoints.endpoint import Endpoint
-from app.api.endpoints.models import ModelRoutes
 from app.api.endpoints.service import ServiceRoutes
-from app.api.endpoints.table import ENDPOINTS
+from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
 from app.api.http.body import read_json_object
@@ -48,10 +46,9 @@ def build_app(
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
     openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
-    service = ServiceRoutes(is_ready, handler.metrics, expose, openapi)
+    service = ServiceRoutes(handler, is_ready, expose, openapi)
     for_keys = [
         *(Route(endpoint.path, _Computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
-        *ModelRoutes(handler).routes(),
         *TokenizationRoutes(handler).routes(),
         *service.routes(),
         *batch_routes,

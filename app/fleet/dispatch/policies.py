@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from app.errors import InvalidSetup
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
+
+# So many outstanding (weighed) tokens more than the least loaded replica has are accepted for a cached prefix or a
+# session: about the work of one long conversation. With fewer, two requests in a row could end an affinity; with more,
+# a prefix that many requests share fills one replica while others are idle.
+MAX_IMBALANCE_TOKENS = 4096
 
 
 class DispatchPolicy(Protocol):
@@ -18,25 +23,16 @@ class DispatchPolicy(Protocol):
         ...
 
 
-def make_policy(choice: str | Mapping[str, Any], rng: random.Random) -> DispatchPolicy:
-    """A new policy: by its name, or by the settings of `replicas.dispatch` as plain values, `name` among them.
-
-    Raises:
-        InvalidSetup: no policy has that name, or it lacks a setting that it needs.
-    """
-    settings = {"name": choice} if isinstance(choice, str) else choice
-    match settings:
-        case {"name": "round_robin"}:
+def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
+    """A new policy by its name in `replicas.dispatch`. Raises InvalidSetup when no policy has that name."""
+    match name:
+        case "round_robin":
             return RoundRobin()
-        case {"name": "least_loaded"}:
+        case "least_loaded":
             return LeastLoaded(rng)
-        case {"name": "prefix_affinity", "max_imbalance_tokens": int(max_imbalance_tokens)}:
-            return PrefixAffinity(rng, max_imbalance_tokens=max_imbalance_tokens)
-        case {"name": "prefix_affinity"}:
-            raise InvalidSetup("replicas.dispatch: prefix_affinity needs max_imbalance_tokens, a number of tokens")
-    raise InvalidSetup(
-        f"replicas.dispatch: got {settings.get('name')!r}; must be one of round_robin, least_loaded, prefix_affinity"
-    )
+        case "prefix_affinity":
+            return PrefixAffinity(rng)
+    raise InvalidSetup(f"replicas.dispatch: got {name!r}; must be one of round_robin, least_loaded, prefix_affinity")
 
 
 class RoundRobin:
@@ -84,7 +80,7 @@ class PrefixAffinity:
     of the trade.
     """
 
-    def __init__(self, rng: random.Random, *, max_imbalance_tokens: int) -> None:
+    def __init__(self, rng: random.Random, *, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
         self._least_loaded = LeastLoaded(rng)
         self._max_imbalance_tokens = max_imbalance_tokens
 

@@ -45,7 +45,7 @@ def test_the_service_that_lends_takes_further_settings_of_the_scheduler() -> Non
     [model] = ApplicationConfig.model_validate(lending.application(given)).models
     assert (model.engine.scheduler.max_running, model.engine.scheduler.max_waiting) == (7, 9)
     assert model.engine.model.simulated is not None
-    assert model.engine.model.simulated.per_token_ms == 0.5
+    assert model.engine.model.simulated["per_token_ms"] == 0.5
 
 
 def test_the_pace_of_a_bulk_run_counts_whole_records_from_a_moment_on(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_wrong_name_is_told_with_close_ones(text: str, message: str) -> None:
             r"scheduler\.strategy: got 'magic'; must be one of static, dynamic, bucketed, adaptive, continuous, hybrid",
         ),
         ("scheduler.strategy.batch_size=3", r"without a name; must be one of static"),
-        ("scheduler.policy.ageing_s=3", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),
+        ("scheduler.policy.preemption=false", r"scheduler\.policy: got .* without a name; must be one of fcfs, sjf"),
         ("scheduler.max_step_tokens=8", r"max_step_tokens=8 is below max_running=32"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import openai
@@ -15,6 +14,7 @@ from deployments.serve.batches import on_engines
 from deployments.serve.settings import parse
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.strikes import kill_batches
+from tests.waiting import eventually
 
 MODEL = "jobs"
 CHAT = "/v1/chat/completions"
@@ -67,8 +67,8 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
         },
         "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
     }
-    batches = {"path": str(tmp_path / "batches"), "num_cpus": 0.05, "through": "pool"}
-    args = {"models": [model], "ingress": {"num_cpus": 0.05}, "batches": batches}
+    batches = {"path": str(tmp_path / "batches"), "engines": 1}
+    args = {"models": [model], "batches": batches}
     with (
         deployed(MODEL, args) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client,
@@ -76,19 +76,19 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
         content = "\n".join([*map(line, range(NUM_LINES)), line(NUM_LINES, n=2)]).encode()
         file = client.files.create(file=("night.jsonl", content), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        deadline = time.monotonic() + PATIENCE_S
-        while (batch := client.batches.retrieve(batch.id)).request_counts.completed == 0:  # type: ignore[union-attr]
-            assert time.monotonic() < deadline, batch
-            time.sleep(0.05)
+
+        def completed() -> int:
+            counts = client.batches.retrieve(batch.id).request_counts
+            assert counts is not None
+            return counts.completed
+
+        num_completed = eventually(completed, timeout_s=PATIENCE_S)
         os.kill(engine_pids()[0], signal.SIGKILL)
-        num_completed = batch.request_counts.completed  # type: ignore[union-attr]
-        while (batch := client.batches.retrieve(batch.id)).request_counts.completed <= num_completed + 8:  # type: ignore[union-attr]
-            assert time.monotonic() < deadline, batch
-            time.sleep(0.05)
+        eventually(lambda: completed() > num_completed + 8, timeout_s=PATIENCE_S)
         kill_batches(MODEL)
-        while (batch := client.batches.retrieve(batch.id)).status != "completed":
-            assert time.monotonic() < deadline, batch
-            time.sleep(0.05)
+        batch = eventually(
+            lambda: client.batches.retrieve(batch.id), lambda batch: batch.status == "completed", PATIENCE_S
+        )
         assert batch.output_file_id is not None
         assert batch.error_file_id is not None
         lines = [json.loads(each) for each in client.files.content(batch.output_file_id).content.splitlines()]
@@ -96,6 +96,4 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
     assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{n}" for n in range(NUM_LINES))
     assert all(each["response"]["body"]["usage"]["completion_tokens"] == 8 for each in lines)
     assert refused["response"]["status_code"] == 400
-    while engine_pids():
-        assert time.monotonic() < deadline, "engines outlive their batch"
-        time.sleep(0.05)
+    eventually(engine_pids, lambda pids: not pids, PATIENCE_S)

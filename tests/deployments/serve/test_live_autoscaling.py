@@ -20,6 +20,7 @@ from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
 from tests.deployments.strikes import replica_states
 from tests.fakes import build_fake_engine, make_request
+from tests.waiting import eventually
 
 # Serve says it whenever it reads the config back; deployments/serve/autoscaling.py says why the field is set.
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
@@ -101,7 +102,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
             },
         },
     }
-    with deployed("elastic", {"models": [elastic], "ingress": {"num_cpus": 0.1}}) as url:
+    with deployed("elastic", {"models": [elastic]}) as url:
         yield url
 
 
@@ -141,9 +142,7 @@ def steady_load(url: str, num_clients: int) -> Iterator[list[int]]:
 
 def seconds_until(condition: Callable[[], bool]) -> float:
     begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < PATIENCE_S, f"not within {PATIENCE_S} s; there are {states()}"
-        time.sleep(0.1)
+    eventually(condition, timeout_s=PATIENCE_S)
     return time.monotonic() - begin
 
 

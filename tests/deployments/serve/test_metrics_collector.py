@@ -32,7 +32,7 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
         }
         for name, num_replicas in (("first", 2), ("second", 1))
     ]
-    with deployed("measured", {"models": models, "ingress": {"num_replicas": 2, "num_cpus": 0.1}}) as url:
+    with deployed("measured", {"models": models, "ingress": {"num_replicas": 2}}) as url:
         yield url
 
 

@@ -22,8 +22,8 @@ from tests.fakes import (
     expected_tokens,
     make_request,
     run_to_end,
-    until,
 )
+from tests.waiting import until
 
 POLICIES = ("fcfs", "sjf", "priority", "fair", "deadline")
 
@@ -86,10 +86,13 @@ def test_background_work_is_what_goes_when_memory_runs_short(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_of_background_work_take_little_of_a_step_while_others_are_served(policy: str) -> None:
+def test_prompts_of_background_work_take_little_of_a_step_while_others_are_served(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.scheduler.BACKGROUND_PREFILL_TOKENS", 5)
     clock = FakeClock()
     runner = TimedRunner(clock)
-    settings = {"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64, "background_prefill_tokens": 5}
+    settings = {"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 64}
     engine = build_fake_engine(runner=runner, clock=clock, policy=policy, **settings)
     night = [background((5, n, *range(6, 26)), max_tokens=3) for n in range(2, 4)]
     engine.add(night[0])

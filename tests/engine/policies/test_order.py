@@ -94,11 +94,11 @@ def test_sjf_learns_which_tenants_outputs_are_short() -> None:
 
 @pytest.mark.parametrize("max_overtaking_s", [0.2, 1.0])
 def test_under_an_endless_stream_of_shorter_jobs_a_long_one_waits_no_longer_than_the_bound(
-    max_overtaking_s: float,
+    max_overtaking_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = {"name": "sjf", "max_overtaking_s": max_overtaking_s}
+    monkeypatch.setattr("app.engine.policies.MAX_OVERTAKING_S", max_overtaking_s)
     waited_s = wait_under_a_stream(
-        policy,
+        "sjf",
         make_request((5,) * 100, max_tokens=200),
         lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2),
         every_s=0.015,
@@ -107,10 +107,10 @@ def test_under_an_endless_stream_of_shorter_jobs_a_long_one_waits_no_longer_than
     assert max_overtaking_s - 0.05 <= waited_s <= max_overtaking_s * 20 / 15 + 0.05
 
 
-def test_waiting_buys_priority_at_the_configured_rate() -> None:
-    policy = {"name": "sjf", "max_overtaking_s": 1000}
+def test_waiting_buys_priority_at_a_constant_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.policies.MAX_OVERTAKING_S", 1000.0)
     waited_s = wait_under_a_stream(
-        policy,
+        "sjf",
         make_request((5,) * 100, max_tokens=104),  # 200 tokens more than a rival: 2 s
         lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2),
         every_s=0.02,
@@ -120,20 +120,20 @@ def test_waiting_buys_priority_at_the_configured_rate() -> None:
 
 def test_under_an_endless_stream_of_better_classes_a_low_one_waits_no_longer_than_the_bound() -> None:
     waited_s = wait_under_a_stream(
-        {"name": "priority", "ageing_s": 0.25},
-        make_request(priority=2),
+        "priority",
+        make_request(priority=10),
         lambda number: make_request((5, 6), request_id=f"rival-{number}", max_tokens=2, priority=0),
         every_s=0.02,
     )
-    assert 0.45 <= waited_s <= 0.6  # two classes
+    assert 0.45 <= waited_s <= 0.6  # ten classes
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(
         [
-            {"name": "sjf", "max_overtaking_s": 0.3},
-            {"name": "priority", "ageing_s": 0.05, "preemption": False},
+            {"name": "sjf"},
+            {"name": "priority", "preemption": False},
         ]
     ),
     seed=st.integers(0, 2**32),
@@ -194,7 +194,7 @@ def test_a_better_class_takes_the_blocks_of_lower_ones_only_if_that_is_enough() 
 
 
 def test_neither_an_equal_class_nor_one_that_has_aged_is_preempted() -> None:
-    engine, runner, clock = one_by_one({"name": "priority", "ageing_s": 0.1})
+    engine, runner, clock = one_by_one("priority")
     engine.add(make_request(request_id="low", max_tokens=60, priority=1))
     engine.step()
     engine.add(make_request(request_id="equal", priority=1))

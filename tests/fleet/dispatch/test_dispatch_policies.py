@@ -22,7 +22,7 @@ from app.fleet.dispatch import (
 )
 
 SIZE = RequestSize(num_prompt_tokens=100, num_expected_tokens=50)
-POLICIES = ("round_robin", "least_loaded", {"name": "prefix_affinity", "max_imbalance_tokens": 1000})
+POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
 
 
 def load(replica_id: str, **known: Any) -> Candidate:
@@ -168,8 +168,3 @@ def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: An
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidSetup, match="'fastest'"):
         make_policy("fastest", random.Random(1))
-
-
-def test_a_policy_without_what_it_needs_is_refused() -> None:
-    with pytest.raises(InvalidSetup, match="max_imbalance_tokens"):
-        make_policy("prefix_affinity", random.Random(1))
