@@ -27,8 +27,6 @@ from pydantic.fields import FieldInfo
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-
 
 class Settings(BaseModel):
     """Base of every branch: frozen, and a misspelt field is an error, not silence."""
@@ -444,18 +442,10 @@ class WebhooksConfig(Settings):
     secret_file: str | None = Field(
         None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
     )
-    allow_http: bool = Field(False, description="webhooks: http:// too, unencrypted; needs its port in `ports`")
-    ports: tuple[Port, ...] = Field((443, 8443), min_length=1, description="webhooks: ports that messages may go to")
     allowed_networks: tuple[str, ...] = Field(
-        (), max_length=64, description="webhooks: networks that messages may go to beside public addresses: 10.1.0.0/16"
-    )
-    timeout_s: float = Field(10.0, gt=0, le=300, description="webhooks: seconds one attempt may take")
-    first_pause_s: float = Field(
-        5.0, gt=0, le=3600, description="webhooks: seconds before the second attempt; the pauses double"
-    )
-    max_pause_s: float = Field(3600.0, gt=0, le=86_400, description="webhooks: seconds between two attempts, at most")
-    give_up_after_s: float = Field(
-        86_400.0, gt=0, le=30 * 86_400, description="webhooks: seconds after which no more attempts are made"
+        (),
+        max_length=64,
+        description="webhooks: networks, as 10.1.0.0/16, whose receivers may be told too, over http and on any port",
     )
 
     @field_validator("allowed_networks")
@@ -475,15 +465,6 @@ class WebhooksConfig(Settings):
         return self
 
 
-class PoolConfig(Settings):
-    """Batches on engines of their own, beside the replicas: `batches.through: pool`."""
-
-    engines: int = Field(1, ge=1, le=1000, description="pool: engines of one batch, with the model's own settings")
-    max_at_once: int = Field(
-        1, ge=1, le=64, description="pool: as many batches have engines at the same time; others wait"
-    )
-
-
 class BatchesConfig(Settings):
     """Files and batches over HTTP: where they are kept, what they may cost."""
 
@@ -495,23 +476,20 @@ class BatchesConfig(Settings):
     files: str | None = Field(
         None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
-    max_file_bytes: int = Field(200 * 1024 * 1024, ge=1, le=10**11, description="batches: bytes of one file")
     max_total_bytes: int = Field(
         20 * 1024**3, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
     )
-    max_lines: int = Field(50_000, ge=1, le=10_000_000, description="batches: requests in one input file")
-    max_line_bytes: int = Field(8 * 1024 * 1024, ge=1024, le=10**8, description="batches: bytes of one line")
-    max_batches: int = Field(64, ge=1, le=1000, description="batches: as many that have not ended, at most")
-    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: lines sent to the replicas at once")
-    window_s: int = Field(86_400, ge=1, le=30 * 86_400, description="batches: seconds after which a batch expires")
+    max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
     keep_s: int | None = Field(
         30 * 86_400, ge=1, description="batches: seconds a file is kept if its owner says nothing; null: for ever"
     )
-    num_cpus: float = Field(0.1, gt=0, description="batches: CPUs Ray reserves for their process")
-    through: Literal["fleet", "pool"] = Field(
-        "fleet", description="batches: what answers items: the replicas, in the lowest class, or engines of their own"
+    engines: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="batches: engines of its own that a batch gets, beside the replicas; 0: the replicas compute its "
+        "items, in the lowest class",
     )
-    pool: PoolConfig = PoolConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
 
 

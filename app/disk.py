@@ -1,10 +1,18 @@
-"""What survives a crash of the machine. Blocks: call it in a thread."""
+"""What survives a crash of the machine, and a thread for it. Functions here block: call them in a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def sync_folder(folder: Path) -> None:
@@ -45,3 +53,18 @@ def take_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+class OneThread:
+    """Runs functions one after the other, in the order of the calls: what they share needs no lock."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function returns or raises. It runs to its end though the caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Return when all calls have ended."""
+        self._executor.shutdown()

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.turns import PROJECT, last_object, median_of_ratios, numbers_of, run_module, turns
 
@@ -28,8 +28,7 @@ HERE, BASE = "here", "base"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    return report(lambda: measure(given), given)
+    return run_command(_parser(), measure, arguments)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name there, where it has another")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--figures", default="", metavar="REGEX", help="only figures with names that match")
-    add_json_option(parser)
     parser.add_argument("module", metavar="MODULE", help="for example engine.throughput")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the benchmark")
     return parser

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from app.api.auth.limits import Account
@@ -20,7 +19,7 @@ from app.api.output.progress import Json, Progress
 from app.api.output.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
 from app.errors import DeadlineMissed
-from app.metrics import NO_MODEL, CallMetrics, RequestMetrics
+from app.metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +70,7 @@ class CascadeDecision:
     def progress(self, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
         """The progress of the output. The small model's output was measured when it was generated."""
         measuring = RequestMetrics() if self.is_small else metrics
-        name = NO_MODEL if self.is_small else self.call.model.name
-        prompt_tokens = [len(request.prompt_token_ids) for request in self.call.requests]
-        progress = Progress(self.call, request_id, measuring.model(name).call(prompt_tokens, arrived_at=arrived_at))
+        progress = Progress.measured(self.call, request_id, measuring, arrived_at=arrived_at)
         progress.extra_usage = {"cascade": self.report()}
         return progress
 
@@ -84,14 +81,17 @@ class CascadeDecision:
         }
 
 
-async def judge(cascade: Cascade, small: Call, large: Call, metrics: CallMetrics) -> CascadeDecision:
-    """Run the small model, and decide which model answers. The large model has not begun then.
+async def judge(cascade: Cascade, progress: Progress, large: Call) -> CascadeDecision:
+    """Run the small model, whose call `progress` has, and decide which model answers. The large one has not begun then.
 
-    `metrics` are those of the small call. Raises what the small model's generation raises, and DeadlineMissed.
+    Raises what the small model's generation raises, and DeadlineMissed.
     """
+    small = progress.call
     began_at = asyncio.get_running_loop().time()
     confidence = _Confidence(small.model.generate)
-    pieces = await _all_pieces(replace(small, model=replace(small.model, generate=confidence.generate)), metrics)
+    pieces: list[ChoiceDelta] = []
+    measured = replace(small, model=replace(small.model, generate=confidence.generate))
+    await progress.read(generate_choices(measured), pieces.append)
     is_small = confidence.mean_logprob >= cascade.min_mean_logprob
     if is_small:
         call, answer = small, _again(pieces)
@@ -108,19 +108,6 @@ async def judge(cascade: Cascade, small: Call, large: Call, metrics: CallMetrics
         num_small_tokens=num_tokens,
         num_discarded_tokens=0 if is_small else small.num_prompt_tokens + num_tokens,
     )
-
-
-async def _all_pieces(call: Call, metrics: CallMetrics) -> list[ChoiceDelta]:
-    pieces: list[ChoiceDelta] = []
-    with metrics:
-        async with aclosing(generate_choices(call)) as generated:
-            async for piece in generated:
-                pieces.append(piece)
-                if piece.num_tokens:
-                    metrics.tokens(piece.index, piece.num_tokens)
-                if piece.measured_reason is not None:
-                    metrics.finished(piece.index, piece.measured_reason)
-    return pieces
 
 
 async def _again(pieces: Sequence[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta, None]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, Reservation, apply_key, max_output_tokens
+from app.api.auth.limits import Account, Reservation, apply_key, bounded_call
 from app.api.call import Call, RequestLimits, ServedModel, by_any_name
-from app.api.cascades import Cascade, CascadeDecision, judge
+from app.api.cascades import Cascade, judge
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
@@ -71,14 +71,6 @@ class PendingResponse:
         return {**self.progress.placement_headers(explain=explain), **self._headers}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedItem:
-    """A batch item that may be computed elsewhere."""
-
-    model: str  # its own name, as in `body`
-    body: Json  # as it was sent, with an output that its key may have
-
-
 class RequestHandler:
     """Handles requests on the served models."""
 
@@ -118,7 +110,9 @@ class RequestHandler:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
             pieces = generate_choices(calls[0])
         else:
-            decision = await self._decide(parsed, *calls, arrived_at=arrived_at)
+            small, large = calls
+            judged = Progress.measured(small, client.request_id, self.metrics, arrived_at=arrived_at)
+            decision = await judge(self.cascades[parsed.model or ""], judged, large)
             client.reservation.add_usage(lambda: decision.num_discarded_tokens)
             progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = decision.pieces, decision.headers()
@@ -176,11 +170,6 @@ class RequestHandler:
         with self.counting_refusals(model.name):
             call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
-
-    async def _decide(self, parsed: QueuedRequest, small: Call, large: Call, *, arrived_at: float) -> CascadeDecision:
-        prompt_tokens = [len(request.prompt_token_ids) for request in small.requests]
-        metrics = self.metrics.model(small.model.name).call(prompt_tokens, arrived_at=arrived_at)
-        return await judge(self.cascades[parsed.model or ""], small, large, metrics)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:
         """The response that an HTTP client would have got for this batch item at the endpoint with this path.
@@ -245,13 +234,13 @@ class RequestHandler:
                 await endpoint.prepare(parsed, model, self.limits)
         return parsed
 
-    async def accept_item(
-        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest, ServedModel], None]
-    ) -> AcceptedItem | Answered:
-        """A batch item that is computed elsewhere, or the response to one that cannot be.
+    async def prepare_item(
+        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
+    ) -> Call | Answered:
+        """The call of an item that engines of its own compute, or the response to an item that cannot run.
 
-        What its key may never have is refused here; the key's limits by the minute are not applied, as the item uses no
-        slot of this service. `check` raises InvalidRequest for what the other place cannot do.
+        What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no
+        slot of this service. `check` raises InvalidRequest for what those engines cannot do.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -265,15 +254,10 @@ class RequestHandler:
                     f"{larger[0].name}",
                     param="model",
                 )
-            check(parsed, model)
-            call = await endpoint.prepare(parsed, model, self.limits)
-            max_tokens = max_output_tokens(account, call, parsed)
+            check(parsed)
+            return bounded_call(account, await endpoint.prepare(parsed, model, self.limits), parsed)
         except Exception as error:
             return _refusal(error, request_id)
-        changes: Json = {"model": model.name}
-        if max_tokens is not None and parsed.asked_tokens is None:
-            changes["max_tokens"] = max_tokens
-        return AcceptedItem(model=model.name, body={**body, **changes})
 
 
 def _may_pass(error: Exception) -> bool:

@@ -4,12 +4,13 @@ This is what the API's routes need; request handling is not imported from here, 
 """
 
 from app.jobs.job import LOWEST_CLASS, Answer, Answered, Item, ItemError, Job, JobState, Json, StoredFile
-from app.jobs.service import BatchService, NewBatch, NewFile, NewWebhook, PageOf
+from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
 
 __all__ = [
     "LOWEST_CLASS",
     "Answer",
     "Answered",
+    "BatchLimits",
     "BatchService",
     "Item",
     "ItemError",
@@ -18,7 +19,6 @@ __all__ = [
     "Json",
     "NewBatch",
     "NewFile",
-    "NewWebhook",
     "PageOf",
     "StoredFile",
 ]

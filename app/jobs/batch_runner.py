@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from app.config import BatchesConfig
+from app.disk import OneThread
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetClient, RequestExecutor, Window
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
 from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
-from app.jobs.one_thread import OneThread
 from app.jobs.outputs import BatchFiles, BatchFormat, KeptFile, write_batch_files
 from app.jobs.results import ResultStore
 from app.jobs.runner import JobRun, read_in_thread
+from app.jobs.service import BatchLimits
 
 logger = logging.getLogger(__name__)
 
@@ -135,20 +135,23 @@ class BatchRunner:
         folder: Path,
         thread: OneThread,
         execution: Execution,
-        config: BatchesConfig,
+        limits: BatchLimits,
+        keep_s: int | None,
         clock: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        `clock` gives seconds since 1970; `on_end` is called at each batch's end.
+        Output files are kept for `keep_s` seconds, None: for ever. `clock` gives seconds since 1970; `on_end` is called
+        at each batch's end.
         """
         self._catalog = catalog
         self._files = files
         self._folder = folder
         self._thread = thread
         self._execution = execution
-        self._config = config
+        self._limits = limits
+        self._keep_s = keep_s
         self._clock = clock
         self._on_end = on_end
         self._rate = TokenRate(clock)
@@ -328,7 +331,7 @@ class BatchRunner:
         with closing(results):
             written = await asyncio.to_thread(self._write_files, job, end, results)
             now = self._now()
-            keep_s = job.output_expires_after_s or self._config.keep_s
+            keep_s = job.output_expires_after_s or self._keep_s
             files = [
                 _stored(file, job, f"{job.id}_{kind}.jsonl", now, keep_s)
                 for kind, file in (("output", written.output), ("error", written.errors))
@@ -377,7 +380,7 @@ class BatchRunner:
 
     def _rules(self, job: Job) -> InputRules:
         return InputRules(
-            endpoint=job.endpoint, max_items=self._config.max_lines, max_line_bytes=self._config.max_line_bytes
+            endpoint=job.endpoint, max_items=self._limits.max_lines, max_line_bytes=self._limits.max_line_bytes
         )
 
     def _now(self) -> int:

@@ -16,7 +16,8 @@ from typing import Any
 from app.errors import InvalidSetup, NotFound
 from app.jobs.job import ItemError, Job, JobState, StoredFile
 from app.jobs.service import PageOf
-from app.jobs.webhook_outbox import SCHEMA, NewMessage, WebhookOutbox
+from app.webhooks.outbox import SCHEMA, WebhookOutbox
+from app.webhooks.receiver import WebhookReceiver
 
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _JOB_COLUMNS = tuple(field.name for field in fields(Job))
@@ -113,12 +114,12 @@ class Catalog:
 
     # Batches
 
-    def add_job(self, job: Job, message: NewMessage | None = None) -> None:
-        """Make a batch known, and the message about its end."""
+    def add_job(self, job: Job, *, has_message: bool = False, receiver: WebhookReceiver | None = None) -> None:
+        """Make a batch known, and the message about its end, to `receiver` or the default one, if it `has_message`."""
         with self._transaction():
             self._insert("batches", _job_row(job))
-            if message is not None:
-                self.outbox.add(job.id, message)
+            if has_message:
+                self.outbox.add(job.id, receiver)
 
     def job(self, job_id: str, owner: str | None = None) -> Job:
         """Raises NotFound when there is none, or the owner has none where one is named."""
@@ -164,7 +165,7 @@ class Catalog:
     def _note_end(self, job_id: str, changes: Mapping[str, Any]) -> None:
         status = changes["status"]
         if status.has_ended:
-            self.outbox.job_ended(job_id, status, changes[f"{status.value}_at"])
+            self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
 
     def ended_counts(self, owner: str) -> list[tuple[Job, int]]:
         """The owner's batches that have ended: for each status their sums, and how many they are."""

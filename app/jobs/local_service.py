@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from app.config import BatchesConfig
-from app.disk import take_lock
+from app.disk import OneThread, take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog
@@ -31,11 +31,10 @@ from app.jobs.job import (
     new_job_id,
     stats_object,
 )
-from app.jobs.one_thread import OneThread
-from app.jobs.service import NewBatch, NewFile, NewWebhook, PageOf
-from app.jobs.webhook_dispatcher import WebhookDispatcher
-from app.jobs.webhook_outbox import NewMessage
-from app.webhooks import WebhookClient, new_message_id
+from app.jobs.service import BatchLimits, NewBatch, NewFile, PageOf
+from app.webhooks.client import WebhookClient
+from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
+from app.webhooks.receiver import WebhookReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +76,22 @@ class LocalBatchService:
         execution: Execution,
         *,
         clock: Callable[[], float] = time.time,
+        limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         client: WebhookClient | None = None,
+        retries: RetrySchedule = RetrySchedule(),  # noqa: B008 - frozen
     ) -> None:
         """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
 
         `execution` computes items. `client` sends webhooks to their receivers; by default as the settings say.
+        `retries` says when they are sent again.
         """
         self._path = path
         self._config = config
         self._execution = execution
+        self._limits = limits
+        self._retries = retries
         self._clock = clock
-        self._client = client or WebhookClient(config.webhooks)
+        self._client = client or WebhookClient(config.webhooks.allowed_networks)
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
@@ -163,10 +167,12 @@ class LocalBatchService:
         config, thread = self._config, self._thread
         catalog, files = await thread.run(_open_folder, self._path, config.files)
         dispatcher = WebhookDispatcher(
-            catalog.outbox, thread, self._client, config.webhooks, self._clock, random.Random()
+            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
         )
         results = self._path / RESULTS_FOLDER
-        runner = BatchRunner(catalog, files, results, thread, self._execution, config, self._clock, dispatcher.wake)
+        runner = BatchRunner(
+            catalog, files, results, thread, self._execution, self._limits, config.keep_s, self._clock, dispatcher.wake
+        )
         try:
             unfinished = await thread.run(catalog.unfinished)
             await runner.sweep([job.id for job in unfinished])
@@ -303,9 +309,9 @@ class LocalBatchService:
     async def create_batch(self, new: NewBatch) -> Json:
         """See `BatchService`."""
         opened = self._opened_now()
-        if opened.runner.num_batches >= self._config.max_batches:
+        if opened.runner.num_batches >= self._limits.max_batches:
             raise Overloaded(
-                f"{self._config.max_batches} batches have not ended, which is what this server takes; try again",
+                f"{self._limits.max_batches} batches have not ended, which is what this server takes; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
         endpoints = self._execution.endpoints
@@ -315,7 +321,9 @@ class LocalBatchService:
                 f"{new.endpoint[:100]!r}",
                 param="endpoint",
             )
-        message = self._message(new.webhook)
+        if new.webhook is not None:
+            self._client.check(new.webhook)
+        has_message = new.webhook is not None or self._config.webhooks.url is not None
         now = self._now()
         job = Job(
             id=new_job_id(),
@@ -324,11 +332,11 @@ class LocalBatchService:
             input_file_id=new.input_file_id,
             status=JobState.VALIDATING,
             created_at=now,
-            expires_at=now + self._config.window_s,
+            expires_at=now + self._limits.window_s,
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(_add_job, opened.catalog, job, message, self._clock())
+        await self._run(_add_job, opened.catalog, job, has_message, new.webhook, self._clock())
         opened.runner.start(job.id)
         return await self.batch(new.owner, job.id)
 
@@ -367,13 +375,6 @@ class LocalBatchService:
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
         return [batch_object(_as_it_is(job, opened.runner)) | {"webhook": messages.get(job.id)} for job in jobs]
 
-    def _message(self, webhook: NewWebhook | None) -> NewMessage | None:
-        """The message about the end of a new batch. Raises InvalidRequest."""
-        if webhook is not None:
-            self._client.check(webhook.url, webhook.secret)
-            return NewMessage(id=new_message_id(), receiver=webhook)
-        return NewMessage(id=new_message_id(), receiver=None) if self._config.webhooks.url is not None else None
-
     def _opened_now(self) -> _Open:
         if self._open is None:
             raise Unavailable("files and batches are being opened or are another process's; try again")
@@ -386,9 +387,9 @@ class LocalBatchService:
         return upload
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._config.max_file_bytes:
+        if num_bytes > self._limits.max_file_bytes:
             raise BodyTooLarge(
-                f"the file has more than {self._config.max_file_bytes:,} bytes, which this server accepts"
+                f"the file has more than {self._limits.max_file_bytes:,} bytes, which this server accepts"
             )
 
     async def _file(self, owner: str, file_id: str) -> StoredFile:
@@ -426,14 +427,14 @@ def _forget_unread(catalog: Catalog, file_id: str) -> None:
     catalog.remove_file(file_id)
 
 
-def _add_job(catalog: Catalog, job: Job, message: NewMessage | None, now: float) -> None:
+def _add_job(catalog: Catalog, job: Job, has_message: bool, receiver: WebhookReceiver | None, now: float) -> None:
     file = catalog.file(job.owner, job.input_file_id, now)
     if file.purpose != INPUT_PURPOSE:
         raise InvalidRequest(
             f"the file's purpose is {file.purpose!r}; a batch reads files of purpose {INPUT_PURPOSE!r}",
             param="input_file_id",
         )
-    catalog.add_job(job, message)
+    catalog.add_job(job, has_message=has_message, receiver=receiver)
 
 
 def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:

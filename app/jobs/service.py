@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from app.jobs.job import Json
+from app.webhooks.receiver import WebhookReceiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What a service accepts. No operator has a reason for other values; tests have smaller ones."""
+
+    max_file_bytes: int = 200 * 1024 * 1024  # as OpenAI's batches, as the next one
+    max_lines: int = 50_000
+    max_line_bytes: int = 8 * 1024 * 1024  # what the body of one request over HTTP may have
+    max_batches: int = 64  # that have not ended: each has a task, a journal and some items in memory
+    window_s: int = 86_400  # until a batch expires: the `24h` of OpenAI's API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +32,6 @@ class NewFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewWebhook:
-    """The receiver of the message about a batch's end, and the secret that it shares with the client."""
-
-    url: str = field(repr=False)
-    secret: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
     """What a client asks for."""
 
@@ -36,7 +40,7 @@ class NewBatch:
     input_file_id: str
     metadata: Mapping[str, str] | None = None
     output_expires_after_s: int | None = None
-    webhook: NewWebhook | None = None
+    webhook: WebhookReceiver | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,4 @@
-"""Signed messages about ends of batches, to public addresses only. Knows no batches and no storage."""
+"""Signed messages about the ends of batches: kept until they arrive, and sent to allowed addresses only.
 
-from app.webhooks.client import DeliveryFailed, WebhookClient, WebhookMessage, new_message_id
-from app.webhooks.default_receiver import check_default, default_secret
-
-__all__ = [
-    "DeliveryFailed",
-    "WebhookClient",
-    "WebhookMessage",
-    "check_default",
-    "default_secret",
-    "new_message_id",
-]
+Import from the modules: the API's processes need `receiver` only, and not what sends messages.
+"""

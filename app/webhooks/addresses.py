@@ -1,15 +1,28 @@
-"""Which addresses a message may go to: those that everybody on the internet can reach, and networks that are named."""
+"""Which URLs and addresses a message may go to: public ones over https, and the networks that the settings allow.
+
+A URL is read by one strict rule, so that no other parser finds another host in it. Where its name leads is checked
+where the socket is made.
+"""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+
+from app.errors import InvalidRequest
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+PUBLIC_PORTS = (443, 8443)  # of receivers with public addresses: those of https, behind which no other service listens
+MAX_URL_LENGTH = 2048
+_PARAM = "webhook.url"
+_DEFAULT_PORTS = {"https": 443, "http": 80}
 
 # IANA's special-purpose IPv4 registry without what is globally reachable; multicast; what was reserved; the address
 # under which Azure answers its own machines.
@@ -26,32 +39,112 @@ _SPECIAL_IPV4 = tuple(
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_IPV6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 2002::/16 3fff::/20".split()))
 
+# No user, no fragment, no backslash, nothing outside ASCII, nothing that is not printed.
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?"
+    r"(?P<target>[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%\[\]-]*)?"
+)
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+
 
 class ForbiddenAddress(OSError):
     """Nothing is sent there."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookUrl:
+    """The parts of a URL. `host` has no brackets, `target` is path and query."""
+
+    scheme: str
+    host: str
+    port: int
+    target: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.target}"
+
+    @property
+    def may_be_public(self) -> bool:
+        """Whether a receiver with a public address may have it."""
+        return self.scheme == "https" and self.port in PUBLIC_PORTS
+
+
 class AddressGate:
-    """Stands where sockets are made: whatever a name was believed to mean, none is connected to another address."""
+    """Decides where a message may go: to a public address over https, to an allowed network over http too."""
 
     def __init__(self, allowed_networks: Iterable[str]) -> None:
         """`allowed_networks` are those beside the public addresses, as `10.0.0.0/8`."""
         self._allowed: tuple[Network, ...] = tuple(map(ipaddress.ip_network, allowed_networks))
 
-    def allows(self, address: Address) -> bool:
-        """Whether a message may go there."""
-        return is_public(address) or any(address in network for network in self._allowed)
+    def check(self, url: WebhookUrl, address: Address | None) -> None:
+        """Raise InvalidRequest when nothing may be sent to a URL, as far as that is known now.
 
-    def open_socket(self, address_info: tuple[Any, ...]) -> socket.socket:
-        """A socket for this entry of `getaddrinfo`. Raises ForbiddenAddress."""
-        family, kind, protocol, _, address = address_info
-        if not self.allows(ipaddress.ip_address(address[0].partition("%")[0])):
+        `address` is the URL's own; None where it has a name, whose addresses may be others when a message goes out.
+        """
+        if self._allowed and (address is None or self._is_in_allowed_network(address)):
+            return
+        if url.scheme != "https":
+            raise _refused("should begin with https://")
+        if url.port not in PUBLIC_PORTS:
+            raise _refused(f"has port {url.port}; this server sends to {', '.join(map(str, PUBLIC_PORTS))}")
+        if address is not None and not is_public(address):
+            raise _refused("names an address that is not a public one")
+
+    def open_socket(self, url: WebhookUrl, address_info: tuple[Any, ...]) -> socket.socket:
+        """A socket for an entry of `getaddrinfo` for this URL. Raises ForbiddenAddress."""
+        family, kind, protocol, _, name = address_info
+        address = ipaddress.ip_address(name[0].partition("%")[0])
+        if not (url.may_be_public and is_public(address)) and not self._is_in_allowed_network(address):
             raise ForbiddenAddress(errno.EACCES, "the address is not a public one")
         return socket.socket(family, kind, protocol)
 
+    def _is_in_allowed_network(self, address: Address) -> bool:
+        return any(address in network for network in self._allowed)
+
 
 def is_public(address: Address) -> bool:
-    """Whether it is an address of one machine that everybody can reach."""
+    """Whether it is an address of one machine that is reachable from all of the internet."""
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in network for network in _SPECIAL_IPV4)
     return address in _GLOBAL_IPV6 and not any(address in network for network in _SPECIAL_IPV6)
+
+
+def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
+    """The parts of a URL. Raises InvalidRequest for one that nothing may be sent to, as far as that is known now."""
+    match = _URL.fullmatch(url) if len(url) <= MAX_URL_LENGTH else None
+    if match is None:
+        raise _refused(
+            f"should be like https://example.com/path, in ASCII, without a user or a fragment, of at most "
+            f"{MAX_URL_LENGTH:,} characters"
+        )
+    scheme, host, target = match["scheme"], match["host"].strip("[]").lower(), match["target"] or "/"
+    parsed = WebhookUrl(
+        scheme=scheme,
+        host=host,
+        port=int(match["port"] or _DEFAULT_PORTS[scheme]),
+        target=target if target[0] == "/" else f"/{target}",
+    )
+    if not 0 < parsed.port < 65536:
+        raise _refused(f"has port {parsed.port}")
+    gate.check(parsed, _address(host))
+    return parsed
+
+
+def _address(host: str) -> Address | None:
+    """The address that a host is, None for a name. Numbers in any other than the usual form are neither."""
+    labels = host.split(".")
+    if ":" not in host and not _NUMBER.fullmatch(labels[-1]):
+        if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
+            raise _refused("has a host that is no name")
+        return None
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        raise _refused("has a host that is neither a name nor an address in its usual form") from None
+
+
+def _refused(reason: str) -> InvalidRequest:
+    # Never with the URL itself: what follows its host may be meant for the receiver only.
+    return InvalidRequest(f"{_PARAM} {reason}", param=_PARAM)

@@ -1,4 +1,4 @@
-"""Brings one message to its receiver: one request to one checked address, no redirects, bounded in time and size."""
+"""Sends one message to its receiver: one request to one checked address, no redirects, bounded in time and size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import json
 import socket
 import ssl
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,16 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from app.config import WebhooksConfig
 from app.errors import InvalidRequest
-from app.webhooks.addresses import AddressGate, ForbiddenAddress
+from app.webhooks.addresses import AddressGate, ForbiddenAddress, WebhookUrl, parse_url
+from app.webhooks.receiver import WebhookReceiver
 from app.webhooks.signature import SigningKey
-from app.webhooks.url import parse_url
 
 # (host, port) → entries of `getaddrinfo`. Blocks.
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
 GONE = 410
+TIMEOUT_S = 10.0  # of an attempt: receivers answer first and work then, as Standard Webhooks asks
 # Of their own, and as many as there are attempts in the time that the system gives a name server: one that is slow on
 # purpose holds up no other message.
 _NUM_LOOK_UP_THREADS = 64
@@ -35,33 +34,30 @@ _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookMessage:
-    """What is sent, where to, and what signs it."""
+    """The message about the end of a batch."""
 
     id: str
-    url: str = field(repr=False)
-    secret: str = field(repr=False)
+    batch_id: str
+    owner: str
+    receiver: WebhookReceiver | None  # None: the default of the settings
     event: str  # as `batch.completed`
-    subject_id: str
-    created_at: int  # seconds since 1970
+    ended_at: int  # when the batch did, in seconds since 1970
+    num_attempts: int = 0  # the one that is made now included
 
     def body(self) -> bytes:
         """As OpenAI's events are."""
         event = {
             "id": self.id,
             "object": "event",
-            "created_at": self.created_at,
+            "created_at": self.ended_at,
             "type": self.event,
-            "data": {"id": self.subject_id},
+            "data": {"id": self.batch_id},
         }
         return json.dumps(event, separators=(",", ":")).encode()
 
 
-def new_message_id() -> str:
-    return f"evt_{uuid.uuid4().hex}"
-
-
 class DeliveryFailed(Exception):
-    """The message did not arrive, as far as we know. `is_final`: the receiver wants no more of it."""
+    """The message did not arrive, as far as is known. `is_final`: another attempt would be of no use."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -73,26 +69,34 @@ class WebhookClient:
     """Sends messages. Needs a running loop only while it does."""
 
     def __init__(
-        self, config: WebhooksConfig, *, look_up: LookUp = _look_up_streams, tls: ssl.SSLContext | None = None
+        self,
+        allowed_networks: Iterable[str] = (),
+        *,
+        timeout_s: float = TIMEOUT_S,
+        look_up: LookUp = _look_up_streams,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`tls` checks certificates against the host's name; by default by the system's authorities."""
-        self._config = config
-        self._gate = AddressGate(config.allowed_networks)
+        """`allowed_networks` as in the settings. An attempt may take `timeout_s`.
+
+        `tls` checks certificates against the host's name; by default by the system's authorities.
+        """
+        self.timeout_s = timeout_s
+        self._gate = AddressGate(allowed_networks)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
         self._threads = ThreadPoolExecutor(_NUM_LOOK_UP_THREADS, thread_name_prefix="webhook-names")
 
-    def check(self, url: str, secret: str) -> None:
+    def check(self, receiver: WebhookReceiver) -> None:
         """Raise InvalidRequest for a URL that nothing may be sent to, or a secret that is none."""
-        parse_url(url, self._config, self._gate)
-        SigningKey.parse(secret)
+        parse_url(receiver.url, self._gate)
+        SigningKey.parse(receiver.secret)
 
-    async def deliver(self, message: WebhookMessage, now: float) -> None:
+    async def deliver(self, message: WebhookMessage, receiver: WebhookReceiver, now: float) -> None:
         """Send it once, signed for this moment (seconds since 1970). Raises DeliveryFailed."""
         try:
             # Again, for what is allowed may have changed since it was asked for.
-            url = parse_url(message.url, self._config, self._gate)
-            key = SigningKey.parse(message.secret)
+            url = parse_url(receiver.url, self._gate)
+            key = SigningKey.parse(receiver.secret)
         except InvalidRequest as error:
             raise DeliveryFailed(error.message, is_final=True) from None
         body = message.body()
@@ -100,35 +104,37 @@ class WebhookClient:
             "content-type": "application/json",
             "user-agent": "carousel-webhooks",
         }
-        status = await self._status(URL(str(url), encoded=True), headers, body)
+        status = await self._status(url, headers, body)
         if not 200 <= status < 300:
             raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == GONE)
 
-    async def _status(self, url: URL, headers: dict[str, str], body: bytes) -> int:
+    async def _status(self, url: WebhookUrl, headers: dict[str, str], body: bytes) -> int:
         try:
             async with (
-                self._session() as session,
-                session.post(url, headers=headers, data=body, allow_redirects=False) as response,
+                self._session(url) as session,
+                session.post(
+                    URL(str(url), encoded=True), headers=headers, data=body, allow_redirects=False
+                ) as response,
             ):
                 return response.status  # nothing of what follows is read: the connection is closed
         except TimeoutError:
-            raise DeliveryFailed(f"no answer within {self._config.timeout_s:g} s") from None
+            raise DeliveryFailed(f"no answer within {self.timeout_s:g} s") from None
         except aiohttp.ClientConnectorCertificateError:
             raise DeliveryFailed("the certificate is not one for this host") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise DeliveryFailed(_reason(error)) from None
 
-    def _session(self) -> aiohttp.ClientSession:
+    def _session(self, url: WebhookUrl) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
             ssl=self._tls,
             resolver=_Names(self._look_up, self._threads),
             use_dns_cache=False,
             force_close=True,
-            socket_factory=self._gate.open_socket,
+            socket_factory=partial(self._gate.open_socket, url),
         )
         return aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,  # no proxy that would look the name up again

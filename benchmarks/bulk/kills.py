@@ -27,14 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bulk.bulk_run import ENGINE, BulkRun, own_engines, write_rows
-from benchmarks.harness.command import (
-    BenchmarkError,
-    add_json_option,
-    command_parser,
-    positive,
-    report,
-    tell,
-)
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 
 PATIENCE_S = 180.0
 _LOOK_EVERY_S = 0.05
@@ -42,13 +35,12 @@ DRIVER = "driver"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments)
 
-    def measured() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="carousel-kills-") as folder:
-            return measure(Path(folder), given)
 
-    return report(measured, given)
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="carousel-kills-") as folder:
+        return measure(Path(folder), given)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +157,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=positive, default=16, metavar="N", help="words, at most")
     parser.add_argument("--output", type=positive, default=32, metavar="N", help="tokens, on average")
     parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
     return parser
 
 

@@ -26,13 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bulk.bulk_run import BulkRun, write_rows
-from benchmarks.harness.command import (
-    add_json_option,
-    command_parser,
-    positive,
-    report,
-    tell,
-)
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.service import Service, service
 from benchmarks.harness.turns import last_object, run_module
 from benchmarks.service.fleet import MODEL_NAME
@@ -44,13 +38,12 @@ _NUM_ROWS = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments)
 
-    def measured() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="carousel-lending-") as folder, service(application(given)) as running:
-            return measure(running, Path(folder), given)
 
-    return report(measured, given)
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="carousel-lending-") as folder, service(application(given)) as running:
+        return measure(running, Path(folder), given)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -157,7 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bulk-output", type=positive, default=64, metavar="N", help="tokens, on average")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each online run")
     parser.add_argument("--rounds", type=positive, default=2, metavar="N")
-    add_json_option(parser)
     return parser
 
 

@@ -27,13 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bulk.bulk_run import ENGINE, READER, BulkRun, own_engines, write_rows
-from benchmarks.harness.command import (
-    add_json_option,
-    command_parser,
-    positive,
-    report,
-    tell,
-)
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.processes import Process, resident_bytes
 
 
@@ -49,13 +43,12 @@ class Look:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments)
 
-    def measured() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="carousel-memory-") as folder:
-            return measure(Path(folder), given)
 
-    return report(measured, given)
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="carousel-memory-") as folder:
+        return measure(Path(folder), given)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer and sizes are used")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between two looks")
     parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
     return parser
 
 

@@ -21,25 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bulk.bulk_run import BulkRun, own_engines, write_rows
-from benchmarks.harness.command import (
-    add_json_option,
-    command_parser,
-    num_usable_cores,
-    positive,
-    report,
-    tell,
-)
+from benchmarks.harness.command import command_parser, num_usable_cores, positive, run_command, tell
 from benchmarks.harness.turns import last_object, run_module, turns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments)
 
-    def measured() -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="carousel-pool-") as folder:
-            return measure(Path(folder), given)
 
-    return report(measured, given)
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="carousel-pool-") as folder:
+        return measure(Path(folder), given)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=positive, default=32, metavar="N", help="of the engine (max_running)")
     parser.add_argument("--memory-gib", type=float, default=0.25, metavar="GIB", help="KV memory")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
-    add_json_option(parser)
     return parser
 
 

@@ -36,7 +36,6 @@ from benchmarks.chaos.stage import Size
 from benchmarks.chaos.verdict import without_samples
 from benchmarks.harness.command import (
     BenchmarkError,
-    add_json_option,
     command_parser,
     did_you_mean,
     positive,
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
-    add_json_option(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the lines there too, with all samples")
     return parser
 
 

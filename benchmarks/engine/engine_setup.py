@@ -11,7 +11,7 @@ from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
 from app.engine.engine import Engine
 from app.errors import InvalidRequest
-from benchmarks.engine.report import Setup
+from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.options import DTYPES, Options
 from benchmarks.harness.settings import Assignment, engine_config

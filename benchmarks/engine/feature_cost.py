@@ -30,8 +30,8 @@ from app.engine.matcher import Matchers
 from app.engine.request import Grammar, GrammarKind, Request, SamplingParams
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
-from benchmarks.harness.command import BenchmarkError, command_parser, positive, report, tell
-from benchmarks.harness.options import Options, add_run_options, add_settings_option
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.turns import median_of_ratios, turns
 from benchmarks.harness.workload import TimedRequest, Workload
 
@@ -64,8 +64,7 @@ Runs = Mapping[str, Callable[[int], float]]  # by name: makes a run, given the r
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    return report(lambda: given.measure(given), given)
+    return run_command(_parser(), lambda given: given.measure(given), arguments)
 
 
 def logprobs(given: argparse.Namespace) -> dict[str, Any]:
@@ -186,8 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     logged = features.add_parser("step_log", help="the record of every step")
     logged.add_argument("--step-log", required=True, metavar="FOLDER", help="where the log is written")
     for feature, measure in ((asked, logprobs), (logged, step_log)):
-        add_run_options(feature)
-        add_settings_option(feature)
+        add_run_options(feature, settings=True)
         feature.set_defaults(measure=measure)
     formed = features.add_parser("structured_output", help="schemas, regular expressions, tags")
     formed.add_argument("--model", required=True, metavar="DIR")

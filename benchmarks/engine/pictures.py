@@ -38,7 +38,7 @@ def draw(path: str, outcomes: Sequence[Outcome]) -> None:
         row += 1
     _throughput_bars(figure.add_subplot(grid[row, 0]), shown)
     _latency_bars(figure.add_subplot(grid[row, 1]), shown)
-    end_s = max(outcome.figures.seconds for outcome in pair) if pair else 0.0
+    end_s = max(outcome.figures["seconds"] for outcome in pair) if pair else 0.0
     for number, outcome in enumerate(pair, start=row + 1):
         _gantt(figure.add_subplot(grid[number, :]), outcome, end_s=end_s)
     try:
@@ -50,7 +50,7 @@ def draw(path: str, outcomes: Sequence[Outcome]) -> None:
 def gantt_pair(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Static and continuous where both ran; else the first and the last that tell their steps."""
     logged = [outcome for outcome in outcomes if outcome.served.steps]
-    named = {outcome.name.partition(" ")[0].partition(":")[0]: outcome for outcome in reversed(logged)}
+    named = {outcome.name.partition(" ")[0]: outcome for outcome in reversed(logged)}
     if {"static", "continuous"} <= named.keys():
         return [named["static"], named["continuous"]]
     return logged if len(logged) < 2 else [logged[0], logged[-1]]
@@ -59,7 +59,7 @@ def gantt_pair(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def _latency_against_load(axes: Any, outcomes: Sequence[Outcome], figure: str, label: str) -> None:
     colour_of = colormaps["tab20"]
     for number, name in enumerate(dict.fromkeys(outcome.name for outcome in outcomes)):
-        points = sorted((o.load, getattr(o.figures, figure)) for o in outcomes if o.name == name)
+        points = sorted((o.load, o.figures[figure]) for o in outcomes if o.name == name)
         known = [(load, seconds) for load, seconds in points if seconds is not None]
         axes.plot(
             [load for load, _ in known],
@@ -76,7 +76,7 @@ def _latency_against_load(axes: Any, outcomes: Sequence[Outcome], figure: str, l
 
 def _throughput_bars(axes: Any, outcomes: Sequence[Outcome]) -> None:
     names = [outcome.name for outcome in outcomes]
-    axes.barh(names, [outcome.figures.output_tokens_per_s for outcome in outcomes], color="tab:blue")
+    axes.barh(names, [outcome.figures["output_tokens_per_s"] for outcome in outcomes], color="tab:blue")
     axes.set(title=f"output tokens/s, load {outcomes[0].load:g}")
     _as_list(axes)
 
@@ -88,8 +88,8 @@ def _latency_bars(axes: Any, outcomes: Sequence[Outcome]) -> None:
         ("latency_p95_s", "p95", "darkgrey"),
         ("latency_p50_s", "p50", "tab:orange"),
     ):
-        axes.barh(names, [getattr(outcome.figures, figure) or 0.0 for outcome in outcomes], color=colour, label=label)
-    means = [outcome.figures.latency_mean_s or 0.0 for outcome in outcomes]
+        axes.barh(names, [outcome.figures[figure] or 0.0 for outcome in outcomes], color=colour, label=label)
+    means = [outcome.figures["latency_mean_s"] or 0.0 for outcome in outcomes]
     axes.plot(means, range(len(names)), "k|", markersize=8, label="mean")
     axes.set(title=f"latency, s, load {outcomes[0].load:g}")
     axes.legend(fontsize=7)
@@ -111,7 +111,7 @@ def _gantt(axes: Any, outcome: Outcome, *, end_s: float) -> None:
             (holding.slot + 0.05, 0.9),
             facecolor=colour_of(order[holding.request_id] % 20),
         )
-    share = outcome.figures.bubble_share or 0.0
+    share = outcome.figures["bubble_share"] or 0.0
     axes.set(
         title=f"{outcome.name}, load {outcome.load:g}: requests in slots; {share:.0%} empty while requests waited",
         xlabel="seconds", ylabel="slot", xlim=(0, end_s), ylim=(outcome.num_slots, 0),

@@ -29,8 +29,7 @@ from benchmarks.engine.divergence import Circumstances, Comparison, Divergence, 
 from benchmarks.engine.recorded_run import find_run
 from benchmarks.engine.reenacting_runner import StandIns
 from benchmarks.engine.reenactment import Reenactment, Shares, facts_of
-from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, tell
-from benchmarks.harness.options import add_settings_option
+from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
 from benchmarks.harness.settings import engine_config, parse_assignments
 
 _TELL_EVERY = 10_000
@@ -64,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="compute by this model instead of the log's")
     source.add_argument("--simulated", action="store_true", help="without a model: the recorded tokens are drawn")
-    add_settings_option(parser)
-    add_json_option(parser)
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE", help="another setting")
+    parser.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
     given = parser.parse_args(arguments)
     try:
         outcome = replay(given.log, model=given.model, simulated=given.simulated, settings=given.set)

@@ -1,11 +1,18 @@
-"""One serving of a whole workload, as it was observed: the moment of each token, on a clock that starts at zero."""
+"""A workload served by an engine: the time of each token, repeats from the same state, the figures of all repeats."""
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from benchmarks.harness import machine
+from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.figures import percentiles, rounded
+from benchmarks.harness.workload import Workload
 
 
 @dataclass(slots=True)
@@ -52,6 +59,10 @@ class Run:
     def num_output_tokens(self) -> int:
         return sum(len(timeline.token_ids) for timeline in self.timelines.values())
 
+    def __str__(self) -> str:
+        tokens = self.num_output_tokens
+        return f"{tokens:,} output tokens in {self.seconds:.2f} s, {tokens / self.seconds:,.0f} tokens/s"
+
 
 class Clock(Protocol):
     """Seconds since its making."""
@@ -73,3 +84,119 @@ class MonotonicClock:
     def wait_until(self, at_s: float) -> None:
         """Sleep once, until then; a moment that has passed costs nothing."""
         time.sleep(max(0.0, at_s - self.now()))
+
+
+class Contender(Protocol):
+    """An engine that serves whole workloads, one after the other."""
+
+    def serve(self, workload: Workload) -> Run: ...
+
+    def forget(self) -> None:
+        """Drop what would make the next run of the same requests cheaper."""
+        ...
+
+
+class FirstTokenWatch:
+    """A contender that notes when its first run, the warm-up, delivered its first token."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._has_served = False
+        self.start_to_first_token_s: float | None = None
+
+    def serve(self, workload: Workload) -> Run:
+        age_s = None if self._has_served else machine.seconds_since_start()
+        run = self._contender.serve(workload)
+        if age_s is not None:
+            first_s = min(timeline.delivered_s[0] for timeline in run.timelines.values() if timeline.delivered_s)
+            self.start_to_first_token_s = age_s + first_s
+        self._has_served = True
+        return run
+
+    def forget(self) -> None:
+        self._contender.forget()
+
+
+def measured_runs(contender: Contender, workload: Workload, *, repeat: int) -> list[Run]:
+    """Warm up, then serve the workload `repeat` times; one line of progress on stderr for each.
+
+    Raises:
+        BenchmarkError: a request ended without a token.
+    """
+    tell(f"warm-up: {contender.serve(workload.warm_up())}")
+    runs: list[Run] = []
+    for number in range(1, repeat + 1):
+        contender.forget()
+        run = contender.serve(workload)
+        silent = next((name for name, timeline in run.timelines.items() if not timeline.token_ids), None)
+        if silent is not None:
+            raise BenchmarkError(f"request {silent!r} ended without a token")
+        tell(f"repeat {number} of {repeat}: {run}")
+        runs.append(run)
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What was run, and on what."""
+
+    engine: str
+    model: str
+    workload: str
+    dtype: str
+    threads: int
+    device: str
+    settings: list[str]
+    kv_blocks: int | None = None
+    kv_block_size: int | None = None
+
+
+def times_of(runs: Sequence[Run], percents: Sequence[int]) -> dict[str, float | None]:
+    """Percentiles over the requests (and gaps) of all runs, without those that failed; seconds from the arrival."""
+    timelines = [timeline for run in runs for timeline in run.timelines.values() if not timeline.has_failed]
+    streamed = timelines if all(run.streams for run in runs) else []
+    return (
+        percentiles("ttft", [timeline.time_to_first_token_s for timeline in streamed], percents)
+        | percentiles("itl", [gap for timeline in streamed for gap in timeline.gaps_s], percents)
+        | percentiles("latency", [timeline.latency_s for timeline in timelines], percents)
+    )
+
+
+def summed_up(
+    setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None = None
+) -> dict[str, Any]:
+    """The figures of one contender: the same keys for ours and for its peers. Counters are those of the middle run.
+
+    `start_to_first_token_s` counts from the start of the process, loading included.
+    """
+    seconds = statistics.median(run.seconds for run in runs)
+    middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
+    return asdict(setup) | {
+        "seconds": round(seconds, 4),
+        "all_seconds": [round(run.seconds, 4) for run in runs],
+        "output_tokens_per_s": round(middle.num_output_tokens / seconds, 2),
+        "total_tokens_per_s": round((workload.num_prompt_tokens + middle.num_output_tokens) / seconds, 2),
+        **times_of(runs, (50, 99)),
+        "start_to_first_token_s": rounded(start_to_first_token_s),
+        "peak_rss_mb": machine.peak_rss_mb(),
+        "peak_device_mb": machine.peak_device_mb(setup.device),
+        "num_steps": middle.num_steps,
+        "preemptions": middle.num_preemptions,
+        "cached_prompt_tokens": middle.num_cached_prompt_tokens,
+        "num_requests": len(workload.requests),
+        "num_failed": sum(timeline.has_failed for timeline in middle.timelines.values()),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": middle.num_output_tokens,
+        "gpu": machine.gpu_name(setup.device),
+    }
+
+
+def write_outputs(path: str, workload: Workload, run: Run) -> None:
+    """Each request's token ids, one JSON line each, in order of arrival."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            for timed in workload.requests:
+                name = timed.request.request_id
+                file.write(json.dumps({"id": name, "token_ids": run.timelines[name].token_ids}) + "\n")
+    except OSError as error:
+        raise BenchmarkError(f"--outputs {path} cannot be written: {error}") from error

@@ -25,7 +25,7 @@ from app.config import CacheConfig, EngineConfig, SchedulerConfig, StepLogConfig
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import ModelFacts, Request, SamplingParams
-from benchmarks.harness.command import command_parser, report, tell
+from benchmarks.harness.command import command_parser, run_command, tell
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
@@ -106,8 +106,7 @@ class Weight:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return report(lambda: measure(options), options)
+    return run_command(_parser(), measure, arguments)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

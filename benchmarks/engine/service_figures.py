@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
-from benchmarks.engine.run import Run, Timeline
+from benchmarks.engine.run import Run, Timeline, times_of
 from benchmarks.engine.step_trace import Step
-from benchmarks.harness.figures import percentile
+from benchmarks.harness.figures import percentile, rounded
 from benchmarks.harness.workload import Workload
 
 MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance
@@ -34,77 +36,38 @@ class Served:
 
     run: Run
     joined_s: Mapping[str, float]  # when each request was first computed, by request id
-    padding_share: float = 0.0  # of all computed tokens
-    bubble_share: float | None = None
-    mean_running: float | None = None
+    bubble_share: float | None = None  # slot time held by nothing while requests waited
+    mean_running: float | None = None  # requests in a step
     steps: Sequence[Step] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceFigures:
+def service_figures(workload: Workload, served: Served, promise: Promise | None) -> dict[str, Any]:
     """Times are of the requests that were answered, in seconds from their arrival; shares are from 0 to 1."""
-
-    seconds: float
-    num_requests: int
-    num_failed: int  # refused, expired or ended by an error
-    num_output_tokens: int
-    output_tokens_per_s: float
-    requests_per_s: float
-    ttft_p50_s: float | None
-    ttft_p95_s: float | None
-    ttft_p99_s: float | None
-    itl_p50_s: float | None
-    itl_p95_s: float | None
-    itl_p99_s: float | None
-    latency_mean_s: float | None
-    latency_p50_s: float | None
-    latency_p95_s: float | None
-    latency_p99_s: float | None
-    queue_wait_mean_s: float | None
-    queue_wait_p99_s: float | None
-    queue_wait_longest_s: float | None
-    bubble_share: float | None  # slot time held by nothing while requests waited
-    padding_share: float  # computed tokens that belong to no request
-    mean_running: float | None  # requests in a step
-    num_steps: int | None
-    preemptions: int | None
-    jain_index: float | None  # over tenants, see `jain_over_tenants`; None without contention between tenants
-    slo_share: float | None  # requests within the promise, of all
-    slo_requests_per_s: float | None
-
-    @classmethod
-    def of(cls, workload: Workload, served: Served, promise: Promise | None) -> ServiceFigures:
-        run = served.run
-        answered = {name: timeline for name, timeline in run.timelines.items() if not timeline.has_failed}
-        timelines = list(answered.values())
-        first = [timeline.time_to_first_token_s for timeline in timelines] if run.streams else []
-        gaps = [gap for timeline in timelines for gap in timeline.gaps_s] if run.streams else []
-        latencies = [timeline.latency_s for timeline in timelines]
-        waits = [served.joined_s[name] - timeline.arrival_s for name, timeline in answered.items()]
-        num_kept = sum(map(promise.is_kept, run.timelines.values())) if promise is not None else None
-        return cls(
-            seconds=round(run.seconds, 4),
-            num_requests=len(run.timelines),
-            num_failed=len(run.timelines) - len(answered),
-            num_output_tokens=run.num_output_tokens,
-            output_tokens_per_s=round(run.num_output_tokens / run.seconds, 2),
-            requests_per_s=round(len(answered) / run.seconds, 4),
-            **_percentiles("ttft", first),
-            **_percentiles("itl", gaps),
-            latency_mean_s=_mean(latencies),
-            **_percentiles("latency", latencies),
-            queue_wait_mean_s=_mean(waits),
-            queue_wait_p99_s=_rounded(percentile(waits, 99)),
-            queue_wait_longest_s=_rounded(percentile(waits, 100)),
-            bubble_share=_rounded(served.bubble_share),
-            padding_share=round(served.padding_share, 6),
-            mean_running=_rounded(served.mean_running),
-            num_steps=run.num_steps,
-            preemptions=run.num_preemptions,
-            jain_index=_rounded(jain_over_tenants(workload, served)),
-            slo_share=None if num_kept is None else round(num_kept / len(run.timelines), 4),
-            slo_requests_per_s=None if num_kept is None else round(num_kept / run.seconds, 4),
-        )
+    run = served.run
+    answered = {name: timeline for name, timeline in run.timelines.items() if not timeline.has_failed}
+    latencies = [timeline.latency_s for timeline in answered.values()]
+    waits = [served.joined_s[name] - timeline.arrival_s for name, timeline in answered.items()]
+    num_kept = sum(map(promise.is_kept, run.timelines.values())) if promise is not None else None
+    return {
+        "seconds": round(run.seconds, 4),
+        "num_requests": len(run.timelines),
+        "num_failed": len(run.timelines) - len(answered),  # refused, expired or ended by an error
+        "num_output_tokens": run.num_output_tokens,
+        "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 2),
+        "requests_per_s": round(len(answered) / run.seconds, 4),
+        **times_of([run], (50, 95, 99)),
+        "latency_mean_s": round(fmean(latencies), 6) if latencies else None,
+        "queue_wait_mean_s": round(fmean(waits), 6) if waits else None,
+        "queue_wait_p99_s": rounded(percentile(waits, 99)),
+        "queue_wait_longest_s": rounded(max(waits, default=None)),
+        "bubble_share": rounded(served.bubble_share),
+        "mean_running": rounded(served.mean_running),
+        "num_steps": run.num_steps,
+        "preemptions": run.num_preemptions,
+        "jain_index": rounded(jain_over_tenants(workload, served)),
+        "slo_share": None if num_kept is None else round(num_kept / len(run.timelines), 4),  # of all requests
+        "slo_requests_per_s": None if num_kept is None else round(num_kept / run.seconds, 4),
+    }
 
 
 def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MIN_CONTENDED_STEPS) -> float | None:
@@ -137,15 +100,3 @@ def jain(shares: Iterable[float]) -> float | None:
     values = list(shares)
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else None
-
-
-def _percentiles(name: str, samples: Sequence[float]) -> dict[str, float | None]:
-    return {f"{name}_p{percent}_s": _rounded(percentile(samples, percent)) for percent in (50, 95, 99)}
-
-
-def _mean(samples: Sequence[float]) -> float | None:
-    return round(sum(samples) / len(samples), 6) if samples else None
-
-
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else round(number, 6)

@@ -1,7 +1,7 @@
 """Every batching strategy and scheduling policy on the same arrivals, in one run and around one loaded model.
 
     python -m benchmarks.engine.strategies --model DIR --workload FILE --arrival poisson --load 0.5,0.8,1 --plot OUT.png
-    python -m benchmarks.engine.strategies --model DIR --workload FILE --strategies static:batch_size=8,continuous
+    python -m benchmarks.engine.strategies --model DIR --workload FILE --strategies static,hybrid --policies fcfs,sjf
 
 Prints a table and, as the last line, one JSON object. Each strategy × policy gets a fresh engine around the same
 model, so nothing is cached or learnt from the one before. --load multiplies the rate that --arrival names; where it
@@ -20,63 +20,52 @@ from typing import Any
 from app.assembly import assemble
 from benchmarks.engine.carousel import Carousel, LoggedCarousel
 from benchmarks.engine.engine_setup import LoadedEngine, load_engine
-from benchmarks.engine.padded_batches import GROUPINGS, PaddedBatches
-from benchmarks.engine.service_figures import Promise, Served, ServiceFigures
+from benchmarks.engine.service_figures import Promise, Served, service_figures
 from benchmarks.engine.step_trace import StepTrace, logged
 from benchmarks.engine.trial import POLICIES, STRATEGIES, Trial, base_options, trials
 from benchmarks.harness import machine
-from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, refused, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, run_command, tell
 from benchmarks.harness.figures import cell, table
-from benchmarks.harness.options import Options, add_run_options, add_settings_option
+from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.workload import Workload
-from benchmarks.peers.hf_model import check_greedy, load_hf_model
 from benchmarks.service.arrivals import Arrivals
-
-BASELINE_WINDOW_S = 0.05  # as long as the engine's own dynamic strategy waits by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One trial (or baseline) at one load."""
+    """One trial at one load."""
 
     name: str
     load: float
     rate: float | None  # requests a second that were offered; None where the arrivals have no rate
     settings: dict[str, Any]
-    figures: ServiceFigures
+    figures: dict[str, Any]
     num_equal_outputs: int  # requests with the same tokens as in the first trial at this load
     served: Served
     num_slots: int
 
     def to_dict(self) -> dict[str, Any]:
         names = ("name", "load", "rate", "settings", "num_equal_outputs")
-        return {name: getattr(self, name) for name in names} | asdict(self.figures)
+        return {name: getattr(self, name) for name in names} | self.figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
     found: list[Outcome] = []
 
-    def measured() -> dict[str, Any]:
+    def measured(given: argparse.Namespace) -> dict[str, Any]:
         check_plot(given.plot)
         outcomes, summary = measure(Options.of(given), given)
         print(in_words(outcomes))
         found.extend(outcomes)
         return summary
 
-    status = report(measured, given)
-    return status if status or given.plot is None else _drawn(given.plot, found)
+    def drawn(given: argparse.Namespace) -> None:
+        if given.plot is not None:
+            from benchmarks.engine import pictures  # only here: matplotlib is an extra
 
+            pictures.draw(given.plot, found)
 
-def _drawn(path: str, outcomes: Sequence[Outcome]) -> int:
-    """The exit status. After the figures: a picture that cannot be written must not cost the run."""
-    from benchmarks.engine import pictures  # only here: matplotlib is an extra
-
-    try:
-        pictures.draw(path, outcomes)
-    except BenchmarkError as error:
-        return refused(error)
-    return 0
+    return run_command(_parser(), measured, arguments, afterwards=drawn)
 
 
 def check_plot(path: str | None) -> None:
@@ -86,16 +75,12 @@ def check_plot(path: str | None) -> None:
 
 
 def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
-    """Load once, warm up, then every trial and baseline at every load."""
+    """Load once, warm up, then every trial at every load."""
     chosen = trials(options, strategies=given.strategies, policies=given.policies)
     arrivals, loads = Arrivals.parse(given.arrival), _loads(given.load)
     promise = _promise(given)
     loaded = load_engine(base_options(options))
     workload = _with_deadlines(loaded.workload, given.deadline_s)
-    model = None
-    if given.baselines:
-        check_greedy(workload)
-        model = load_hf_model(options)
     tell("warm-up")
     Carousel(loaded.engine).serve(loaded.workload.warm_up())
     capacity = None
@@ -103,19 +88,16 @@ def measure(options: Options, given: argparse.Namespace) -> tuple[list[Outcome],
         capacity = _capacity(loaded)
         tell(f"capacity: {capacity:.3f} requests/s with everything at once")
     outcomes: list[Outcome] = []
-    num_slots = loaded.config.scheduler.max_running
     for load in loads:
         arranged = arrivals.arrange(workload, rate=capacity, load=load, seed=given.seed)
         rate = arrivals.rate or capacity
-        runs = _runs(loaded, model, chosen, arranged)
-        outcomes += _outcomes(
-            runs, arranged, promise, load=load, rate=None if rate is None else rate * load, num_slots=num_slots
-        )
+        rate = None if rate is None else rate * load
+        outcomes += _outcomes(loaded, chosen, arranged, promise, load=load, rate=rate)
     return outcomes, {
         **asdict(loaded.setup),
         "settings": [f"{assignment.path}={assignment.value}" for assignment in options.assignments],
         "capacity_requests_per_s": capacity,
-        "num_slots": num_slots,
+        "num_slots": loaded.config.scheduler.max_running,
         "trials": [outcome.to_dict() for outcome in outcomes],
         "gpu": machine.gpu_name(loaded.setup.device),
     }
@@ -141,78 +123,55 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
     )
 
 
+# Heads of the table, the figures below them and how they are written; times have three digits below 0.1 s.
+_COLUMNS = (
+    ("requests/s", "requests_per_s", "{:.2f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
+    ("TTFT p50", "ttft_p50_s", ""), ("TTFT p99", "ttft_p99_s", ""), ("ITL p50", "itl_p50_s", ""),
+    ("ITL p99", "itl_p99_s", ""), ("latency mean", "latency_mean_s", ""), ("p50", "latency_p50_s", ""),
+    ("p95", "latency_p95_s", ""), ("p99", "latency_p99_s", ""), ("longest wait", "queue_wait_longest_s", ""),
+    ("bubble", "bubble_share", "{:.0%}"), ("preempted", "preemptions", "{}"), ("Jain", "jain_index", "{:.2f}"),
+    ("in SLO", "slo_share", "{:.0%}"), ("SLO req/s", "slo_requests_per_s", "{:.2f}"), ("failed", "num_failed", "{}"),
+)  # fmt: skip
+
+
 def in_words(outcomes: Sequence[Outcome]) -> str:
     """The figures that most choices hang on; the JSON has them all."""
-    heads = ["load", "strategy policy", "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99",
-             "latency mean", "p50", "p95", "p99", "longest wait", "bubble", "padding", "preempted", "Jain", "in SLO",
-             "SLO req/s", "failed"]  # fmt: skip
-    rows = []
-    for outcome in outcomes:
-        found = outcome.figures
-        times = (found.ttft_p50_s, found.ttft_p99_s, found.itl_p50_s, found.itl_p99_s, found.latency_mean_s,
-                 found.latency_p50_s, found.latency_p95_s, found.latency_p99_s, found.queue_wait_longest_s)  # fmt: skip
-        rows.append(
-            [
-                f"{outcome.load:g}",
-                outcome.name,
-                f"{found.requests_per_s:.2f}",
-                f"{found.output_tokens_per_s:,.0f}",
-                *(cell(seconds, "{:.2f}" if seconds is None or seconds >= 0.1 else "{:.3f}") for seconds in times),
-                cell(found.bubble_share, "{:.0%}"),
-                f"{found.padding_share:.0%}",
-                cell(found.preemptions, "{}"),
-                cell(found.jain_index, "{:.2f}"),
-                cell(found.slo_share, "{:.0%}"),
-                cell(found.slo_requests_per_s, "{:.2f}"),
-                str(found.num_failed),
-            ]
-        )
+
+    def written(number: float | None, form: str) -> str:
+        return cell(number, form or ("{:.2f}" if number is None or number >= 0.1 else "{:.3f}"))
+
+    heads = ["load", "strategy policy", *(head for head, _, _ in _COLUMNS)]
+    rows = [
+        [f"{outcome.load:g}", outcome.name, *(written(outcome.figures[name], form) for _, name, form in _COLUMNS)]
+        for outcome in outcomes
+    ]
     return table(heads, rows)
 
 
-def _runs(
-    loaded: LoadedEngine, model: Any, chosen: Sequence[Trial], workload: Workload
-) -> Iterator[tuple[str, dict[str, Any], Served]]:
-    """(name, settings, what was served) of each trial and, with a transformers model, of the baselines."""
-    for trial in chosen:
-        yield trial.name, trial.scheduler.model_dump(mode="json"), serve(loaded, trial, workload)
-    if model is None:
-        return
-    size = loaded.config.scheduler.max_running
-    padded = PaddedBatches(model, batch_size=size, window_s=BASELINE_WINDOW_S)
-    for padded.grouping in GROUPINGS:
-        run = padded.serve(workload)
-        settings = {"batch_size": size, "window_s": BASELINE_WINDOW_S}
-        yield (
-            f"hf {padded.grouping}",
-            settings,
-            Served(run=run, joined_s=padded.joined_s, padding_share=padded.padding_share),
-        )
-
-
 def _outcomes(
-    runs: Iterator[tuple[str, dict[str, Any], Served]],
+    loaded: LoadedEngine,
+    chosen: Sequence[Trial],
     workload: Workload,
     promise: Promise | None,
     *,
     load: float,
     rate: float | None,
-    num_slots: int,
 ) -> Iterator[Outcome]:
     first: Served | None = None
-    for name, settings, served in runs:
+    for trial in chosen:
+        served = serve(loaded, trial, workload)
         first = first or served
-        figures = ServiceFigures.of(workload, served, promise)
-        tell(f"load {load:g}, {name}: {figures.requests_per_s:.2f} requests/s in {figures.seconds:.1f} s")
+        figures = service_figures(workload, served, promise)
+        tell(f"load {load:g}, {trial.name}: {figures['requests_per_s']:.2f} requests/s in {figures['seconds']:.1f} s")
         yield Outcome(
-            name=name,
+            name=trial.name,
             load=load,
             rate=rate,
-            settings=settings,
+            settings=trial.scheduler.model_dump(mode="json"),
             figures=figures,
             num_equal_outputs=_num_equal(first, served),
             served=served,
-            num_slots=num_slots,
+            num_slots=loaded.config.scheduler.max_running,
         )
 
 
@@ -265,21 +224,17 @@ def _seconds(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.strategies", __doc__)
-    add_run_options(parser)
-    add_settings_option(parser)
-    parser.set_defaults(repeat=1)
+    add_run_options(parser, settings=True)
     parser.add_argument(
         "--arrival", default="poisson", metavar="KIND", help="poisson, poisson:RATE, burst:N, burst:N@RATE or trace"
     )
     parser.add_argument("--load", default="1", metavar="L,L", help="multiples of the rate, each measured by itself")
     parser.add_argument("--seed", type=int, default=0, help="of the arrival times")
-    parser.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)}; NAME:PARAMETER=VALUE")
-    parser.add_argument("--policies", metavar="A,B", help=f"of {', '.join(POLICIES)}; NAME:PARAMETER=VALUE")
+    parser.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)}")
+    parser.add_argument("--policies", metavar="A,B", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--slo-ttft-s", type=_seconds, metavar="S", help="first token within so many seconds")
     parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
     parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")
-    parser.add_argument("--baselines", action="store_true", help="also transformers' padded generate; slow")
-    add_json_option(parser)
     parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and which request held which slot")
     return parser
 

@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from typing import Any
 
 from benchmarks.engine.carousel import Carousel
-from benchmarks.engine.contender import FirstTokenWatch, measured_runs
 from benchmarks.engine.engine_setup import load_engine
-from benchmarks.engine.report import Report, summed_up, write_outputs
-from benchmarks.harness.command import command_parser, report
-from benchmarks.harness.options import (
-    Options,
-    add_outputs_option,
-    add_repeat_option,
-    add_run_options,
-    add_settings_option,
-)
+from benchmarks.engine.run import FirstTokenWatch, measured_runs, summed_up, write_outputs
+from benchmarks.harness.command import command_parser, run_command
+from benchmarks.harness.options import Options, add_run_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("engine.throughput", __doc__)
-    add_run_options(parser)
-    add_repeat_option(parser)
-    add_outputs_option(parser)
-    add_settings_option(parser)
-    given = parser.parse_args(arguments)
-    return report(lambda: asdict(measure(Options.of(given))), given)
+    add_run_options(parser, repeat=3, outputs=True, settings=True)
+    return run_command(parser, lambda given: measure(Options.of(given)), arguments)
 
 
-def measure(options: Options) -> Report:
+def measure(options: Options) -> dict[str, Any]:
     """Load, warm up, repeat, sum up."""
     loaded = load_engine(options)
     contender = FirstTokenWatch(Carousel(loaded.engine))

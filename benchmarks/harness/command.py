@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,6 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
 
 
 def positive(text: str) -> int:
@@ -63,21 +59,30 @@ def where() -> dict[str, Any]:
     }
 
 
-def report(
-    measure: Callable[[], Figures], given: argparse.Namespace, *, is_bad: Callable[[Figures], bool] | None = None
+def run_command(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Figures],
+    arguments: Sequence[str] | None,
+    *,
+    is_bad: Callable[[Figures], bool] | None = None,
+    afterwards: Callable[[argparse.Namespace], None] | None = None,
 ) -> int:
     """Measure; print the figures, the options and the machine as one JSON object. Returns the program's exit status.
 
-    The object is written to `given.json`, too, where that names a file. `is_bad`: whether these figures mean that what
-    was measured has failed (status 1). A mistake is one line on stderr (status 2).
+    The object is written to the file of `--json`, too. `is_bad`: whether these figures mean that what was measured has
+    failed (status 1). A mistake is one line on stderr (status 2). `afterwards` comes when the figures are printed.
     """
+    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
+    given = parser.parse_args(arguments)
     options = {name: value for name, value in vars(given).items() if name != "json" and not callable(value)}
     try:
-        figures = measure()
+        figures = measure(given)
         line = json.dumps({**figures, "options": options, **where()})
         print(line, flush=True)  # before the file: one that cannot be written must not cost the run
-        if getattr(given, "json", None) is not None:
+        if given.json is not None:
             write_json(given.json, line)
+        if afterwards is not None:
+            afterwards(given)
     except (BenchmarkError, CarouselError) as error:
         return refused(error)
     return int(is_bad is not None and is_bad(figures))

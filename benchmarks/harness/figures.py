@@ -32,3 +32,14 @@ def percentile(samples: Sequence[float], percent: float) -> float | None:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def percentiles(
+    name: str, samples: Sequence[float], percents: Sequence[int] = (50, 95, 99), *, unit: str = "s", digits: int = 6
+) -> dict[str, float | None]:
+    """`NAME_pPERCENT_UNIT` for each of the percents."""
+    return {f"{name}_p{percent}_{unit}": rounded(percentile(samples, percent), digits) for percent in percents}
+
+
+def rounded(number: float | None, digits: int = 6) -> float | None:
+    return None if number is None else round(number, digits)

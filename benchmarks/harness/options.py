@@ -40,26 +40,21 @@ class Options:
         )
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What every run needs to know: the model, the requests, the numbers and the machine."""
+def add_run_options(
+    parser: argparse.ArgumentParser, *, repeat: int | None = None, outputs: bool = False, settings: bool = False
+) -> None:
+    """The model, the requests, the numbers and the machine; where asked for, `--repeat` (its default), and so on."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a transformers model, or a hub id")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--threads", type=positive, default=num_usable_cores(), metavar="N", help="CPU threads")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-
-
-def add_repeat_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="timed runs after the warm-up")
-
-
-def add_outputs_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--outputs", metavar="FILE", help="write each request's token ids there, as JSONL")
-
-
-def add_settings_option(parser: argparse.ArgumentParser) -> None:
-    """The engine's own settings."""
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE",
-        help="an engine setting by its dotted path, for example scheduler.max_step_tokens=512",
-    )  # fmt: skip
+    if repeat is not None:
+        parser.add_argument("--repeat", type=positive, default=repeat, metavar="N", help="timed runs after the warm-up")
+    if outputs:
+        parser.add_argument("--outputs", metavar="FILE", help="write each request's token ids there, as JSONL")
+    if settings:
+        parser.add_argument(
+            "--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE",
+            help="an engine setting by its dotted path, for example scheduler.max_step_tokens=512",
+        )  # fmt: skip

@@ -43,17 +43,6 @@ class Layout:
     max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
 
 
-# What the launcher would set otherwise: Serve as it is by default, with its own proxy in Python.
-SERVE_DEFAULTS = MappingProxyType(
-    {
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0",
-        "RAY_SERVE_ENABLE_HA_PROXY": "0",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
-        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "100",
-    }
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """A running service."""
@@ -87,11 +76,10 @@ def service(
     *,
     with_dashboard: bool = False,
     layout: Layout | None = None,
-    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Service]:
     """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
 
-    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265. `variables`: its environment's.
+    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265.
 
     Raises:
         BenchmarkError: it does not start; its own words are on stderr.
@@ -103,7 +91,7 @@ def service(
         token = secrets.token_hex(32)
         launcher = subprocess.Popen(
             [sys.executable, "-m", "deployments.launcher", str(config), *["--dashboard"] * with_dashboard],
-            env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}) | dict(variables),
+            env=_environment(token) | ({_CLUSTER: "1"} if layout.may_be_joined else {}),
             stdout=sys.stderr,
         )
         try:

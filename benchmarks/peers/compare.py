@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, refused, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, positive, run_command, tell
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import add_run_options
 from benchmarks.harness.turns import last_object, run_module
@@ -54,25 +54,20 @@ class Standing:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("peers.compare", __doc__)
     parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
-    add_run_options(parser)
+    add_run_options(parser, repeat=1)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
-    parser.add_argument(
-        "--repeat", type=positive, default=1, metavar="N", help="timed runs inside each process of ours"
+    return run_command(
+        parser, measure, arguments, is_bad=lambda found: any(entry["failure"] for entry in found["entries"])
     )
-    given = parser.parse_args(arguments)
-    try:
-        read_workload(given.workload)  # a mistake in it is heard of now, not in every process
-        common = _common(given)
-        standings = [Standing(Entry.parse(text, common)) for text in given.entries]
-    except BenchmarkError as error:
-        return refused(error)
 
-    def measured() -> dict[str, Any]:
-        run_interleaved(standings, rounds=given.rounds)
-        print(in_words(standings))
-        return summary(standings)
 
-    return report(measured, given, is_bad=lambda _: any(standing.failure for standing in standings))
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    read_workload(given.workload)  # a mistake in it is heard of now, not in every process
+    common = _common(given)
+    standings = [Standing(Entry.parse(text, common)) for text in given.entries]
+    run_interleaved(standings, rounds=given.rounds)
+    print(in_words(standings))
+    return summary(standings)
 
 
 def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:

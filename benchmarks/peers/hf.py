@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from benchmarks.engine.contender import Contender, FirstTokenWatch, measured_runs
 from benchmarks.engine.engine_setup import resolve_device
-from benchmarks.engine.report import Report, Setup, summed_up, write_outputs
-from benchmarks.harness.command import command_parser, report, tell
-from benchmarks.harness.options import Options, add_outputs_option, add_repeat_option, add_run_options
+from benchmarks.engine.run import Contender, Setup, measured_runs, summed_up, write_outputs
+from benchmarks.harness.command import command_parser, run_command, tell
+from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers.hf_continuous import TransformersContinuous
 from benchmarks.peers.hf_model import check_greedy, load_hf_model, peer_dtype
@@ -31,20 +29,16 @@ PEERS: dict[str, Callable[[Any], Contender]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("peers.hf", __doc__)
     parser.add_argument("name", choices=tuple(PEERS), metavar="NAME", help=", ".join(PEERS))
-    add_run_options(parser)
-    add_repeat_option(parser)
-    add_outputs_option(parser)
-    given = parser.parse_args(arguments)
-    return report(lambda: asdict(measure(given.name, Options.of(given))), given)
+    add_run_options(parser, repeat=3, outputs=True)
+    return run_command(parser, lambda given: measure(given.name, Options.of(given)), arguments)
 
 
-def measure(name: str, options: Options) -> Report:
+def measure(name: str, options: Options) -> dict[str, Any]:
     """Load, warm up, repeat, sum up."""
     workload = read_workload(options.workload)
     check_greedy(workload)
     tell(f"loading {options.model} for {name}")
-    contender = FirstTokenWatch(PEERS[name](load_hf_model(options)))
-    runs = measured_runs(contender, workload, repeat=options.repeat)
+    runs = measured_runs(PEERS[name](load_hf_model(options)), workload, repeat=options.repeat)
     if options.outputs is not None:
         write_outputs(options.outputs, workload, runs[-1])
     setup = Setup(
@@ -56,7 +50,7 @@ def measure(name: str, options: Options) -> Report:
         device=resolve_device(options.device),
         settings=[],
     )
-    return summed_up(setup, workload, runs, start_to_first_token_s=None)
+    return summed_up(setup, workload, runs)
 
 
 if __name__ == "__main__":

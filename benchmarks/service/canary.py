@@ -42,14 +42,7 @@ from typing import Any
 from app.text import Tokenizer
 from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
-from benchmarks.harness.command import (
-    BenchmarkError,
-    add_json_option,
-    command_parser,
-    positive,
-    report,
-    tell,
-)
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.http_call import CutOff, EventStream, Target, call
 from benchmarks.service.canaries import GREEDY_TEXT, KINDS, Heard, Json, Prefixes, Question, Secrets, heard, question
 
@@ -242,18 +235,16 @@ class _Answer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments, is_bad=_is_bad)
+
+
+def measured(given: argparse.Namespace) -> Json:
     keys = [f"sk-tenant-{number}-{random.SystemRandom().getrandbits(128):x}" for number in range(given.tenants)]
-
-    def measured() -> Json:
-        with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
-            args = application(given.model, keys, folder, num_blocks=given.num_blocks)
-            with stage(args, step_s=0.0) as running:
-                canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
-                figures = asyncio.run(_run(canary, running, given))
-        return figures
-
-    return report(measured, given, is_bad=_is_bad)
+    with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
+        args = application(given.model, keys, folder, num_blocks=given.num_blocks)
+        with stage(args, step_s=0.0) as running:
+            canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
+            return asyncio.run(_run(canary, running, given))
 
 
 def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int) -> Json:
@@ -364,7 +355,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--probes", type=int, default=40, metavar="N", help="prompts of each kind that are timed")
     parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True, help="kill a replica halfway")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another one asks other questions")
-    add_json_option(parser)
     return parser
 
 

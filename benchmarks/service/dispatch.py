@@ -14,6 +14,7 @@ are `benchmarks/service/simulated_fleet.py`. One line of JSON; times are simulat
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.fleet.dispatch import make_policy
-from benchmarks.harness.command import command_parser, positive, report, tell
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile
 from benchmarks.make_workload import make_workload
 from benchmarks.service.simulated_fleet import Capability, Job, SimulatedFleet, SimulatedIngress, SimulatedReplica
@@ -204,8 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="MS", help="of a step, whatever is in it")
     parser.add_argument("--token-ms", type=float, default=0.1, metavar="MS", help="of each token in a step")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args(arguments)
-    trial = Trial(
+    return run_command(parser, lambda given: measure(trial_of(given)), arguments)
+
+
+def trial_of(given: argparse.Namespace) -> Trial:
+    return Trial(
         num_replicas=given.replicas,
         num_ingresses=given.ingresses,
         num_requests=given.requests,
@@ -213,7 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=given.seed,
         capability=Capability(max_running=given.slots, base_s=given.step_ms / 1000, token_s=given.token_ms / 1000),
     )
-    return report(lambda: measure(trial), given)
 
 
 if __name__ == "__main__":

@@ -34,18 +34,11 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask
-from benchmarks.harness.command import (
-    BenchmarkError,
-    add_json_option,
-    command_parser,
-    positive,
-    report,
-    tell,
-)
-from benchmarks.harness.figures import percentile
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.figures import percentiles
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import cpu_between
-from benchmarks.harness.service import SERVE_DEFAULTS, Service, service
+from benchmarks.harness.service import Service, service
 
 MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
@@ -85,38 +78,16 @@ class Round:
         return sum(answer.num_tokens for answer in self.answers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetFigures:
-    """See the page's docstring."""
-
-    tokens_per_s: float
-    all_tokens_per_s: list[float]  # by round
-    cpu_us_per_token: float
-    cpu_us_per_token_by_process: dict[str, float]
-    client_cpu_us_per_token: float
-    idle_cpu_per_s: float
-    added_ttft_p50_ms: float
-    added_ttft_p99_ms: float
-    added_itl_p50_ms: float
-    added_itl_p99_ms: float
-    dispatch_imbalance: float | None
-    num_processes: int
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    return report(lambda: measure(given), given)
+    return run_command(_parser(), measure, arguments)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start, warm up, look at it idle, measure, stop."""
     load = Load(streams=given.streams, tokens=given.tokens, prompt_tokens=given.prompt_tokens, step_ms=given.step_ms)
-    variables = SERVE_DEFAULTS if given.serve_defaults else {}
-    with service(application(given), variables=variables) as running, uncollected():
+    with service(application(given)) as running, uncollected():
         figures = drive(running, load, num_replicas=given.replicas, num_rounds=given.rounds)
-    return asdict(figures) | {
-        **asdict(load),
-    }
+    return figures | asdict(load)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +124,9 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def drive(running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S) -> FleetFigures:
+def drive(
+    running: Service, load: Load, *, num_replicas: int, num_rounds: int, idle_s: float = IDLE_S
+) -> dict[str, Any]:
     """Warm up twice, wait idle, then the rounds one after the other."""
     requests = Requests(running.target, load)
     for _ in range(2):
@@ -222,41 +195,34 @@ def figures_of(
     client_cpu_s: float,
     idle_cpu_per_s: float,
     num_processes: int,
-) -> FleetFigures:
+) -> dict[str, Any]:
     """Sum up the rounds."""
     answers = [answer for done in rounds for answer in done.answers]
     num_tokens = sum(done.num_tokens for done in rounds)
     first_ms = [(answer.delivered_s[0] - answer.begun_s) * 1000 - load.step_ms for answer in answers]
     gaps_ms = [gap * 1000 - load.step_ms for answer in answers for gap in answer.gaps_s]
-    return FleetFigures(
-        tokens_per_s=round(num_tokens / sum(done.seconds for done in rounds), 1),
-        all_tokens_per_s=[round(done.num_tokens / done.seconds, 1) for done in rounds],
-        cpu_us_per_token=round(sum(cpu_s.values()) / num_tokens * 1e6, 1),
-        cpu_us_per_token_by_process={
+    return {
+        "tokens_per_s": round(num_tokens / sum(done.seconds for done in rounds), 1),
+        "all_tokens_per_s": [round(done.num_tokens / done.seconds, 1) for done in rounds],
+        "cpu_us_per_token": round(sum(cpu_s.values()) / num_tokens * 1e6, 1),
+        "cpu_us_per_token_by_process": {
             title: round(seconds / num_tokens * 1e6, 1)
             for title, seconds in sorted(cpu_s.items(), key=lambda entry: -entry[1])
             if seconds > 0
         },
-        client_cpu_us_per_token=round(client_cpu_s / num_tokens * 1e6, 1),
-        idle_cpu_per_s=round(idle_cpu_per_s, 3),
-        added_ttft_p50_ms=_at(first_ms, 50),
-        added_ttft_p99_ms=_at(first_ms, 99),
-        added_itl_p50_ms=_at(gaps_ms, 50),
-        added_itl_p99_ms=_at(gaps_ms, 99),
-        dispatch_imbalance=imbalance(answers, num_replicas),
-        num_processes=num_processes,
-    )
+        "client_cpu_us_per_token": round(client_cpu_s / num_tokens * 1e6, 1),
+        "idle_cpu_per_s": round(idle_cpu_per_s, 3),
+        **percentiles("added_ttft", first_ms, (50, 99), unit="ms", digits=3),
+        **percentiles("added_itl", gaps_ms or [0.0], (50, 99), unit="ms", digits=3),
+        "dispatch_imbalance": imbalance(answers, num_replicas),
+        "num_processes": num_processes,
+    }
 
 
 def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
     """Requests on the fullest replica over the mean of all; None when some answer does not name its replica."""
     placed = Counter(answer.headers.get(REPLICA_HEADER) for answer in answers)
     return None if None in placed else round(max(placed.values()) * num_replicas / len(answers), 3)
-
-
-def _at(samples: Sequence[float], percent: float) -> float:
-    found = percentile(samples, percent)
-    return round(found if found is not None else 0.0, 3)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -268,11 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
-    parser.add_argument(
-        "--serve-defaults", action="store_true", help="without the modes of Serve that the launcher switches on"
-    )
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
-    add_json_option(parser)
     return parser
 
 

@@ -31,7 +31,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.harness.answer import Answer, ask
-from benchmarks.harness.command import add_json_option, command_parser, positive, report, tell
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.figures import percentile
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, resident_bytes
@@ -75,17 +75,16 @@ class Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    return run_command(_parser(), measured, arguments, is_bad=_is_bad)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
     plan = Plan(
         cases=given.cases, rate=given.rate, connections=given.connections, honest_rate=given.honest_rate,
         window_s=given.window_s, seed=given.seed,
     )  # fmt: skip
-
-    def measured() -> dict[str, Any]:
-        with service(application(given)) as running:
-            return attack(running, plan)
-
-    return report(measured, given, is_bad=_is_bad)
+    with service(application(given)) as running:
+        return attack(running, plan)
 
 
 def application(given: argparse.Namespace) -> dict[str, Any]:
@@ -223,7 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=positive, default=2, metavar="N")
     parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="what a step of a replica takes")
     parser.add_argument("--seed", type=int, default=1)
-    add_json_option(parser)
     return parser
 
 

@@ -2,13 +2,11 @@
 
     python -m benchmarks.service.online --base-url http://127.0.0.1:8000 --model demo --workload FILE.jsonl --rate 4 \\
         --slo-ttft-ms 500 --slo-itl-ms 50
-    python -m benchmarks.service.online … --sweep 0.8,1,1.5,2,5 --capacity 8 --duration 30 --retry-check
+    python -m benchmarks.service.online … --sweep 0.8,1,1.5,2,5 --capacity 8 --duration 30
 
 Requests are sent when their time comes, however slow the answers are, each on a connection of its own; a late client
 shows in `lateness_*`. One run prints one JSON object. A sweep is a run for each multiple of the capacity, one after the
-other, and prints a table and then the JSON object with its rows. With --retry-check the same arrivals come once more:
-this time refused clients come back exactly when Retry-After said, and some probe for when they could have. That is more
-load, so only the `retry` figures are of that run.
+other, and prints a table and then the JSON object with its rows.
 """
 
 from __future__ import annotations
@@ -18,23 +16,20 @@ import asyncio
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import machine
-from benchmarks.harness.command import BenchmarkError, add_json_option, command_parser, positive, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service.arrivals import Arrivals
-from benchmarks.service.online_figures import OnlineFigures, Slo
 from benchmarks.service.open_loop import (
-    LEAD_S,
+    REFUSED,
     Extent,
-    RetryCheck,
-    RetryFigures,
+    Slo,
     completion_request,
+    measured,
     play,
     repeated,
     schedule,
@@ -43,35 +38,12 @@ from benchmarks.service.open_loop import (
 _PAUSE_S = 1.0  # between the runs of a sweep
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run: at which rate, with which figures."""
-
-    factor: float | None  # of the capacity, in a sweep
-    rate: float | None  # requests a second; None for a trace
-    figures: OnlineFigures
-    retry: RetryFigures | None
-
-    def to_dict(self) -> dict[str, Any]:
-        head: dict[str, Any] = {} if self.factor is None else {"factor": self.factor}
-        tail: dict[str, Any] = {} if self.retry is None else {"retry": asdict(self.retry)}
-        return head | {"rate": self.rate} | asdict(self.figures) | tail
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-
-    def measured() -> dict[str, Any]:
-        outcomes, result = measure(given)
-        if given.sweep is not None:
-            print(in_words(outcomes))
-        return result
-
-    return report(measured, given)
+    return run_command(_parser(), measure, arguments)
 
 
-def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
-    """All runs, and what is printed of them.
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, or of all runs of a sweep, whose table is printed.
 
     Raises:
         BenchmarkError: an option is wrong, or no server answers.
@@ -83,84 +55,54 @@ def measure(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
     _check_rate(given, arrivals, workload, rate)
     _allow_many_connections()
     asyncio.run(_warm_up(target, given, workload))
-    outcomes = []
+
+    def run(factor: float | None) -> dict[str, Any]:
+        return _run(given, target, workload, arrivals, rate=rate and rate * (factor or 1))
+
+    if not factors:
+        return run(None)
+    rows = []
     for number, factor in enumerate(factors):
         time.sleep(_PAUSE_S if number else 0)
-        outcomes.append(_run(given, target, workload, arrivals, factor=factor, rate=rate and rate * (factor or 1)))
-    if given.sweep is None:
-        return outcomes, outcomes[0].to_dict()
-    return outcomes, {"capacity": given.capacity, "rows": [outcome.to_dict() for outcome in outcomes]}
+        rows.append({"factor": factor, **run(factor)})
+    print(in_words(rows))
+    return {"capacity": given.capacity, "rows": rows}
 
 
-def in_words(outcomes: Sequence[Outcome]) -> str:
+# Heads of the table, the figures below them and how they are written.
+_COLUMNS = (
+    ("× capacity", "factor", "{:g}"), ("requests/s", "rate", "{:.2f}"), ("goodput", "goodput_requests_per_s", "{:.2f}"),
+    ("in SLO", "goodput_share", "{:.0%}"), ("refused", "refused_share", "{:.0%}"),
+    ("refusal p50 ms", "refusal_p50_ms", "{:.1f}"), ("p99 ms", "refusal_p99_ms", "{:.1f}"),
+    ("TTFT p50", "ttft_p50_s", "{:.3f}"), ("p99", "ttft_p99_s", "{:.3f}"), ("ITL p50", "itl_p50_s", "{:.3f}"),
+    ("p99", "itl_p99_s", "{:.3f}"), ("tokens/s", "output_tokens_per_s", "{:,.0f}"),
+    ("late p99 ms", "lateness_p99_ms", "{:.1f}"),
+)  # fmt: skip
+
+
+def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     """The figures that most questions hang on; the JSON has them all."""
-    heads = ["× capacity", "requests/s", "goodput", "in SLO", "refused", "refusal p50 ms", "p99 ms", "TTFT p50", "p99",
-             "ITL p50", "p99", "tokens/s", "other errors", "late p99 ms", "back when told", "error s"]  # fmt: skip
-    rows = []
-    for outcome in outcomes:
-        found, retry = outcome.figures, outcome.retry
-        rows.append(
-            [
-                cell(outcome.factor, "{:g}"),
-                cell(outcome.rate, "{:.2f}"),
-                f"{found.goodput_requests_per_s:.2f}",
-                f"{found.goodput_share:.0%}",
-                f"{found.refused_share:.0%}",
-                cell(found.refusal_p50_ms, "{:.1f}"),
-                cell(found.refusal_p99_ms, "{:.1f}"),
-                *(cell(found_s, "{:.3f}") for found_s in (found.ttft_p50_s, found.ttft_p99_s)),
-                *(cell(found_s, "{:.3f}") for found_s in (found.itl_p50_s, found.itl_p99_s)),
-                f"{found.output_tokens_per_s:,.0f}",
-                str(sum(number for name, number in found.errors.items() if name != "429")),
-                f"{found.lateness_p99_ms:.1f}",
-                cell(None if retry is None else retry.returned_admitted_share, "{:.0%}"),
-                cell(None if retry is None else retry.retry_error_median_s, "{:+.2f}"),
-            ]
-        )
-    return table(heads, rows)
+    heads = [*(head for head, _, _ in _COLUMNS), "other errors"]
+    cells = [
+        [*(cell(row[name], form) for _, name, form in _COLUMNS),
+         str(sum(number for name, number in row["errors"].items() if name != str(REFUSED)))]
+        for row in rows
+    ]  # fmt: skip
+    return table(heads, cells)
 
 
 def _run(
-    given: argparse.Namespace,
-    target: Target,
-    workload: Workload,
-    arrivals: Arrivals,
-    *,
-    factor: float | None,
-    rate: float | None,
-) -> Outcome:
+    given: argparse.Namespace, target: Target, workload: Workload, arrivals: Arrivals, *, rate: float | None
+) -> dict[str, Any]:
     played = schedule(workload, arrivals, Extent(given.requests, given.duration), rate=rate, seed=given.seed)
     slo = Slo(ttft_s=_seconds(given.slo_ttft_ms), itl_s=_seconds(given.slo_itl_ms))
-    found = asyncio.run(_measured(given, target, played, slo))
+    found = asyncio.run(measured(target, given.model, played, slo=slo, timeout_s=given.timeout_s))
     tell(
-        f"{len(played.requests):,} requests in {found.seconds:.1f} s: {found.num_answered:,} answered, "
-        f"{found.goodput_requests_per_s:.2f}/s well; errors: {found.errors or 'none'}; "
-        f"this client was late by at most {found.lateness_max_ms:.1f} ms"
+        f"{found['num_requests']:,} requests in {found['seconds']:.1f} s: {found['num_answered']:,} answered, "
+        f"{found['goodput_requests_per_s']:.2f}/s well; errors: {found['errors'] or 'none'}; "
+        f"this client was late by at most {found['lateness_max_ms']:.1f} ms"
     )
-    retry = asyncio.run(_retried(given, target, played)) if given.retry_check and "429" in found.errors else None
-    return Outcome(factor, rate, found, retry)
-
-
-async def _measured(given: argparse.Namespace, target: Target, played: Workload, slo: Slo) -> OnlineFigures:
-    requests, arrivals_s = _prepared(given, target, played)
-    cpu_began = machine.own_cpu_s()
-    sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=given.timeout_s)
-    return OnlineFigures.of(sent, slo, client_cpu_s=machine.own_cpu_s() - cpu_began)
-
-
-async def _retried(given: argparse.Namespace, target: Target, played: Workload) -> RetryFigures:
-    """The same arrivals, with refused clients that come back."""
-    requests, arrivals_s = _prepared(given, target, played)
-    start_s = time.perf_counter() + LEAD_S
-    retries = RetryCheck(target, start_s + arrivals_s[-1], given.timeout_s)
-    await play(target, requests, arrivals_s, start_s=start_s, timeout_s=given.timeout_s, after=retries.after)
-    return retries.figures()
-
-
-def _prepared(given: argparse.Namespace, target: Target, played: Workload) -> tuple[list[bytes], list[float]]:
-    """Everything that can be made before the clock runs: the bytes to send, and when."""
-    requests = [completion_request(target, given.model, timed.request) for timed in played.requests]
-    return requests, [timed.arrival_s for timed in played.requests]
+    return {"rate": rate, **found}
 
 
 async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload) -> None:
@@ -198,9 +140,9 @@ def _check_rate(given: argparse.Namespace, arrivals: Arrivals, workload: Workloa
         raise BenchmarkError("--duration needs --rate")
 
 
-def _factors(given: argparse.Namespace) -> list[float | None]:
+def _factors(given: argparse.Namespace) -> list[float]:
     if given.sweep is None:
-        return [None]
+        return []
     if given.capacity is None:
         raise BenchmarkError("--sweep needs --capacity: the requests a second that 1 stands for")
     try:
@@ -209,7 +151,7 @@ def _factors(given: argparse.Namespace) -> list[float | None]:
         factors = []
     if not factors or not all(0 < factor <= 1000 for factor in factors):
         raise BenchmarkError(f"--sweep {given.sweep}: write numbers above 0, for example 0.8,1,1.5,2,5")
-    return [*factors]
+    return factors
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -238,10 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-itl-ms", type=_above_zero, metavar="MS", help="mean time between a request's tokens")
     parser.add_argument("--sweep", metavar="F,F", help="multiples of the capacity, each a run by itself")
     parser.add_argument("--capacity", type=_above_zero, metavar="R", help="requests a second that 1 in a sweep means")
-    parser.add_argument("--retry-check", action="store_true", help="hold the server to its Retry-After")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, metavar="S", help="of one request")
     parser.add_argument("--warm-up", type=int, default=4, metavar="N", help="requests before, with another cache_salt")
-    add_json_option(parser)
     return parser
 
 

@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.engine.request import Request
+from benchmarks.harness import machine
 from benchmarks.harness.answer import Answer, ask
 from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.figures import percentile, percentiles
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.workload import Workload
 from benchmarks.service.arrivals import Arrivals
 
 LEAD_S = 0.1  # between the start and the first arrival, for tasks to be made
-
-AfterAnswer = Callable[[bytes, Answer], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +47,12 @@ async def play(
     *,
     start_s: float,
     timeout_s: float,
-    after: AfterAnswer | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sent]:
-    """Send each request at `start_s` plus its arrival, follow every answer to its end, in order of arrival.
-
-    `after` is awaited after each answer, before this returns; it delays no arrival.
-    """
-
-    async def follow(request: bytes) -> Answer:
-        answer = await ask(target, request, timeout_s=timeout_s, clock=clock)
-        if after is not None:
-            await after(request, answer)
-        return answer
-
+    """Send each request at `start_s` plus its arrival, follow every answer to its end, in order of arrival."""
     tasks = []
     for request, arrival_s in zip(requests, arrivals_s, strict=True):
-        await asyncio.sleep(start_s + arrival_s - clock())
-        tasks.append(asyncio.create_task(follow(request)))
+        await asyncio.sleep(start_s + arrival_s - time.perf_counter())
+        tasks.append(asyncio.create_task(ask(target, request, timeout_s=timeout_s)))
     answers = await asyncio.gather(*tasks)
     return [Sent(start_s + arrival_s, answer) for arrival_s, answer in zip(arrivals_s, answers, strict=True)]
 
@@ -147,95 +134,72 @@ def _num_needed(workload: Workload, arrivals: Arrivals, extent: Extent, rate: fl
 
 
 REFUSED = 429
-PROBE_EVERY = 10  # refusals for each one that is probed
-PROBE_GAP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetryFigures:
-    """What the promises were worth. Only those that fell due while requests still arrived are counted."""
+class Slo:
+    """What a request must see to count for goodput; None: no bound. Of an answer that came at all, and whole."""
 
-    num_returned: int  # came back when told
-    returned_admitted_share: float | None
-    num_probed: int  # let in before the arrivals ended
-    num_never_admitted: int  # probed in vain until the arrivals ended
-    # Promised less earliest possible, in seconds: above 0 when the client could have come earlier.
-    retry_error_median_s: float | None
-    retry_error_median_absolute_s: float | None
-    num_not_due: int  # told to come back after the last arrival: not waited for
-    num_without_promise: int  # 429 without a Retry-After in seconds
+    ttft_s: float | None = None  # first token, from the time it was to be sent
+    itl_s: float | None = None  # mean time between its tokens after the first (DistServe's time per output token)
+
+    def is_kept(self, sent: Sent) -> bool:
+        answer = sent.answer
+        if not answer.has_succeeded:
+            return False
+        if self.ttft_s is not None and answer.delivered_s[0] - sent.scheduled_s > self.ttft_s:
+            return False
+        return self.itl_s is None or mean_gap_s(answer) <= self.itl_s
 
 
-@dataclass(slots=True)
-class RetryCheck:
-    """Follows refused requests of one run; give `after` to `open_loop.play`."""
+def online_figures(sent: Sequence[Sent], slo: Slo, *, client_cpu_s: float) -> dict[str, Any]:
+    """What at least one request comes to, as its client saw it. Shares are from 0 to 1.
 
-    target: Target
-    ends_s: float  # when the last request arrives, by the clock
-    timeout_s: float
-    probe_every: int = PROBE_EVERY
-    probe_gap_s: float = PROBE_GAP_S
-    clock: Callable[[], float] = time.perf_counter
-    _num_refused: int = 0
-    _is_probing: bool = False
-    _num_not_due: int = 0
-    _num_without_promise: int = 0
-    _num_never_admitted: int = 0
-    _admitted: list[bool] = field(default_factory=list)
-    _errors_s: list[float] = field(default_factory=list)
+    Times are of requests that were answered whole, from when they were to be sent. `seconds` go from the first arrival
+    to the last end: what comes after the arrivals counts too. A client that is late (`lateness_*`) casts doubt on the
+    other times.
+    """
+    answered = [one for one in sent if one.answer.has_succeeded]
+    refused = [one.answer for one in sent if one.answer.status == REFUSED]
+    seconds = max(one.answer.ended_s for one in sent) - min(one.scheduled_s for one in sent)
+    num_tokens = sum(one.answer.num_tokens for one in answered)
+    num_kept = sum(map(slo.is_kept, sent))
+    lateness_ms = [one.lateness_s * 1000 for one in sent]
+    refusals_ms = [(answer.ended_s - answer.begun_s) * 1000 for answer in refused]
+    return {
+        "seconds": round(seconds, 3),
+        "num_requests": len(sent),
+        "num_answered": len(answered),
+        "errors": dict(Counter(one.answer.outcome for one in sent if not one.answer.has_succeeded)),
+        "num_output_tokens": num_tokens,
+        "output_tokens_per_s": round(num_tokens / seconds, 2),
+        "requests_per_s": round(len(answered) / seconds, 3),
+        "goodput_requests_per_s": round(num_kept / seconds, 3),
+        "goodput_share": round(num_kept / len(sent), 4),  # of all that were sent
+        "refused_share": round(len(refused) / len(sent), 4),
+        **percentiles("refusal", refusals_ms, (50, 99), unit="ms", digits=3),
+        **percentiles("ttft", [one.answer.delivered_s[0] - one.scheduled_s for one in answered]),
+        **percentiles("itl", [gap for one in answered for gap in one.answer.gaps_s]),
+        **percentiles("latency", [one.answer.delivered_s[-1] - one.scheduled_s for one in answered]),
+        "lateness_p99_ms": round(percentile(lateness_ms, 99) or 0.0, 3),
+        "lateness_max_ms": round(max(lateness_ms), 3),
+        "client_cpu_share": round(client_cpu_s / seconds, 3),  # of one core
+    }
 
-    async def after(self, request: bytes, answer: Answer) -> None:
-        """Come back with a request that was refused, or probe for it; nothing for others."""
-        if answer.status != REFUSED or answer.answered_s is None:
-            return
-        if answer.retry_after_s is None:
-            self._num_without_promise += 1
-            return
-        promised_s = answer.answered_s + answer.retry_after_s
-        if promised_s > self.ends_s:  # no other request arrives by then: the promise would be kept in any case
-            self._num_not_due += 1
-            return
-        self._num_refused += 1
-        if not self._is_probing and self._num_refused % self.probe_every == 1 % self.probe_every:
-            await self._probe(request, promised_s)
-        else:
-            await self._come_back(request, promised_s)
 
-    def figures(self) -> RetryFigures:
-        errors = self._errors_s
-        return RetryFigures(
-            num_returned=len(self._admitted),
-            returned_admitted_share=round(statistics.mean(self._admitted), 4) if self._admitted else None,
-            num_probed=len(errors),
-            num_never_admitted=self._num_never_admitted,
-            retry_error_median_s=round(statistics.median(errors), 4) if errors else None,
-            retry_error_median_absolute_s=round(statistics.median(map(abs, errors)), 4) if errors else None,
-            num_not_due=self._num_not_due,
-            num_without_promise=self._num_without_promise,
-        )
+def mean_gap_s(answer: Answer) -> float:
+    """Seconds a token after the first took on average; 0 for a single token."""
+    after_first = answer.num_tokens - 1
+    return (answer.delivered_s[-1] - answer.delivered_s[0]) / after_first if after_first > 0 else 0.0
 
-    async def _come_back(self, request: bytes, promised_s: float) -> None:
-        await asyncio.sleep(promised_s - self.clock())
-        answer = await ask(self.target, request, timeout_s=self.timeout_s, clock=self.clock)
-        self._admitted.append(answer.status == 200)
 
-    async def _probe(self, request: bytes, promised_s: float) -> None:
-        self._is_probing = True
-        while self.clock() < self.ends_s:
-            await asyncio.sleep(self.probe_gap_s)
-            answer = await ask(
-                self.target,
-                request,
-                timeout_s=self.timeout_s,
-                on_status=partial(self._note_probe, promised_s),
-                clock=self.clock,
-            )
-            if answer.status == 200:
-                return
-        self._num_never_admitted += 1
-        self._is_probing = False
-
-    def _note_probe(self, promised_s: float, answer: Answer) -> None:
-        if answer.status == 200:
-            self._errors_s.append(promised_s - answer.begun_s)
-            self._is_probing = False  # the next may begin while this one is being served
+async def measured(
+    target: Target, model: str, workload: Workload, *, slo: Slo | None = None, timeout_s: float
+) -> dict[str, Any]:
+    """Send every request of a workload at its time; the figures."""
+    # Made before the clock runs: the bytes to send, and when.
+    requests = [completion_request(target, model, timed.request) for timed in workload.requests]
+    arrivals_s = [timed.arrival_s for timed in workload.requests]
+    cpu_began = machine.own_cpu_s()
+    sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=timeout_s)
+    return online_figures(sent, slo or Slo(), client_cpu_s=machine.own_cpu_s() - cpu_began)

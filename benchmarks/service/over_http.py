@@ -12,21 +12,17 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from app.config import EngineConfig
 from benchmarks.engine.engine_setup import configured, resolve_device, with_room
-from benchmarks.harness import machine
-from benchmarks.harness.command import BenchmarkError, command_parser, report, tell
+from benchmarks.harness.command import BenchmarkError, command_parser, run_command, tell
 from benchmarks.harness.http_call import Target
-from benchmarks.harness.options import Options, add_repeat_option, add_run_options, add_settings_option
+from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.service import service
 from benchmarks.harness.workload import Workload, read_workload
-from benchmarks.service.online_figures import OnlineFigures, Slo
-from benchmarks.service.open_loop import LEAD_S, completion_request, play, repeated
+from benchmarks.service.open_loop import measured, repeated
 
 MODEL_NAME = "served"
 _TIMEOUT_S = 600.0
@@ -34,11 +30,8 @@ _TIMEOUT_S = 600.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.over_http", __doc__)
-    add_run_options(parser)
-    add_repeat_option(parser)
-    add_settings_option(parser)
-    given = parser.parse_args(arguments)
-    return report(lambda: measure(Options.of(given)), given)
+    add_run_options(parser, repeat=3, settings=True)
+    return run_command(parser, lambda given: measure(Options.of(given)), arguments)
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -57,12 +50,11 @@ def measure(options: Options) -> dict[str, Any]:
         runs = []
         for number in range(1, options.repeat + 1):  # the warm-up had the first salt
             figures = asyncio.run(serve(running.target, Workload(repeats[number * size : (number + 1) * size])))
-            tell(f"repeat {number} of {options.repeat}: {figures.output_tokens_per_s:,.0f} output tokens/s")
+            tell(f"repeat {number} of {options.repeat}: {figures['output_tokens_per_s']:,.0f} output tokens/s")
             runs.append(figures)
-    middle = sorted(runs, key=lambda run: run.output_tokens_per_s)[(len(runs) - 1) // 2]
-    return asdict(middle) | {
-        "output_tokens_per_s": statistics.median(run.output_tokens_per_s for run in runs),
-    }
+    ordered = sorted(runs, key=lambda run: float(run["output_tokens_per_s"]))
+    median = statistics.median(run["output_tokens_per_s"] for run in runs)
+    return ordered[(len(runs) - 1) // 2] | {"output_tokens_per_s": median}
 
 
 def application(config: EngineConfig, *, num_requests: int) -> dict[str, Any]:
@@ -76,19 +68,16 @@ def application(config: EngineConfig, *, num_requests: int) -> dict[str, Any]:
     }
 
 
-async def serve(target: Target, workload: Workload, *, model_name: str = MODEL_NAME) -> OnlineFigures:
-    """Every request of a workload at its time.
+async def serve(target: Target, workload: Workload, *, model_name: str = MODEL_NAME) -> dict[str, Any]:
+    """The figures of a workload with every request at its time.
 
     Raises:
         BenchmarkError: one is not answered whole.
     """
-    requests = [completion_request(target, model_name, timed.request) for timed in workload.requests]
-    arrivals_s = [timed.arrival_s for timed in workload.requests]
-    cpu_began = machine.own_cpu_s()
-    sent = await play(target, requests, arrivals_s, start_s=time.perf_counter() + LEAD_S, timeout_s=_TIMEOUT_S)
-    figures = OnlineFigures.of(sent, Slo(), client_cpu_s=machine.own_cpu_s() - cpu_began)
-    if figures.errors:
-        raise BenchmarkError(f"{len(sent) - figures.num_answered:,} of {len(sent):,} requests failed: {figures.errors}")
+    figures = await measured(target, model_name, workload, timeout_s=_TIMEOUT_S)
+    if figures["errors"]:
+        num_failed = len(workload.requests) - figures["num_answered"]
+        raise BenchmarkError(f"{num_failed:,} of {len(workload.requests):,} requests failed: {figures['errors']}")
     return figures
 
 

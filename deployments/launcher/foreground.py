@@ -26,7 +26,7 @@ from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 from deployments.ray_internals import deploy
-from deployments.serve.settings import INGRESS_CPUS, ServeFile, read_serve_file
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, ServeFile, read_serve_file
 
 STARTING_POLL_S = 0.5
 RUNNING_POLL_S = 5.0
@@ -91,7 +91,7 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     found = ray.cluster_resources().get("GPU", 0)
     if found < num_gpus:
         raise InvalidSetup(
-            f"the replicas, with batches.through: pool an engine more, need {num_gpus:g} GPUs and this machine has "
+            f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
             f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas), or set replicas.num_gpus to "
             f"0 to serve on the CPU"
         )
@@ -193,7 +193,7 @@ def _address(config: ServeFile) -> str:
 
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
-    batches = config.batches.num_cpus if config.batches else 0.0
+    batches = BATCHES_CPUS if config.batches else 0.0
     jobs = _num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
     ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
     return replicas + ingresses + batches + jobs
@@ -202,17 +202,12 @@ def _num_cpus(config: ApplicationConfig) -> float:
 def _num_gpus(config: ApplicationConfig) -> float:
     """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
     replicas = sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
-    return replicas + _has_pool(config) * max(model.replicas.num_gpus for model in config.models)
+    return replicas + min(_num_pool_engines(config), 1) * max(model.replicas.num_gpus for model in config.models)
 
 
 def _num_pool_engines(config: ApplicationConfig) -> int:
-    if config.batches is None or not _has_pool(config):
-        return 0
-    return config.batches.pool.engines * config.batches.pool.max_at_once
-
-
-def _has_pool(config: ApplicationConfig) -> bool:
-    return config.batches is not None and config.batches.through == "pool"
+    """One batch at a time has engines."""
+    return 0 if config.batches is None else config.batches.engines
 
 
 def _say(text: str) -> None:

@@ -9,12 +9,12 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.assembly import resolve_model_path
-from app.config import ApplicationConfig, BatchesConfig, EngineConfig, IngressConfig, ServedModelConfig
+from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
 from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.replica import Replica
-from deployments.serve.settings import INGRESS_CPUS, check, deployment_name
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, check, deployment_name
 
 # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
 DRAIN_POLL_S = 0.5
@@ -41,7 +41,7 @@ def build(args: ApplicationConfig) -> Application:
     args = _at_absolute_paths(args)
     if args.batches is None:
         return _ingress_deployment(args).bind(args, paths, replicas)
-    batches = _batches_deployment(args.batches).bind(args, paths, replicas)
+    batches = _batches_deployment().bind(args, paths, replicas)
     return _ingress_deployment(args).bind(args, paths, replicas, batches)
 
 
@@ -111,11 +111,11 @@ def _max_requests(model: ServedModelConfig) -> int:
     return 2 * model.engine.scheduler.max_requests
 
 
-def _batches_deployment(config: BatchesConfig) -> serve.Deployment:
+def _batches_deployment() -> serve.Deployment:
     return serve.deployment(Batches).options(
         name="batches",
         num_replicas=1,  # one writer
-        ray_actor_options={"num_cpus": config.num_cpus},
+        ray_actor_options={"num_cpus": BATCHES_CPUS},
         max_ongoing_requests=MAX_BATCH_CALLS,
         max_queued_requests=MAX_BATCH_CALLS,
         graceful_shutdown_timeout_s=BATCHES_DRAIN_TIMEOUT_S,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,8 @@ class Batches:
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
         self._following = asyncio.create_task(self._keys.follow())
-        if config.batches.through == "pool":
-            execution = _engine_execution(config, self._paths, models, handler)
+        if config.batches.engines:
+            execution = _engine_execution(config, self._paths, handler)
         else:
             execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution)
@@ -96,27 +96,23 @@ class Batches:
         return service
 
 
-def _engine_execution(
-    config: ApplicationConfig, paths: Mapping[str, str], models: Sequence[ServedModel], handler: RequestHandler
-) -> Execution:
+def _engine_execution(config: ApplicationConfig, paths: Mapping[str, str], handler: RequestHandler) -> Execution:
     """Batches on engines of their own, as actors of this cluster."""
     # Here, as most services need no pool, and its modules would be in each of their processes.
     from app.jobs.engine_batches import EngineExecution
     from deployments.bulk.pool import EnginePool
 
     assert config.batches is not None, "deployed only with batches"
-    pool = config.batches.pool
-    served = {model.name: on_engines(model, paths[model.name], pool.engines) for model in config.models}
+    num_engines = config.batches.engines
+    served = {model.name: on_engines(model, paths[model.name], num_engines) for model in config.models}
 
     def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
         return EnginePool(served[name], run, results.partial)
 
     return EngineExecution(
-        handler.accept_item,
-        models,
+        handler,
         make_pool,
         weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
-        max_at_once=pool.max_at_once,
     )
 
 

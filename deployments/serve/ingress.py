@@ -94,13 +94,7 @@ class Ingress:
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:
             return []
-        assert self._config.batches is not None, "a batches deployment comes with its settings"
-        return batch_routes(
-            RemoteBatchService(self._batches),
-            handler,
-            max_file_bytes=self._config.batches.max_file_bytes,
-            owner_of=owner_of,
-        )
+        return batch_routes(RemoteBatchService(self._batches), handler, owner_of=owner_of)
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.

@@ -27,9 +27,10 @@ from app.config import (
 from app.errors import InvalidSetup
 from app.jobs.remote_contents import filesystem_at
 from app.model.simulated import SimulatedCosts
-from app.webhooks import check_default
+from app.webhooks.receiver import check_default
 
 BUILDER = "deployments.serve.application:build"
+BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.

@@ -15,9 +15,10 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.call import RequestLimits
 from app.api.http.guard import owner_of
 from app.config import ApiConfig, BatchesConfig
+from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
-from app.webhooks import WebhookClient
+from app.webhooks.client import WebhookClient
 from tests.api.fakes import Service
 from tests.waiting import until
 
@@ -31,6 +32,7 @@ async def served(
     *,
     api: ApiConfig | None = None,
     limits: RequestLimits | None = None,
+    batch_limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
     client: WebhookClient | None = None,
     **settings: Any,
 ) -> AsyncIterator[Any]:
@@ -41,8 +43,8 @@ async def served(
         for _ in range(2)
     )
     execution = FleetExecution(of_items.handle_item, max_in_flight=config.max_in_flight)
-    async with LocalBatchService(folder, config, execution, client=client) as batches:
-        routes = batch_routes(batches, handler, max_file_bytes=config.max_file_bytes, owner_of=owner_of)
+    async with LocalBatchService(folder, config, execution, limits=batch_limits, client=client) as batches:
+        routes = batch_routes(batches, handler, max_file_bytes=batch_limits.max_file_bytes, owner_of=owner_of)
         yield build_app(handler, service._is_ready, batch_routes=routes)
 
 

@@ -17,6 +17,7 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.config import ApiConfig, BatchesConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded
+from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
@@ -236,7 +237,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
         headers["content-length"] = "9" * 30
         assert (await client.post("/v1/files", content=b"", headers=headers)).status_code == 413
 
-    with_http(service, tmp_path, use, max_file_bytes=1000)
+    with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
 
 
 def test_an_upload_that_stalls_gives_its_place_back(
@@ -257,7 +258,7 @@ def test_an_upload_that_stalls_gives_its_place_back(
     with_http(service, tmp_path, use)
 
 
-def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Path) -> None:
+def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_path: Path) -> None:
     hostile = [
         form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
         form(FILE_PART + b"\r" * 8_000_000),

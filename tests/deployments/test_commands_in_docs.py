@@ -37,7 +37,7 @@ def url(deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFa
                 "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
             }
         ],
-        "batches": {"path": str(folder / "batches"), "num_cpus": 0.05},
+        "batches": {"path": str(folder / "batches")},
     }
     with deployed("docs", args) as url:
         yield url

@@ -12,7 +12,7 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.serve.settings import INGRESS_CPUS, read_serve_file
+from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, read_serve_file
 from tests.api.keys import entry
 
 PROJECT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_ports_probes_and_policy_agree(documents: dict[str, Json], cluster_confi
         for container in group["template"]["spec"]["containers"]:
             assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": port}
     policy = documents["NetworkPolicy"]["spec"]
-    assert policy["ingress"][0] == {"ports": [{"port": port}]}, "the only port that is open to everybody"
+    assert policy["ingress"][0] == {"ports": [{"port": port}]}, "the only port that is open to all"
     assert all("from" in rule for rule in policy["ingress"][1:])
     for template in templates(cluster_config):
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
@@ -189,7 +189,7 @@ def test_the_workers_have_room_for_all_deployments(cluster_config: Json, serve_c
     num_cpus = (
         model["replicas"]["num_replicas"] * model["replicas"]["num_cpus"]
         + (args["ingress"]["num_replicas"] + 1) * INGRESS_CPUS  # an update starts one more
-        + args["batches"]["num_cpus"]
+        + BATCHES_CPUS
     )
     assert num_cpus <= group["minReplicas"] * int(limits["cpu"])
     assert cluster_config["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"

@@ -71,13 +71,7 @@ def client(
         "batches": {
             "path": str(tmp_path_factory.mktemp("batches")),
             "max_in_flight": 8,
-            "num_cpus": 0.05,
-            "webhooks": {
-                "allow_http": True,
-                "ports": [inbox.server_port],
-                "allowed_networks": ["127.0.0.1/32"],
-                "first_pause_s": 0.1,
-            },
+            "webhooks": {"allowed_networks": ["127.0.0.1/32"]},
         },
     }
     with deployed(MODEL, args) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10) as client:

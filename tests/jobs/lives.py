@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -74,12 +73,12 @@ def refused(status: int = 400) -> Answered:
     return Answered(status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}})
 
 
-def service_in(
-    folder: Path, answer: Any, *, clock: Callable[[], float] = time.time, **settings: Any
-) -> LocalBatchService:
-    config = BatchesConfig(**settings)
+def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
+    """`given` are arguments of the service, and settings."""
+    arguments = {name: given.pop(name) for name in ("clock", "limits", "client", "retries") if name in given}
+    config = BatchesConfig(**given)
     execution = FleetExecution(answer, max_in_flight=config.max_in_flight)
-    return LocalBatchService(folder, config, execution, clock=clock)
+    return LocalBatchService(folder, config, execution, **arguments)
 
 
 async def upload(

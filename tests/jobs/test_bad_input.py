@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.config import BatchesConfig
 from app.errors import BodyTooLarge, Unavailable
-from app.jobs import NewFile
+from app.jobs import BatchLimits, NewFile
 from tests.jobs.lives import OWNER, Echo, all_files, begin, ends, input_line, jsonl, service_in, until, upload
 
 MEBIBYTE = 1024 * 1024
@@ -43,7 +42,7 @@ def test_200_mebibytes_are_taken_and_not_one_byte_more(tmp_path: Path) -> None:
             with pytest.raises(BodyTooLarge, match="more than 209,715,200 bytes"):
                 await service.append(upload_id, b"x")
             file = await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
-            assert file["bytes"] == BatchesConfig().max_file_bytes == 200 * MEBIBYTE
+            assert file["bytes"] == BatchLimits().max_file_bytes == 200 * MEBIBYTE
 
     asyncio.run(main())
 

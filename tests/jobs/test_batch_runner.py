@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.jobs import Answered, NewBatch
+from app.jobs import Answered, BatchLimits, NewBatch
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
 from tests.jobs.lives import (
@@ -133,7 +133,7 @@ def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path
 @pytest.mark.parametrize(
     "error", [Overloaded("full", retry_after_s=60), Unavailable("none"), EngineStopped("over")], ids=type
 )
-def test_a_line_that_nobody_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
+def test_a_line_that_no_replica_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
     echo = Echo({"line-3": lambda times: raising(error)(times) if times < 6 else ok("line-3")})
 
     async def use(service: LocalBatchService) -> None:
@@ -225,7 +225,7 @@ def test_when_its_time_is_over_a_batch_expires_with_what_was_done(tmp_path: Path
         assert output.keys() | errors.keys() == {f"line-{n}" for n in range(10)}
         assert {line["error"]["code"] for line in errors.values()} == {"batch_expired"}
 
-    run(tmp_path, echo, use, window_s=1)
+    run(tmp_path, echo, use, limits=BatchLimits(window_s=1))
 
 
 def test_a_batch_whose_time_was_over_while_nothing_ran_expires_at_the_restart(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from app.api import Cascade, RequestHandler, ServedModel
 from app.config import ApiConfig, BatchesConfig
 from app.errors import Failure, InvalidRequest
-from app.jobs import NewBatch
+from app.jobs import BatchLimits, NewBatch
 from app.jobs.engine_batches import EngineExecution
 from app.jobs.executors import Executor
 from app.jobs.job import EngineOutput, ItemOutput
@@ -130,15 +130,13 @@ async def service(
     keys: ApiConfig | None = None,
     weights: str = "",
     max_at_once: int = 1,
-    **settings: Any,
+    limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
 ) -> AsyncIterator[LocalBatchService]:
-    limits = keys or ApiConfig()
+    keys = keys or ApiConfig()
     cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
-    handler = RequestHandler(models, limits, cascades=[cascade])
-    execution = EngineExecution(
-        handler.accept_item, models, engines.pool, weights={"demo": weights}, max_at_once=max_at_once
-    )
-    async with LocalBatchService(folder, BatchesConfig(**settings), execution) as opened:
+    handler = RequestHandler(models, keys, cascades=[cascade])
+    execution = EngineExecution(handler, engines.pool, weights={"demo": weights}, max_at_once=max_at_once)
+    async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened
 
 
@@ -280,7 +278,7 @@ def test_a_batch_whose_time_is_over_stops_its_engines(tmp_path: Path, models: li
     async def use() -> None:
         engines = Engines()
         engines.let(4)
-        async with service(tmp_path, engines, models, window_s=1) as opened:
+        async with service(tmp_path, engines, models, limits=BatchLimits(window_s=1)) as opened:
             batch = await until(opened, await begin(opened, TEN))
             output, errors = await ends(opened, batch)
         assert (batch["status"], len(output), len(errors), engines.num_open) == ("expired", 4, 6, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
-from app.jobs import NewBatch, NewFile, PageOf
+from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
 from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
@@ -116,7 +116,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
         assert full.value.code == "storage_full"
         await upload(service, b"x" * 50)
 
-    run(tmp_path, use, max_file_bytes=100, max_total_bytes=150)
+    run(tmp_path, use, limits=BatchLimits(max_file_bytes=100), max_total_bytes=150)
 
 
 def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
     run(tmp_path, use)
 
 
-def test_an_upload_that_nobody_goes_on_with_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_upload_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
     monkeypatch.setattr("app.jobs.local_service.UPLOAD_TIMEOUT_S", 0.03)
 
@@ -149,7 +149,7 @@ def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
     async def main() -> None:
         echo = Echo()
         echo.hold = asyncio.Event()
-        async with service_in(tmp_path, echo, max_batches=2) as service:
+        async with service_in(tmp_path, echo, limits=BatchLimits(max_batches=2)) as service:
             batch_ids = [await begin(service, ONE) for _ in range(2)]
             with pytest.raises(Overloaded):
                 await begin(service, ONE)

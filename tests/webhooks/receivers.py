@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from app.config import WebhooksConfig
-from app.webhooks import WebhookMessage
+from app.webhooks.client import WebhookMessage
+from app.webhooks.dispatcher import RetrySchedule
+from app.webhooks.receiver import WebhookReceiver
 from tests.waiting import until
 
 SECRET = "whsec_Y2FuYXJ5LWNhbmFyeS1jYW5hcnktY2FuYXJ5"  # the base64 of some canaries
@@ -88,16 +89,17 @@ class Receiver:
             writer.close()
 
 
-def config(*receivers: Receiver, **settings: Any) -> WebhooksConfig:
-    """Settings under which these receivers may be told, quickly again and again."""
-    ports = tuple(receiver.port for receiver in receivers) or (443,)
-    given = {"allow_http": True, "ports": ports, "allowed_networks": ("127.0.0.0/8",), "timeout_s": 5.0}
-    return WebhooksConfig.model_validate(given | {"first_pause_s": 0.01, "max_pause_s": 0.05} | settings)
+LOCAL = ("127.0.0.0/8",)  # the networks of these receivers
+QUICKLY = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05)
 
 
-def message(url: str, **fields: Any) -> WebhookMessage:
-    given = {"id": "evt_1", "secret": SECRET, "event": "batch.completed", "subject_id": "batch_1", "created_at": 5}
-    return WebhookMessage(url=url, **{**given, **fields})
+def message(event: str = "batch.completed") -> WebhookMessage:
+    return WebhookMessage(id="evt_1", batch_id="batch_1", owner="", receiver=None, event=event, ended_at=5)
+
+
+def at(url: str) -> WebhookReceiver:
+    """The receiver with this URL."""
+    return WebhookReceiver(url=url, secret=SECRET)
 
 
 class Connects:

@@ -17,11 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from app.config import WebhooksConfig
 from app.errors import InvalidRequest
-from app.webhooks import DeliveryFailed, WebhookClient
+from app.webhooks.client import DeliveryFailed, WebhookClient
 from tests.unclosed import nothing_unclosed
-from tests.webhooks.receivers import OK, SECRET, Connects, Receiver, config, message, names, status
+from tests.webhooks.receivers import LOCAL, OK, Connects, Receiver, at, message, names, status
 
 LOOPBACK = "http://127.0.0.1"
 
@@ -38,7 +37,7 @@ def run(client: WebhookClient, use: Callable[[], Awaitable[None]]) -> None:
 
 async def failure(client: WebhookClient, url: str) -> DeliveryFailed:
     with pytest.raises(DeliveryFailed) as caught:
-        await client.deliver(message(url), time.time())
+        await client.deliver(message(), at(url), time.time())
     return caught.value
 
 
@@ -81,11 +80,11 @@ NO_URLS = [
 
 @pytest.mark.parametrize("url", NO_URLS, ids=lambda url: repr(url)[:60])
 def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url: str) -> None:
-    client = WebhookClient(WebhooksConfig())
+    client = WebhookClient()
 
     async def use() -> None:
         with pytest.raises(InvalidRequest) as refused:
-            client.check(url, SECRET)
+            client.check(at(url))
         assert refused.value.param == "webhook.url"
         assert (await failure(client, url)).is_final
 
@@ -104,15 +103,15 @@ def test_a_url_that_nothing_may_be_sent_to_is_refused_and_never_connected_to(url
     ],
 )  # fmt: skip
 def test_a_url_of_a_public_receiver_is_taken(url: str) -> None:
-    client = WebhookClient(WebhooksConfig())
-    run(client, lambda: asyncio.sleep(0, client.check(url, SECRET)))
+    client = WebhookClient()
+    run(client, lambda: asyncio.sleep(0, client.check(at(url))))
 
 
 def test_a_refusal_does_not_repeat_the_url() -> None:
-    client = WebhookClient(WebhooksConfig())
+    client = WebhookClient()
     for url in ("http://example.com/canary", "https://example.com:22/canary", "https://127.0.0.1/canary", "canary://x"):
         with pytest.raises(InvalidRequest) as refused:
-            client.check(url, SECRET)
+            client.check(at(url))
         assert "canary" not in refused.value.message
     client.close()
 
@@ -129,10 +128,10 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("address", FORBIDDEN)
 def test_a_name_that_leads_to_an_address_that_is_not_public_is_never_connected_to(address: str) -> None:
-    client = WebhookClient(WebhooksConfig(), look_up=names(address))
+    client = WebhookClient(look_up=names(address))
 
     async def use() -> None:
-        client.check("https://hooks.example/x", SECRET)
+        client.check(at("https://hooks.example/x"))
         failed = await failure(client, "https://hooks.example/x")
         assert failed.reason == "the host's name leads to an address that is not a public one"
         assert not failed.is_final, "a name may lead somewhere else later"
@@ -143,7 +142,7 @@ def test_a_name_that_leads_to_an_address_that_is_not_public_is_never_connected_t
 
 
 def test_the_systems_own_names_lead_to_no_exception() -> None:
-    client = WebhookClient(WebhooksConfig())
+    client = WebhookClient()
     with Connects() as connects:
         run(client, lambda: failure(client, "https://localhost/x"))
     assert connects.addresses == []
@@ -152,10 +151,9 @@ def test_the_systems_own_names_lead_to_no_exception() -> None:
 def test_of_several_addresses_only_those_that_are_allowed_are_connected_to() -> None:
     async def main() -> None:
         async with Receiver(host="127.0.0.2") as allowed, Receiver(host="127.0.0.1", port=allowed.port) as forbidden:
-            settings = config(allowed, allowed_networks=("127.0.0.2/32",))
-            client = WebhookClient(settings, look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+            client = WebhookClient(("127.0.0.2/32",), look_up=names("127.0.0.1", "127.0.0.2", "127.0.0.3"))
             with Connects() as connects:
-                await client.deliver(message(f"http://hooks.example:{allowed.port}/hook"), time.time())
+                await client.deliver(message(), at(f"http://hooks.example:{allowed.port}/hook"), time.time())
             assert connects.addresses == [("127.0.0.2", allowed.port)]
             assert (allowed.num_connections, forbidden.num_connections) == (1, 0)
             assert allowed.received[0].headers["host"] == f"hooks.example:{allowed.port}"
@@ -174,10 +172,10 @@ def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -
                 looks.append(host)
                 return names("127.0.0.2" if len(looks) == 1 else "127.0.0.1")(host, port)
 
-            client = WebhookClient(config(allowed, allowed_networks=("127.0.0.2/32",)), look_up=rebinding)
+            client = WebhookClient(("127.0.0.2/32",), look_up=rebinding)
             url = f"http://hooks.example:{allowed.port}/hook"
-            client.check(url, SECRET)
-            await client.deliver(message(url), time.time())
+            client.check(at(url))
+            await client.deliver(message(), at(url), time.time())
             assert looks == ["hooks.example"]
             with Connects() as connects:
                 assert "not a public one" in (await failure(client, url)).reason
@@ -192,7 +190,7 @@ def test_a_name_that_changes_its_address_between_two_looks_is_looked_up_once() -
 def test_redirects_are_not_followed(code: int) -> None:
     async def main() -> None:
         async with Receiver() as target, Receiver(lambda n: status(code, f"Location: {target.url}")) as receiver:
-            client = WebhookClient(config(receiver, target))
+            client = WebhookClient(LOCAL)
             failed = await failure(client, receiver.url)
             assert failed.reason == f"the receiver answered with {code}"
             assert (receiver.num_connections, target.num_connections) == (1, 0)
@@ -207,8 +205,8 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
             for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
                 monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
                 monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{proxy.port}")
-            client = WebhookClient(config(receiver))
-            await client.deliver(message(receiver.url), time.time())
+            client = WebhookClient(LOCAL)
+            await client.deliver(message(), at(receiver.url), time.time())
             assert (receiver.num_connections, proxy.num_connections) == (1, 0)
             client.close()
 
@@ -218,19 +216,36 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> None:
     async def main() -> None:
         async with Receiver() as receiver:
-            for refusing in (
-                {"allow_http": False},
-                {"ports": (receiver.port + 1,)},
-                {"allowed_networks": ("127.0.0.2/32", "::/0")},
-            ):
-                client = WebhookClient(config(receiver, **refusing))
+            for allowed_networks in ((), ("127.0.0.2/32", "::/0")):
+                client = WebhookClient(allowed_networks)
                 with pytest.raises(InvalidRequest):
-                    client.check(receiver.url, SECRET)
+                    client.check(at(receiver.url))
                 assert (await failure(client, receiver.url)).is_final
                 client.close()
             assert receiver.num_connections == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "url", ["http://hooks.example/x", "https://hooks.example:4443/x", "http://hooks.example:443/x"]
+)
+@pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"])
+def test_http_and_other_ports_never_lead_to_a_public_address(url: str, address: str) -> None:
+    """A name may be of an allowed network or not; that shows when it is looked up."""
+    client = WebhookClient(LOCAL, look_up=names(address))
+
+    async def use() -> None:
+        client.check(at(url))
+        failed = await failure(client, url)
+        assert failed.reason == "the host's name leads to an address that is not a public one"
+        host = f"[{address}]" if ":" in address else address
+        with pytest.raises(InvalidRequest):
+            client.check(at(url.replace("hooks.example", host)))
+
+    with Connects() as connects:
+        run(client, use)
+    assert connects.addresses == []
 
 
 @pytest.mark.parametrize(
@@ -254,9 +269,9 @@ def test_only_what_is_configured_may_be_reached_beside_public_addresses() -> Non
 def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None:
     async def main() -> None:
         async with Receiver(lambda n: answer) as receiver:
-            client = WebhookClient(config(receiver, timeout_s=0.3))
+            client = WebhookClient(LOCAL, timeout_s=0.3)
             if reason is None:
-                await client.deliver(message(receiver.url), time.time())
+                await client.deliver(message(), at(receiver.url), time.time())
             else:
                 failed = await failure(client, receiver.url)
                 assert failed.reason.startswith(reason)
@@ -267,11 +282,11 @@ def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None
         asyncio.run(main())
 
 
-def test_nobody_is_there() -> None:
+def test_a_refused_connection_is_a_failed_attempt() -> None:
     async def main() -> None:
         async with Receiver() as receiver:
-            settings = config(receiver)
-        client = WebhookClient(settings)
+            pass
+        client = WebhookClient(LOCAL)
         failed = await failure(client, receiver.url)
         assert failed.reason.startswith("the connection failed")
         assert not failed.is_final
@@ -287,7 +302,7 @@ def test_a_name_server_that_is_slow_costs_the_time_of_one_attempt() -> None:
         gate.wait(20)
         raise OSError("no such name")
 
-    client = WebhookClient(config(timeout_s=0.2), look_up=slow)
+    client = WebhookClient(timeout_s=0.2, look_up=slow)
 
     async def use() -> None:
         began = time.monotonic()
@@ -338,13 +353,12 @@ def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with Receiver(tls=server) as receiver:
-            settings = config(receiver, allow_http=False)
             look_up = names("127.0.0.1")
-            client = WebhookClient(settings, look_up=look_up, tls=trusting)
-            await client.deliver(message(f"https://hooks.example:{receiver.port}/hook"), time.time())
+            client = WebhookClient(LOCAL, look_up=look_up, tls=trusting)
+            await client.deliver(message(), at(f"https://hooks.example:{receiver.port}/hook"), time.time())
             assert len(receiver.received) == 1
             for host, tls in (("other.example", trusting), ("hooks.example", None)):
-                other = WebhookClient(settings, look_up=look_up, tls=tls)
+                other = WebhookClient(LOCAL, look_up=look_up, tls=tls)
                 failed = await failure(other, f"https://{host}:{receiver.port}/hook")
                 assert failed.reason == "the certificate is not one for this host"
                 other.close()
@@ -357,14 +371,14 @@ def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
 def test_what_arrives(tmp_path: Path) -> None:
     async def main() -> None:
         async with Receiver(lambda n: OK) as receiver:
-            client = WebhookClient(config(receiver))
-            await client.deliver(message(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
+            client = WebhookClient(LOCAL)
+            await client.deliver(message(), at(f"{receiver.url}?a=%20b&c"), 1_700_000_000.9)
             [received] = receiver.received
             assert received.line == "POST /hook?a=%20b&c HTTP/1.1"
             assert received.headers["content-type"] == "application/json"
             assert received.headers["webhook-id"] == "evt_1"
             assert received.headers["webhook-timestamp"] == "1700000000"
-            assert received.body == message("x").body()
+            assert received.body == message().body()
             client.close()
 
     asyncio.run(main())

@@ -11,14 +11,14 @@ from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.files import FileRoutes
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.handler import RequestHandler
-from app.jobs import BatchService
+from app.jobs import BatchLimits, BatchService
 
 
 def batch_routes(
     service: BatchService,
     handler: RequestHandler,
     *,
-    max_file_bytes: int,
+    max_file_bytes: int = BatchLimits().max_file_bytes,
     owner_of: Callable[[Request], str] = lambda request: "",
 ) -> list[Route]:
     """/v1/files, /v1/batches and /v1/batch over the service that keeps them.

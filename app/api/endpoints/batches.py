@@ -18,7 +18,8 @@ from app.api.http.body import read_json_object
 from app.api.http.headers import is_strict
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_ID_LENGTH, Schema, from_validation_error
-from app.jobs import BatchService, NewBatch, NewWebhook
+from app.jobs import BatchService, NewBatch
+from app.webhooks.receiver import WebhookReceiver
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
@@ -51,8 +52,8 @@ class WebhookRequest(Schema):
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
 
-    def as_new(self) -> NewWebhook:
-        return NewWebhook(url=self.url, secret=self.secret)
+    def as_receiver(self) -> WebhookReceiver:
+        return WebhookReceiver(url=self.url, secret=self.secret)
 
 
 class BatchRequest(Schema):
@@ -105,7 +106,7 @@ class BatchRoutes:
             input_file_id=asked.input_file_id,
             metadata=asked.metadata,
             output_expires_after_s=None if expires_after is None else expires_after.seconds,
-            webhook=None if asked.webhook is None else asked.webhook.as_new(),
+            webhook=None if asked.webhook is None else asked.webhook.as_receiver(),
         )
         return JSONResponse(await self._service.create_batch(new))
 

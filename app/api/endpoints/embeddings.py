@@ -10,7 +10,6 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
@@ -105,12 +104,12 @@ class EmbeddingsWriter(Writer):
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
         vectors = [b""] * len(progress.outputs)
-        with progress.metrics:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    progress.add(piece, keep_text=False)
-                    if piece.finish_reason is not None:
-                        vectors[piece.index] = _vector_of(piece)
+
+        def keep(piece: ChoiceDelta) -> None:
+            if piece.finish_reason is not None:
+                vectors[piece.index] = _vector_of(piece)
+
+        await progress.read(pieces, keep)
         progress.log_end()
         num_tokens = progress.call.num_prompt_tokens
         return {

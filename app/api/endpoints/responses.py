@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
-from app.api.http.errors import error_body, log_error
+from app.api.http.errors import error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
@@ -35,36 +35,12 @@ class ResponsesWriter(Writer):
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end and write the response."""
         response = ResponseBuilder(self.body, progress)
-        with progress.metrics:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    for _ in response.add(piece):
-                        pass  # no events are sent
+        await progress.read(pieces, lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
         progress.log_end()
         return response.as_json()
 
-    async def events(
-        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a call; they end with one that holds the whole response.
-
-        An error before the first event is raised, so that it can have a status of its own; a later one makes it a
-        failed response.
-        """
-        response = ResponseBuilder(self.body, progress)
-        try:
-            with progress.metrics:
-                async with aclosing(pieces):
-                    async for piece in pieces:
-                        for event in response.add(piece):
-                            yield named_event(event)
-            progress.log_end()
-        except Exception as error:
-            if not response.has_begun and not progress.is_open:
-                raise
-            log_error(error, progress.request_id)
-            for event in response.fail(error_body(error, progress.request_id)["error"]):
-                yield named_event(event)
+    def event_writer(self, progress: Progress) -> ResponseBuilder:
+        return ResponseBuilder(self.body, progress)
 
 
 class ResponseBuilder:
@@ -86,9 +62,20 @@ class ResponseBuilder:
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
+    def write(self, piece: ChoiceDelta) -> bytes:
+        """Add a delta and write its events."""
+        return b"".join(map(named_event, self.add(piece)))
+
+    def end(self) -> bytes:
+        """No events: the last delta has ended the response."""
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        """The events with which the response has failed."""
+        return b"".join(map(named_event, self._fail(error_body(error, self._progress.request_id)["error"])))
+
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
-        self._progress.add(piece, keep_text=False)
         if not piece.num_tokens and piece.finish_reason is None:
             return  # the request is queued; nothing is sent before the first token
         yield from self._begin()
@@ -103,8 +90,7 @@ class ResponseBuilder:
                 yield from self._say("")  # the end token has log-probabilities and no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
-    def fail(self, error: Json) -> Iterator[Json]:
-        """The response ends with an error object as the API has it."""
+    def _fail(self, error: Json) -> Iterator[Json]:
         yield from self._begin()
         self._status = "failed"
         code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"

@@ -95,7 +95,7 @@ class ShortBatchRoutes:
                     endpoint=prompts.endpoint,
                     input_file_id=file["id"],
                     metadata=asked.metadata,
-                    webhook=None if asked.webhook is None else asked.webhook.as_new(),
+                    webhook=None if asked.webhook is None else asked.webhook.as_receiver(),
                 )
             )
         except CarouselError:

@@ -46,6 +46,7 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    write_logprobs = staticmethod(chat_logprobs)
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         message: Json = {"role": "assistant", "content": output.text, "refusal": None}
@@ -65,9 +66,6 @@ class ChatFormat:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
 
-    def write_logprobs(self, tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
-        return chat_logprobs(tokens, names, num_top)
-
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         body |= prompt
 
@@ -83,6 +81,7 @@ class CompletionFormat:
 
     object = "text_completion"
     chunk_object = "text_completion"
+    write_logprobs = staticmethod(completion_logprobs)
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         return {"index": index, "text": output.text} | _ending(output.finish_reason, output.stop_reason)
@@ -93,15 +92,29 @@ class CompletionFormat:
         ending = _ending(piece.finish_reason, piece.stop_reason) | (details or {})
         return [{"index": piece.index, "text": piece.text} | ending]
 
-    def write_logprobs(self, tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
-        return completion_logprobs(tokens, names, num_top)
-
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         choice |= prompt
 
 
 def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
     return {"logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+
+
+class EventWriter(Protocol):
+    """Writes the server-sent events of one call."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an event."""
+
+    def write(self, piece: ChoiceDelta) -> bytes:
+        """The events for a delta that the progress has; b"" for one without content."""
+
+    def end(self) -> bytes:
+        """The events after the last delta."""
+
+    def fail(self, error: Exception) -> bytes:
+        """The events after an error."""
 
 
 class Writer(ABC):
@@ -111,13 +124,36 @@ class Writer(ABC):
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for the end of all choices and write one response."""
 
-    def events(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a call, for the bodies of the endpoint that can ask for them.
+    def event_writer(self, progress: Progress) -> EventWriter:
+        """For the bodies of the endpoint that can ask for a stream."""
+        raise AssertionError("no body of this endpoint asks for a stream")
+
+    async def events(
+        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a call.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
         event.
         """
-        raise AssertionError("no body of this endpoint asks for a stream")
+        writer = self.event_writer(progress)
+        try:
+            with progress.metrics:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        progress.add(piece, keep_text=False)
+                        written = writer.write(piece)
+                        if written:
+                            yield written
+            last = writer.end()
+            progress.log_end()
+        except Exception as error:
+            if not writer.has_begun and not progress.is_open:
+                raise
+            log_error(error, progress.request_id)
+            last = writer.fail(error)
+        if last:
+            yield last
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +165,12 @@ class ChoiceWriter(Writer):
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         call, form = progress.call, self.form
         details = DetailsWriter(call, form.write_logprobs) if call.detail_options else None
-        with progress.metrics:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    progress.add(piece, keep_text=True)
-                    if details is not None and piece.details is not None:
-                        details.keep(piece.index, piece.details)
+
+        def keep(piece: ChoiceDelta) -> None:
+            if details is not None and piece.details is not None:
+                details.keep(piece.index, piece.details)
+
+        await progress.read(pieces, keep, keep_text=True)
         progress.log_end()
         body = _envelope(call, form.object) | {"choices": [], "usage": progress.usage()}
         for request in range(len(progress.outputs)) if details is None else _best(call, details):
@@ -145,27 +181,8 @@ class ChoiceWriter(Writer):
             body["choices"].append(choice)
         return body
 
-    async def events(
-        self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]
-    ) -> AsyncGenerator[bytes, None]:
-        writer = _ChunkWriter(progress, self.form)
-        last = b""
-        try:
-            with progress.metrics:
-                async with aclosing(pieces):
-                    async for piece in pieces:
-                        written = writer.events(piece)
-                        if written:
-                            yield written
-            if progress.call.include_usage:
-                last = writer.usage_event()
-            progress.log_end()
-        except Exception as error:
-            if not writer.has_begun and not progress.is_open:
-                raise
-            log_error(error, progress.request_id)
-            last = event(error_body(error, progress.request_id))
-        yield last + DONE
+    def event_writer(self, progress: Progress) -> EventWriter:
+        return _ChunkWriter(progress, self.form)
 
 
 def _best(call: Call, details: DetailsWriter) -> list[int]:
@@ -197,9 +214,7 @@ class _ChunkWriter:
     def has_begun(self) -> bool:
         return bool(self._begun)
 
-    def events(self, piece: ChoiceDelta) -> bytes:
-        """Add a delta to the progress and write it; no events, b"", for a delta without content."""
-        self._progress.add(piece, keep_text=False)
+    def write(self, piece: ChoiceDelta) -> bytes:
         is_first = piece.index not in self._begun
         if not is_first and piece.finish_reason is None and not piece.calls and not self._events_differ:
             return self._text_events_of(piece.index).write(piece.text) if piece.text else b""
@@ -238,9 +253,13 @@ class _ChunkWriter:
             chunk["usage"] = self._progress.usage() if self._call.continuous_usage else None
         return chunk
 
-    def usage_event(self) -> bytes:
-        """The last chunk, without choices."""
-        return event(self._envelope | {"choices": [], "usage": self._progress.usage()})
+    def end(self) -> bytes:
+        if not self._call.include_usage:
+            return DONE
+        return event(self._envelope | {"choices": [], "usage": self._progress.usage()}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return event(error_body(error, self._progress.request_id)) + DONE
 
 
 _MARK = "\0"

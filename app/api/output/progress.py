@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,20 @@ class Progress:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.measured_reason is not None:
             self.metrics.finished(piece.index, piece.measured_reason)
+
+    async def read(
+        self,
+        pieces: AsyncGenerator[ChoiceDelta, None],
+        take: Callable[[ChoiceDelta], object],
+        *,
+        keep_text: bool = False,
+    ) -> None:
+        """Add all deltas of the call and hand each to `take`."""
+        with self.metrics:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    self.add(piece, keep_text=keep_text)
+                    take(piece)
 
     def open_if_queued(self) -> bool:
         """Whether the headers may be sent before the first token: only once a replica has accepted the request."""

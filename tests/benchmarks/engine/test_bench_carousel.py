@@ -9,8 +9,8 @@ import pytest
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.engine.engine import Engine
 from benchmarks.engine.carousel import Carousel
-from benchmarks.engine.contender import measured_runs
 from benchmarks.engine.engine_setup import check_fit, num_blocks_for, with_room
+from benchmarks.engine.run import measured_runs
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.settings import parse_assignments
 from benchmarks.harness.workload import TimedRequest, Workload

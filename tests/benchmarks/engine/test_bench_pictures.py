@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine import strategies
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.engine.service_figures import Served, ServiceFigures
+from benchmarks.engine.service_figures import Served, service_figures
 from benchmarks.engine.step_trace import Step
 from benchmarks.engine.strategies import Outcome
 from benchmarks.harness.command import BenchmarkError
@@ -30,7 +30,7 @@ def outcome(name: str, *, load: float = 1.0, seconds: float = 2.0) -> Outcome:
         load=load,
         rate=None,
         settings={},
-        figures=ServiceFigures.of(WORKLOAD, served, None),
+        figures=service_figures(WORKLOAD, served, None),
         num_equal_outputs=1,
         served=served,
         num_slots=4,
@@ -52,9 +52,9 @@ def test_static_stands_against_continuous_and_else_the_first_against_the_last() 
     pytest.importorskip("matplotlib")
     from benchmarks.engine.pictures import gantt_pair
 
-    names = ("dynamic fcfs", "continuous fcfs", "static:batch_size=2 fcfs", "continuous sjf")
+    names = ("dynamic fcfs", "continuous fcfs", "static fcfs", "continuous sjf")
     found = {name: outcome(name) for name in names}
-    assert [one.name for one in gantt_pair(list(found.values()))] == ["static:batch_size=2 fcfs", "continuous fcfs"]
+    assert [one.name for one in gantt_pair(list(found.values()))] == ["static fcfs", "continuous fcfs"]
     assert [one.name for one in gantt_pair([found[name] for name in names[:2]])] == list(names[:2])
     silent = replace(found["dynamic fcfs"], served=replace(found["dynamic fcfs"].served, steps=()))
     assert gantt_pair([silent]) == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine.run import Run, Timeline
-from benchmarks.engine.service_figures import Promise, Served, ServiceFigures, jain, jain_over_tenants
+from benchmarks.engine.service_figures import Promise, Served, jain, jain_over_tenants, service_figures
 from benchmarks.engine.step_trace import Step
 from benchmarks.harness.workload import TimedRequest, Workload
 from tests.fakes import make_request
@@ -40,14 +40,14 @@ SERVED = Served(
 
 
 def test_times_are_those_of_the_answered_and_waits_end_with_the_first_step() -> None:
-    found = ServiceFigures.of(WORKLOAD, SERVED, None)
-    assert (found.num_requests, found.num_failed) == (3, 1)
-    assert (found.requests_per_s, found.output_tokens_per_s) == (0.2, 0.4)
-    assert (found.latency_mean_s, found.latency_p50_s) == (5.5, 5.5)
-    assert (found.queue_wait_mean_s, found.queue_wait_longest_s) == (1.75, 3.0)
-    assert found.itl_p50_s == 3
-    assert (found.bubble_share, found.padding_share, found.preemptions) == (0.25, 0, 1)
-    assert (found.slo_share, found.jain_index) == (None, None)
+    found = service_figures(WORKLOAD, SERVED, None)
+    assert (found["num_requests"], found["num_failed"]) == (3, 1)
+    assert (found["requests_per_s"], found["output_tokens_per_s"]) == (0.2, 0.4)
+    assert (found["latency_mean_s"], found["latency_p50_s"]) == (5.5, 5.5)
+    assert (found["queue_wait_mean_s"], found["queue_wait_longest_s"]) == (1.75, 3.0)
+    assert found["itl_p50_s"] == 3
+    assert (found["bubble_share"], found["preemptions"]) == (0.25, 1)
+    assert (found["slo_share"], found["jain_index"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_times_are_those_of_the_answered_and_waits_end_with_the_first_step() -> 
     ],
 )
 def test_goodput_counts_every_request_and_a_failed_one_as_a_broken_promise(promise: Promise, share: float) -> None:
-    found = ServiceFigures.of(WORKLOAD, SERVED, promise)
-    assert found.slo_share == share
-    assert found.slo_requests_per_s == pytest.approx(share * 3 / 10, abs=1e-4)
+    found = service_figures(WORKLOAD, SERVED, promise)
+    assert found["slo_share"] == share
+    assert found["slo_requests_per_s"] == pytest.approx(share * 3 / 10, abs=1e-4)
 
 
 def test_an_engine_that_does_not_stream_has_no_first_token_but_a_latency() -> None:
     run = Run(seconds=2, timelines={"a": timeline(0, 2)}, streams=False)
-    found = ServiceFigures.of(workload(a=""), Served(run=run, joined_s={"a": 0}), None)
-    assert (found.ttft_p50_s, found.itl_p50_s, found.latency_p50_s) == (None, None, 2)
+    found = service_figures(workload(a=""), Served(run=run, joined_s={"a": 0}), None)
+    assert (found["ttft_p50_s"], found["itl_p50_s"], found["latency_p50_s"]) == (None, None, 2)
 
 
 def step(began_s: float, **num_tokens: int) -> Step:

@@ -45,7 +45,6 @@ def test_every_strategy_and_policy_serves_the_same_arrivals_with_the_same_tokens
         assert (trial["num_output_tokens"], trial["num_failed"], trial["slo_share"]) == (24, 0, 1)
         assert 0 < trial["ttft_p50_s"] <= trial["latency_p50_s"] <= trial["latency_p95_s"] <= trial["latency_p99_s"]
         assert 0 <= trial["bubble_share"] < 1
-        assert trial["padding_share"] == 0
     by_name = {trial["name"]: trial for trial in found["trials"]}
     assert by_name["static fcfs"]["bubble_share"] > by_name["continuous fcfs"]["bubble_share"]
     assert by_name["static fcfs"]["settings"]["strategy"]["batch_size"] == 2
@@ -63,18 +62,6 @@ def test_every_load_is_a_multiple_of_the_capacity_that_was_measured(
     assert [trial["load"] for trial in found["trials"]] == [2, 4]
     for trial in found["trials"]:
         assert trial["rate"] == pytest.approx(trial["load"] * found["capacity_requests_per_s"])
-
-
-def test_padding_is_waste_outside_the_engine(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert strategies.main([*common, "--arrival", "burst:4", "--strategies", "static", "--baselines"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    engine, *padded = found["trials"]
-    assert [trial["name"] for trial in padded] == ["hf static", "hf dynamic", "hf sorted"]
-    assert engine["padding_share"] == 0
-    for trial in padded:
-        assert trial["num_equal_outputs"] == 4
-        assert 0 < trial["padding_share"] < 1
-        assert (trial["ttft_p50_s"], trial["bubble_share"]) == (None, None)
 
 
 def test_requests_without_a_deadline_get_one(common: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
-from benchmarks.engine import profile, throughput
+from benchmarks.engine import throughput
 from benchmarks.harness.workload import read_workload
 from benchmarks.peers import hf as peers
 from tests.fakes import run_to_end
@@ -89,18 +89,6 @@ def test_a_peer_draws_the_same_tokens(
     assert (found["engine"], found["num_output_tokens"]) == (name, 24)
     assert (found["ttft_p50_s"] is None) == (name == "hf-static-8")  # it delivers only at the end
     assert found["num_steps"] is None
-
-
-def test_a_profile_takes_the_whole_apart(
-    demo_path: Path, workload_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profile.main([*common(demo_path, workload_path), "--repeat", "1"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out.splitlines()[-1])
-    assert "| linear layers " in out
-    assert "there is no" not in err
-    assert sum(found["parts_s"].values()) == pytest.approx(found["timed_seconds"], rel=0.01)
-    assert all(found["parts_s"][part] > 0 for part in ("schedule", "inputs", "linear layers", "attention", "sampling"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.command import BenchmarkError, report
+from benchmarks.harness.command import BenchmarkError, command_parser, run_command
 from benchmarks.service import canary, fuzz, online
 
 SOUND: dict[ModuleType, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, figures: dict[str,
         "service": lambda *_: nullcontext(),
         "_run": searched,
         "attack": lambda *_: figures,
-        "measure": lambda *_: ([], figures),
+        "measure": lambda *_: figures,
     }
     for name in nothing.keys() & vars(program).keys():
         monkeypatch.setattr(program, name, nothing[name])
@@ -77,8 +77,8 @@ def test_bad_figures_are_kept_and_are_the_status(
 
 
 def test_what_cannot_be_measured_is_said_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    def measure() -> dict[str, Any]:
+    def measure(_: Namespace) -> dict[str, Any]:
         raise BenchmarkError("there is no model")
 
-    assert report(measure, Namespace(), is_bad=lambda figures: True) == 2
+    assert run_command(command_parser("x", None), measure, [], is_bad=lambda figures: True) == 2
     assert capsys.readouterr() == ("", "error: there is no model\n")

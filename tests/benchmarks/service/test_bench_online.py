@@ -19,8 +19,6 @@ from benchmarks.service.arrivals import Arrivals
 from benchmarks.service.open_loop import Extent, completion_request, schedule
 from tests.benchmarks.servers import refusal, serving, simulated_service, stream, told_server
 
-NUM_SENT = 50
-
 
 @pytest.fixture
 def workload_path(tmp_path: Path) -> Path:
@@ -89,38 +87,12 @@ def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytes
     assert 0 < found["refusal_p50_ms"] < 200
 
 
-@pytest.mark.parametrize(("told_late_s", "error_s", "admitted"), [(0.5, 0.5, 1.0), (-0.5, -0.5, 0.0)])
-def test_a_promise_is_held_against_the_first_time_that_is_possible(
-    workload_path: Path, capsys: pytest.CaptureFixture[str], told_late_s: float, error_s: float, admitted: float
-) -> None:
-    opens_at = 0.0
-
-    def answer(number: int) -> Any:
-        nonlocal opens_at
-        if number in (0, NUM_SENT):  # each of the two runs finds it full at first
-            opens_at = time.monotonic() + 0.7
-        full_for_s = opens_at - time.monotonic()
-        return stream(num_tokens=1) if full_for_s <= 0 else refusal(retry_after_s=max(full_for_s + told_late_s, 0.01))
-
-    with serving(told_server(answer)) as url:
-        options = ["--rate", "30", "--requests", str(NUM_SENT), "--warm-up", "0", "--retry-check"]
-        found = run(url, workload_path, *options, capsys=capsys)
-    retry = found["retry"]
-    assert 10 < found["errors"]["429"] < 35
-    assert retry["num_probed"] == 1
-    # The probe asks every 0.25 s, so it is let in up to that much after it could have been.
-    assert error_s - 0.4 < retry["retry_error_median_s"] < error_s + 0.05
-    assert retry["num_returned"] > 8
-    assert retry["returned_admitted_share"] == pytest.approx(admitted, abs=0.1)
-    assert retry["num_not_due"] == 0
-
-
 def test_a_sweep_has_a_row_for_each_factor(
     demo_path: Path, workload_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with simulated_service(demo_path, step_ms=20, max_running=2, max_waiting=2) as url:
         arguments = ["--base-url", url, "--model", "simulated", "--workload", str(workload_path)]
-        sweep = ["--sweep", "0.5,8", "--capacity", "14", "--duration", "0.7", "--retry-check"]
+        sweep = ["--sweep", "0.5,8", "--capacity", "14", "--duration", "0.7"]
         assert online.main([*arguments, *sweep]) == 0
     out = capsys.readouterr().out
     slow, fast = json.loads(out.splitlines()[-1])["rows"]
@@ -128,7 +100,6 @@ def test_a_sweep_has_a_row_for_each_factor(
     assert slow["num_requests"] < 15 < fast["num_requests"]
     assert slow["refused_share"] < 0.3 < fast["refused_share"]
     assert fast["refusal_p50_ms"] < 1000
-    assert fast["retry"]["num_without_promise"] == 0
     assert len(out.splitlines()) == 2 + 2 + 1
 
 

@@ -37,7 +37,7 @@ def test_every_token_is_counted_over_the_time_of_all(demo_path: Path) -> None:
     with simulated_service(demo_path, step_ms=10) as url:
         target = Target.parse(url)
         figures = asyncio.run(serve(target, workload(3, 8, 5), model_name="simulated"))
-        assert (figures.num_answered, figures.num_output_tokens) == (3, 16)
-        assert 0 < figures.output_tokens_per_s < 16 / (8 * 0.01)
+        assert (figures["num_answered"], figures["num_output_tokens"]) == (3, 16)
+        assert 0 < figures["output_tokens_per_s"] < 16 / (8 * 0.01)
         with pytest.raises(BenchmarkError, match=r"1 of 2 requests failed: .*400"):
             asyncio.run(serve(target, workload(3, 1_000_000), model_name="simulated"))

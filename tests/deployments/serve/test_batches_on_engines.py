@@ -67,7 +67,7 @@ def test_every_line_ends_once_though_an_engine_and_then_the_process_of_batches_a
         },
         "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
     }
-    batches = {"path": str(tmp_path / "batches"), "num_cpus": 0.05, "through": "pool"}
+    batches = {"path": str(tmp_path / "batches"), "engines": 1}
     args = {"models": [model], "batches": batches}
     with (
         deployed(MODEL, args) as url,

@@ -156,9 +156,9 @@ def test_replicas_come_with_the_load_go_with_it_and_come_back_without_a_failed_r
     assert statuses
     assert set(statuses) == {200}
     down_s = seconds_until(lambda: num_replicas() == 0)
-    # Who asks how it goes does not wake it.
+    # Requests for its state start no replica.
     assert httpx.get(f"{url}/ready").status_code == 200
-    complete_scrape(url)  # nobody is missing of a model that has no replicas
+    complete_scrape(url)  # no process is missing of a model that has no replicas
     assert num_replicas() == 0
     begin = time.monotonic()
     assert ask(url, max_tokens=3) == 200

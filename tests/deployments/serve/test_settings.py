@@ -1,4 +1,4 @@
-"""What an operator reads who has made a mistake in the Serve config."""
+"""The messages about mistakes in the Serve config."""
 
 from __future__ import annotations
 
@@ -257,7 +257,6 @@ def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], m
     [
         ({"url": "https://a.example/"}, "batches.webhooks: url and secret_file go together: set both or neither"),
         ({"allowed_networks": ["10.0.0.1/8"]}, "batches.webhooks.allowed_networks: 10.0.0.1/8 has host bits set"),
-        ({"ports": [0]}, "batches.webhooks.ports[0]: got 0; must be greater than or equal to 1"),
         ({"url": "http://a.example/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url should begin with"),
         ({"url": "https://127.0.0.1/", "secret_file": "SECRET"}, "batches.webhooks.url: webhook.url names an address"),
         ({"url": "https://a.example/", "secret_file": "missing"}, "batches.webhooks.secret_file: missing: No such"),

@@ -1,15 +1,15 @@
-"""The messages that are to go out when batches end, in the catalog's database: written down before they are sent."""
+"""The messages about the ends of batches, in the catalog's database: kept from the batch's beginning on."""
 
 from __future__ import annotations
 
 import sqlite3
+import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from app.jobs.job import JobState, Json
-from app.jobs.service import NewWebhook
+from app.webhooks.client import WebhookMessage
+from app.webhooks.receiver import WebhookReceiver
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS messages (batch_id PRIMARY KEY, id, url, secret, state, event, ended_at, num_attempts,
@@ -27,49 +27,28 @@ class DeliveryState(StrEnum):
     GIVEN_UP = "given_up"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewMessage:
-    """A message for the end of a batch; to the default receiver where none is named."""
-
-    id: str
-    receiver: NewWebhook | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DueMessage:
-    """A message that the receiver has not confirmed yet."""
-
-    id: str
-    batch_id: str
-    owner: str
-    receiver: NewWebhook | None
-    event: str
-    ended_at: int  # when the batch did, in seconds since 1970
-    num_attempts: int  # the one that was taken included
-
-
 class WebhookOutbox:
     """The table. Changes that belong to a batch's are made in the transaction that is open."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def add(self, batch_id: str, new: NewMessage) -> None:
-        """For a new batch. Part of a transaction."""
-        url, secret = (new.receiver.url, new.receiver.secret) if new.receiver else (None, None)
+    def add(self, batch_id: str, receiver: WebhookReceiver | None) -> None:
+        """For a new batch; to the default receiver where none is named. Part of a transaction."""
+        url, secret = (receiver.url, receiver.secret) if receiver else (None, None)
         self._connection.execute(
             "INSERT INTO messages (batch_id, id, url, secret, state, num_attempts) VALUES (?, ?, ?, ?, ?, 0)",
-            (batch_id, new.id, url, secret, DeliveryState.WAITING.value),
+            (batch_id, f"evt_{uuid.uuid4().hex}", url, secret, DeliveryState.WAITING.value),
         )
 
-    def job_ended(self, batch_id: str, status: JobState, at: int) -> None:
+    def batch_ended(self, batch_id: str, status: str, at: int) -> None:
         """From now on its message, if there is one, is to be sent. Part of a transaction."""
         self._connection.execute(
             "UPDATE messages SET state = ?, event = ?, ended_at = ?, due_at = ? WHERE batch_id = ? AND state = ?",
-            (DeliveryState.PENDING.value, f"batch.{status.value}", at, at, batch_id, DeliveryState.WAITING.value),
+            (DeliveryState.PENDING.value, f"batch.{status}", at, at, batch_id, DeliveryState.WAITING.value),
         )
 
-    def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[DueMessage]:
+    def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[WebhookMessage]:
         """The messages that are due, each as one more attempt; due again at `until`. A transaction of its own.
 
         Owners with the fewest messages in `being_sent` go first, so that none waits behind all the messages of another.
@@ -88,10 +67,10 @@ class WebhookOutbox:
                 WHERE batch_id IN ({_marks(owners)}) RETURNING *""",
             (until, *owners),
         ).fetchall()
-        return [_due_message(row, owners[row["batch_id"]]) for row in rows]
+        return [_message(row, owners[row["batch_id"]]) for row in rows]
 
     def num_pending(self) -> int:
-        """WebhookOutbox that are to be sent, now or later."""
+        """Messages that are to be sent, now or later."""
         query = "SELECT count(*) FROM messages WHERE state = ?"
         [number] = self._connection.execute(query, (DeliveryState.PENDING.value,)).fetchone()
         return int(number)
@@ -101,20 +80,20 @@ class WebhookOutbox:
         [due_at] = self._connection.execute("SELECT min(due_at) FROM messages").fetchone()
         return None if due_at is None else float(due_at)
 
-    def put_off(self, message: DueMessage, until: float, reason: str) -> None:
+    def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
         """An attempt has failed; there is another one at `until`."""
         self._connection.execute(
             "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)
         )
 
-    def end(self, message: DueMessage, state: DeliveryState, reason: str | None = None) -> None:
+    def end(self, message: WebhookMessage, state: DeliveryState, reason: str | None = None) -> None:
         """No more attempts. What was for the receiver only is forgotten."""
         self._connection.execute(
             "UPDATE messages SET state = ?, reason = ?, due_at = NULL, url = NULL, secret = NULL WHERE batch_id = ?",
             (state.value, reason, message.batch_id),
         )
 
-    def shown(self, batch_ids: Sequence[str]) -> dict[str, Json]:
+    def shown(self, batch_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What clients see of their batches' messages, by batch."""
         query = (
             f"SELECT batch_id, id, state, num_attempts, reason FROM messages WHERE batch_id IN ({_marks(batch_ids)})"
@@ -126,19 +105,19 @@ def _marks(values: Collection[str]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _due_message(row: Any, owner: str) -> DueMessage:
-    return DueMessage(
+def _message(row: Any, owner: str) -> WebhookMessage:
+    return WebhookMessage(
         id=row["id"],
         batch_id=row["batch_id"],
         owner=owner,
-        receiver=None if row["url"] is None else NewWebhook(url=row["url"], secret=row["secret"]),
+        receiver=None if row["url"] is None else WebhookReceiver(url=row["url"], secret=row["secret"]),
         event=row["event"],
         ended_at=row["ended_at"],
         num_attempts=row["num_attempts"],
     )
 
 
-def _shown(row: Any) -> Json:
+def _shown(row: Any) -> dict[str, Any]:
     return {
         "id": row["id"],
         "status": row["state"],

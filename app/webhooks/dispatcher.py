@@ -1,4 +1,4 @@
-"""Sends the messages of ended batches until they arrive or are given up, from wherever a crash has left them."""
+"""Sends the messages of ended batches until they arrive or are given up, from where a crash has left them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from app.config import WebhooksConfig
-from app.jobs.one_thread import OneThread
-from app.jobs.service import NewWebhook
-from app.jobs.webhook_outbox import DeliveryState, DueMessage, WebhookOutbox
-from app.webhooks import DeliveryFailed, WebhookClient, WebhookMessage, default_secret
+from app.disk import OneThread
+from app.webhooks.client import DeliveryFailed, WebhookClient, WebhookMessage
+from app.webhooks.outbox import DeliveryState, WebhookOutbox
+from app.webhooks.receiver import WebhookReceiver, default_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,23 @@ MAX_ATTEMPTS = 1000  # those that a crash cut short included
 MAX_SLEEP_S = 60.0
 STORAGE_PAUSE_S = 5.0
 _LEASE_S = 5.0  # beyond the time of an attempt, for booking it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrySchedule:
+    """When a failed attempt is made again. A service has no reason to change it; tests have shorter pauses."""
+
+    first_pause_s: float = 5.0  # a receiver that is just restarted is back by then
+    max_pause_s: float = 3600.0  # a receiver that was down for long has its messages within an hour
+    give_up_after_s: float = 86_400.0  # a day, as long as a batch may take
+
+    def pause_s(self, num_attempts: int, rng: random.Random) -> float:
+        """Seconds after so many failed attempts: twice as long each time, up to a bound.
+
+        Between half of the whole pause and all of it, so that messages that failed together do not stay together.
+        """
+        whole = min(self.first_pause_s * 2.0 ** min(num_attempts - 1, 64), self.max_pause_s)
+        return whole * rng.uniform(0.5, 1.0)
 
 
 class WebhookDispatcher:
@@ -34,14 +52,19 @@ class WebhookDispatcher:
         thread: OneThread,
         client: WebhookClient,
         config: WebhooksConfig,
+        retries: RetrySchedule,
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """`outbox` is used in `thread` only; `clock` gives seconds since 1970; `rng` spreads the attempts."""
+        """`outbox` is used in `thread` only; `config` has the default receiver; `clock` gives seconds since 1970.
+
+        `rng` spreads the attempts.
+        """
         self._outbox = outbox
         self._thread = thread
         self._client = client
         self._config = config
+        self._retries = retries
         self._clock = clock
         self._rng = rng
         self._woken = asyncio.Event()
@@ -75,13 +98,13 @@ class WebhookDispatcher:
         now = self._clock()
         if due_at is None or due_at > now:
             return MAX_SLEEP_S if due_at is None else min(due_at - now, MAX_SLEEP_S)
-        until = now + self._config.timeout_s + _LEASE_S
+        until = now + self._client.timeout_s + _LEASE_S
         for message in await self._thread.run(self._outbox.take, now, until, room, dict(self._being_sent)):
             self._being_sent[message.owner] += 1
             group.create_task(self._send(message))
         return 0.0
 
-    async def _send(self, message: DueMessage) -> None:
+    async def _send(self, message: WebhookMessage) -> None:
         try:
             await self._attempt(message)
         except (OSError, sqlite3.Error):  # it comes again when its time as taken is over
@@ -90,10 +113,10 @@ class WebhookDispatcher:
             self._being_sent -= Counter([message.owner])
             self.wake()
 
-    async def _attempt(self, message: DueMessage) -> None:
+    async def _attempt(self, message: WebhookMessage) -> None:
         self.num_attempts += 1
         try:
-            await self._client.deliver(await self._message(message), self._clock())
+            await self._client.deliver(message, await self._receiver_of(message), self._clock())
         except DeliveryFailed as failure:
             await self._failed(message, failure)
         except Exception:
@@ -104,10 +127,10 @@ class WebhookDispatcher:
             self.num_delivered += 1
             await self._thread.run(self._outbox.end, message, DeliveryState.DELIVERED)
 
-    async def _failed(self, message: DueMessage, failure: DeliveryFailed) -> None:
-        pause = pause_s(message.num_attempts, self._config, self._rng)
+    async def _failed(self, message: WebhookMessage, failure: DeliveryFailed) -> None:
+        pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
-        is_late = next_at > message.ended_at + self._config.give_up_after_s
+        is_late = next_at > message.ended_at + self._retries.give_up_after_s
         if failure.is_final or is_late or message.num_attempts >= MAX_ATTEMPTS:
             logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1
@@ -119,33 +142,13 @@ class WebhookDispatcher:
         )  # fmt: skip
         await self._thread.run(self._outbox.put_off, message, next_at, failure.reason)
 
-    async def _message(self, message: DueMessage) -> WebhookMessage:
-        receiver = message.receiver
+    async def _receiver_of(self, message: WebhookMessage) -> WebhookReceiver:
+        if message.receiver is not None:
+            return message.receiver
+        try:
+            receiver = await asyncio.to_thread(default_receiver, self._config)
+        except (OSError, ValueError):
+            raise DeliveryFailed("the file with the secret cannot be read") from None
         if receiver is None:
-            receiver = await asyncio.to_thread(_default_receiver, self._config)
-        return WebhookMessage(
-            id=message.id,
-            url=receiver.url,
-            secret=receiver.secret,
-            event=message.event,
-            subject_id=message.batch_id,
-            created_at=message.ended_at,
-        )
-
-
-def pause_s(num_attempts: int, config: WebhooksConfig, rng: random.Random) -> float:
-    """Seconds after so many failed attempts: twice as long each time, up to a bound, and never all at the same moment.
-
-    Between half of the whole pause and all of it.
-    """
-    whole = min(config.first_pause_s * 2.0 ** min(num_attempts - 1, 64), config.max_pause_s)
-    return whole * rng.uniform(0.5, 1.0)
-
-
-def _default_receiver(config: WebhooksConfig) -> NewWebhook:
-    if config.url is None:
-        raise DeliveryFailed("there is no default receiver any more", is_final=True)
-    try:
-        return NewWebhook(url=config.url, secret=default_secret(config))
-    except (OSError, ValueError):
-        raise DeliveryFailed("the file with the secret cannot be read") from None
+            raise DeliveryFailed("there is no default receiver any more", is_final=True)
+        return receiver

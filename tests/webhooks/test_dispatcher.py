@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,37 @@ import pytest
 
 from app.config import WebhooksConfig
 from app.errors import InvalidRequest, Overloaded, Unavailable
-from app.jobs import NewBatch, NewWebhook, PageOf
+from app.jobs import BatchLimits, NewBatch, PageOf
 from app.jobs.local_service import LocalBatchService
-from app.jobs.webhook_dispatcher import pause_s
-from app.webhooks import WebhookClient
+from app.webhooks.client import WebhookClient
+from app.webhooks.dispatcher import RetrySchedule
+from app.webhooks.receiver import WebhookReceiver
 from tests import waiting
 from tests.jobs.lives import CHAT, OWNER, Crash, Echo, Writes, input_line, jsonl, until, upload
 from tests.jobs.lives import service_in as in_folder
 from tests.jobs.test_batch_runner import raising
-from tests.webhooks.receivers import OK, SECRET, Received, Receiver, config, status
+from tests.webhooks.receivers import LOCAL, OK, QUICKLY, SECRET, Received, Receiver, at, status
 
 ONE = jsonl(input_line("one"))
 verifier = openai.OpenAI(api_key="none").webhooks
 
 
 def service_in(
-    folder: Path, webhooks: WebhooksConfig, answer: Any = None, clock: Callable[[], float] = time.time, **settings: Any
+    folder: Path,
+    answer: Any = None,
+    *,
+    webhooks: WebhooksConfig = WebhooksConfig(allowed_networks=LOCAL),  # noqa: B008 - frozen
+    timeout_s: float = 5.0,
+    retries: RetrySchedule = QUICKLY,
+    **settings: Any,
 ) -> LocalBatchService:
-    return in_folder(folder, answer or Echo(), clock=clock, webhooks=webhooks, **settings)
+    client = WebhookClient(webhooks.allowed_networks, timeout_s=timeout_s)
+    return in_folder(folder, answer or Echo(), webhooks=webhooks, client=client, retries=retries, **settings)
 
 
 async def begin(service: LocalBatchService, url: str | None, content: bytes = ONE, owner: str = OWNER) -> str:
     file_id = await upload(service, content, owner=owner)
-    webhook = None if url is None else NewWebhook(url=url, secret=SECRET)
+    webhook = None if url is None else at(url)
     new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_id, webhook=webhook)
     return str((await service.create_batch(new))["id"])
 
@@ -59,7 +66,7 @@ def read(received: Received, secret: str = SECRET) -> Any:
 
 def test_the_receiver_hears_once_of_the_end_of_a_batch(tmp_path: Path) -> None:
     async def main() -> None:
-        async with Receiver() as receiver, service_in(tmp_path, config(receiver)) as service:
+        async with Receiver() as receiver, service_in(tmp_path) as service:
             batch_id = await begin(service, receiver.url)
             batch = await until(service, batch_id)
             shown = await webhook_of(service, batch_id, "delivered")
@@ -81,7 +88,7 @@ def test_every_kind_of_end_is_told(tmp_path: Path) -> None:
     slow = jsonl(input_line("slow"))
 
     async def main() -> None:
-        async with Receiver() as receiver, service_in(tmp_path, config(receiver), echo, window_s=1) as service:
+        async with Receiver() as receiver, service_in(tmp_path, echo, limits=BatchLimits(window_s=1)) as service:
             failed = await begin(service, receiver.url, b"nonsense\n")
             expired = await begin(service, receiver.url, slow)
             cancelled = await begin(service, receiver.url, slow)
@@ -97,7 +104,7 @@ def test_a_receiver_that_fails_is_tried_again_with_the_same_message(tmp_path: Pa
     async def main() -> None:
         answers = [status(500), None, b"nonsense\r\n\r\n", status(302, "Location: /"), OK]
         async with Receiver(lambda n: answers[n]) as receiver:
-            async with service_in(tmp_path, config(receiver, timeout_s=0.1)) as service:
+            async with service_in(tmp_path, timeout_s=0.1) as service:
                 batch_id = await begin(service, receiver.url)
                 shown = await webhook_of(service, batch_id, "delivered")
                 assert shown["attempts"] == 5
@@ -122,10 +129,10 @@ def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> N
 
     async def main() -> None:
         async with Receiver() as receiver:
-            port, webhooks = receiver.port, config(receiver, first_pause_s=60, max_pause_s=600)
+            port, retries = receiver.port, RetrySchedule(first_pause_s=60, max_pause_s=600)
         batch_id = ""
         for life in range(3):
-            async with service_in(tmp_path, webhooks, clock=clock) as service:
+            async with service_in(tmp_path, retries=retries, clock=clock) as service:
                 batch_id = batch_id or await begin(service, receiver.url)
                 async with asyncio.timeout(10):
                     while True:
@@ -136,7 +143,7 @@ def test_a_receiver_that_is_down_hears_of_it_after_restarts(tmp_path: Path) -> N
                 assert shown["status"] == "pending"
                 assert shown["last_error"].startswith("the connection failed")
             clock.at += 1200
-        async with Receiver(port=port) as up, service_in(tmp_path, webhooks, clock=clock) as service:
+        async with Receiver(port=port) as up, service_in(tmp_path, retries=retries, clock=clock) as service:
             shown = await webhook_of(service, batch_id, "delivered")
             assert [read_at(each, clock.at) for each in up.received] == [batch_id]
             assert shown["attempts"] == 4
@@ -156,11 +163,11 @@ def test_what_was_delivered_but_not_booked_comes_again_as_the_same_message(tmp_p
     async def main() -> None:
         held = True
         async with Receiver(lambda n: None if held else OK) as receiver:
-            async with service_in(tmp_path, config(receiver), clock=clock) as service:
+            async with service_in(tmp_path, clock=clock) as service:
                 batch_id = await begin(service, receiver.url)
                 await receiver.got(1)  # and no more is heard of the process that sent it
             held = False
-            async with service_in(tmp_path, config(receiver), clock=clock) as service:
+            async with service_in(tmp_path, clock=clock) as service:
                 await asyncio.sleep(0.05)
                 assert len(receiver.received) == 1, "an attempt may still be under way"
                 clock.at += 11
@@ -178,7 +185,7 @@ async def life_and_death(folder: Path, writes: Writes, num_writes: int) -> bool:
     """Whether a process died at this write, after which the receiver heard of the end in its next life."""
     clock = Clock()
     async with Receiver() as receiver:
-        async with service_in(folder, config(receiver), clock=clock) as service:
+        async with service_in(folder, clock=clock) as service:
             writes.left = num_writes
             with suppress(Crash, Unavailable):
                 batch_id = await begin(service, receiver.url)
@@ -188,7 +195,7 @@ async def life_and_death(folder: Path, writes: Writes, num_writes: int) -> bool:
                     await asyncio.sleep(0.001)
         writes.left = None
         clock.at += 100  # so that what was under way is due again
-        async with service_in(folder, config(receiver), clock=clock) as service:
+        async with service_in(folder, clock=clock) as service:
             for batch in (await service.batches(PageOf(owner=OWNER, limit=10)))["data"]:
                 await webhook_of(service, batch["id"], "delivered")
                 assert len({(each.headers["webhook-id"], each.body) for each in receiver.received}) == 1
@@ -206,12 +213,12 @@ def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
     assert num_points > 20, "every write was a point of death"
 
 
-def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path: Path) -> None:
+def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_path: Path) -> None:
     async def main() -> None:
-        webhooks = {"max_pause_s": 0.01, "give_up_after_s": 0.3}
+        retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
         async with (
             Receiver(lambda n: status(500)) as receiver,
-            service_in(tmp_path, config(receiver, **webhooks)) as service,
+            service_in(tmp_path, retries=retries) as service,
         ):
             batch_id = await begin(service, receiver.url)
             shown = await webhook_of(service, batch_id, "given_up")
@@ -231,7 +238,8 @@ def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     monkeypatch.setattr(WebhookClient, "_status", broken)
 
     async def main() -> None:
-        async with service_in(tmp_path, config(ports=(443,), max_pause_s=0.05, give_up_after_s=1.2)) as service:
+        retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05, give_up_after_s=1.2)
+        async with service_in(tmp_path, retries=retries) as service:
             shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
             assert shown["last_error"] == "this server failed on it; its log has the reason"
             assert shown["attempts"] > 1
@@ -242,19 +250,19 @@ def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
 
 def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with Receiver(lambda n: status(410)) as receiver, service_in(tmp_path, config(receiver)) as service:
+        async with Receiver(lambda n: status(410)) as receiver, service_in(tmp_path) as service:
             shown = await webhook_of(service, await begin(service, receiver.url), "given_up")
             assert shown["attempts"] == len(receiver.received) == 1
 
     asyncio.run(main())
 
 
-def test_slow_receivers_hold_up_nobody(tmp_path: Path) -> None:
+def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             Receiver(lambda n: None) as slow,
             Receiver() as quick,
-            service_in(tmp_path, config(slow, quick, timeout_s=60)) as service,
+            service_in(tmp_path, timeout_s=60) as service,
         ):
             for _ in range(10):
                 await begin(service, slow.url)
@@ -271,7 +279,7 @@ def test_owners_take_turns(tmp_path: Path) -> None:
         async with (
             Receiver(lambda n: None) as slow,
             Receiver() as quick,
-            service_in(tmp_path, config(slow, quick, timeout_s=0.5)) as service,
+            service_in(tmp_path, timeout_s=0.5) as service,
         ):
             for _ in range(60):
                 await begin(service, slow.url)
@@ -294,10 +302,10 @@ def test_owners_take_turns(tmp_path: Path) -> None:
 )
 def test_a_webhook_that_cannot_be_begins_no_batch(tmp_path: Path, url: str, secret: str, param: str) -> None:
     async def main() -> None:
-        async with service_in(tmp_path, WebhooksConfig()) as service:
+        async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
             file_id = await upload(service, ONE)
             new = NewBatch(
-                owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=NewWebhook(url=url, secret=secret)
+                owner=OWNER, endpoint=CHAT, input_file_id=file_id, webhook=WebhookReceiver(url=url, secret=secret)
             )
             with pytest.raises(InvalidRequest) as refused:
                 await service.create_batch(new)
@@ -314,8 +322,8 @@ def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> N
 
     async def main() -> None:
         async with Receiver() as default, Receiver() as own:
-            webhooks = config(default, own, url=default.url, secret_file=str(secret_file))
-            async with service_in(tmp_path / "folder", webhooks) as service:
+            webhooks = WebhooksConfig(allowed_networks=LOCAL, url=default.url, secret_file=str(secret_file))
+            async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
                 plain = await begin(service, None)
                 await webhook_of(service, plain, "delivered")
                 secret_file.write_text(other)  # from now on it signs
@@ -337,7 +345,7 @@ def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> N
 
 def test_without_any_webhook_there_is_none(tmp_path: Path) -> None:
     async def main() -> None:
-        async with service_in(tmp_path, WebhooksConfig()) as service:
+        async with service_in(tmp_path, webhooks=WebhooksConfig()) as service:
             batch = await until(service, await begin(service, None))
             assert batch["webhook"] is None
 
@@ -349,7 +357,7 @@ def test_no_log_line_and_no_object_shows_a_secret_or_a_url(tmp_path: Path, caplo
 
     async def main() -> None:
         answers = [status(500), b"nonsense\r\n\r\n", status(302, "Location: /canary-place"), OK]
-        async with Receiver(lambda n: answers[n]) as receiver, service_in(tmp_path, config(receiver)) as service:
+        async with Receiver(lambda n: answers[n]) as receiver, service_in(tmp_path) as service:
             batch_id = await begin(service, f"{receiver.url}/canary-path?token=canary-token")
             await webhook_of(service, batch_id, "delivered")
             shown = json.dumps(await service.batch(OWNER, batch_id))
@@ -362,19 +370,19 @@ def test_no_log_line_and_no_object_shows_a_secret_or_a_url(tmp_path: Path, caplo
 
 
 def test_pauses_double_up_to_a_bound() -> None:
-    config = WebhooksConfig(first_pause_s=5, max_pause_s=100)
+    retries = RetrySchedule(first_pause_s=5, max_pause_s=100)
     rng = random.Random(1)
     for num_attempts, whole in ((1, 5), (2, 10), (3, 20), (5, 80), (6, 100), (100, 100), (10_000, 100)):
-        pauses = [pause_s(num_attempts, config, rng) for _ in range(200)]
+        pauses = [retries.pause_s(num_attempts, rng) for _ in range(200)]
         assert whole / 2 <= min(pauses) < whole * 0.6
         assert whole * 0.9 < max(pauses) <= whole
 
 
 def test_a_receiver_that_is_down_for_an_hour_hears_of_it_within_the_next() -> None:
-    config, rng = WebhooksConfig(), random.Random(1)
+    retries, rng = RetrySchedule(), random.Random(1)
     at, num_attempts = 0.0, 1
     while at < 3600:
-        at += pause_s(num_attempts, config, rng)
+        at += retries.pause_s(num_attempts, rng)
         num_attempts += 1
     assert at < 2 * 3600
     assert num_attempts < 15
