@@ -339,7 +339,7 @@ def test_when_all_are_full_the_caller_is_told_when_to_come_back() -> None:
     asyncio.run(main())
 
 
-def test_background_work_on_every_slot_of_every_replica_refuses_nobody_else() -> None:
+def test_background_work_on_every_slot_of_every_replica_refuses_no_other_request() -> None:
     async def main() -> None:
         num_slots = 2 * 8  # as many as two such replicas take at all
         night = [replace(request, is_background=True) for request in alike(num_slots + 1, max_tokens=40)]
@@ -414,7 +414,7 @@ def test_a_deadline_that_the_replica_misses_is_missed() -> None:
     asyncio.run(main())
 
 
-def test_a_slow_reader_hears_everything_and_holds_up_nobody() -> None:
+def test_a_slow_reader_receives_everything_and_delays_no_other_reader() -> None:
     async def main() -> None:
         slow, quick = make_request((9, 8), max_tokens=80), make_request((5, 6, 7), max_tokens=80)
         async with LocalFleet(1) as local, aclosing(local.fleet.generate(slow)) as deltas:  # type: ignore[type-var]
