@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores: torch's threads, which wait in busy loops, would take them from one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is imported: without a GPU its kernels run in its interpreter, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")

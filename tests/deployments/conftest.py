@@ -26,6 +26,7 @@ from deployments.serve.settings import ServeFile, parse
 from tests.waiting import eventually
 
 HERE = Path(__file__).parent
+STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -59,7 +60,7 @@ with warnings.catch_warnings():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and STARTS_RAY & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.serve)
 
 

@@ -52,7 +52,7 @@ def another_node(running: Stage, wire: Host | None) -> AbstractContextManager[No
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     config = application(num_replicas=2 * ON_EACH, step_ms=STEP_S * 1000, silence_timeout_s=SILENCE_S)
-    config |= {"api": {"allow_unauthenticated": True}}  # where others can reach it, nobody is
+    config |= {"api": {"allow_unauthenticated": True}}  # other machines of this network may reach it
     with ExitStack() as block:
         environment = block.enter_context(pytest.MonkeyPatch.context())
         for name in [name for name in os.environ if name.startswith("RAY_")]:

@@ -69,7 +69,7 @@ def build(
     engine = build_sync_engine(
         EngineConfig(
             model=ModelConfig(
-                path=str(path), dtype="float32", device="cpu", num_threads=2,
+                path=str(path), dtype="float32", device="cpu", num_threads=2 if way == "decoder" else 1,
                 backend={"decoder": "auto", "attention": "attention", "torch": "torch"}[way],
             ),
             cache=CacheConfig(block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching),

@@ -1,3 +1,5 @@
+"""The native library where it can be built, where it cannot, and when it is there already."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,11 +34,12 @@ def test_a_failing_compiler_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = library.shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
+    """By a compiler that only notes its calls. Every test of native code uses what the real one builds."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    built = library._built(compiler)
-    stamp = built.stat().st_mtime_ns
-    assert library._built(compiler) == built
-    assert built.stat().st_mtime_ns == stamp
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n')
+    compiler.chmod(0o755)
+    built = library._built(str(compiler))
+    assert built.exists()
+    assert library._built(str(compiler)) == built
+    assert [call == "--version" for call in calls.read_text().splitlines()] == [True, False, True]
