@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -195,6 +196,7 @@ def _errors(statuses: tuple[str, ...]) -> Json:
     return {status: {"description": _REFUSALS[status], "content": content} for status in sorted(statuses)}
 
 
+@cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
         [(schema, "validation") for schema in BODIES + (BATCH_BODIES if has_batches else ())],
