@@ -1,4 +1,4 @@
-"""The borders between rooms, kept by a walk over the syntax trees: who may import whom."""
+"""The borders between rooms, kept by a walk over the syntax trees: which room may import which."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import pytest
 
 @contextmanager
 def nothing_unclosed() -> Iterator[None]:
-    """Fails when what is done in it leaves something open, or raises where nobody can catch it.
+    """Fails when what is done in it leaves something open, or raises where no caller can catch it.
 
-    A connection that nobody has closed may stand in a cycle of references: its warning comes when the collector runs
+    A connection that was not closed may stand in a cycle of references: its warning comes when the collector runs
     next, as a rule in another test; and only where it finds the connection before the response that holds it, which
     would release it. They lie in the order in which they were made until a collection that they survive mixes
     them; so there is none but the last.

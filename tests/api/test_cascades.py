@@ -77,7 +77,7 @@ def test_all_choices_count_together_and_completions_and_responses_cascade_too(to
     assert (response["model"], response["usage"]["cascade"]["answered_by"]) == ("large", "large")
 
 
-def test_log_probabilities_are_told_to_those_who_ask_and_to_nobody_else(tokenizer: Tokenizer) -> None:
+def test_log_probabilities_are_in_the_answers_to_requests_for_them_only(tokenizer: Tokenizer) -> None:
     service = cascade(tokenizer, -0.4)
     assert service.complete(model="both").json["choices"][0]["logprobs"] is None
     assert service.complete(model="both", logprobs=0).json["choices"][0]["logprobs"]["token_logprobs"][0] == -0.4
@@ -168,7 +168,7 @@ def test_a_refusal_of_the_small_model_is_one_of_the_call(tokenizer: Tokenizer) -
     assert service.chat(model="both", max_tokens=1000).status == 400
 
 
-def test_who_hangs_up_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
+def test_a_disconnect_ends_the_small_models_try(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), WAIT], names=("small", "large"), cascade=-0.5)
     body = {"model": "both", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 

@@ -129,7 +129,7 @@ def test_values_that_ask_for_nothing_are_accepted(service: Service, fields: dict
     assert service.chat(**fields).status == 200
 
 
-def test_a_caller_may_say_who_it_is_how_urgent_and_until_when(service: Service) -> None:
+def test_a_request_may_name_its_user_its_priority_and_its_deadline(service: Service) -> None:
     service.chat()
     plain = service.generate.requests[-1]
     assert (plain.tenant, plain.priority, plain.deadline_s) == ("", 0, None)

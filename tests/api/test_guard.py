@@ -174,7 +174,7 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
     asyncio.run(run())
 
 
-def test_every_route_lets_in_whom_it_should_and_nobody_else(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     api = ApiConfig.model_validate({"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]})
     visitors = [("nobody", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
@@ -220,7 +220,7 @@ def test_an_ordinary_key_is_told_that_a_route_is_for_admins(guarded_service: Ser
 
 
 @pytest.mark.parametrize(("let_in", "status"), [(False, 200), (True, 403)])
-def test_without_keys_admin_routes_are_open_where_nobody_else_was_let_in(
+def test_without_keys_admin_routes_are_open_where_no_other_machine_was_let_in(
     tokenizer: Tokenizer, let_in: bool, status: int
 ) -> None:
     service = Service(tokenizer, allow_unauthenticated=let_in)
@@ -229,7 +229,7 @@ def test_without_keys_admin_routes_are_open_where_nobody_else_was_let_in(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/nothing", "/", "/metrics", "/openapi.json"])
-def test_who_has_no_key_learns_only_that(guarded_service: Service, path: str) -> None:
+def test_a_caller_without_a_key_learns_only_that(guarded_service: Service, path: str) -> None:
     answer = guarded_service.call("GET", path)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"

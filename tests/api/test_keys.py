@@ -36,7 +36,7 @@ def test_a_known_key_names_its_account(value: str) -> None:
         ("Bearer ключ",), ("Bearer " + "x" * 100_000,),
     ],
 )  # fmt: skip
-def test_everything_else_is_nobody(values: tuple[str, ...]) -> None:
+def test_every_other_header_is_unauthenticated(values: tuple[str, ...]) -> None:
     with pytest.raises(Unauthenticated) as caught:
         ring(entry()).account_of(headers(*values))
     for secret in (KEY, "nobody", "ключ"):

@@ -61,7 +61,7 @@ def test_a_stream_that_breaks_off_is_a_failure_and_no_refusal(tokenizer: Tokeniz
     assert b"carousel_calls_refused_total{" not in text
 
 
-def test_a_client_who_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:
+def test_a_client_that_hangs_up_aborts_and_is_not_in_flight_any_more(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [(20,), (21,), WAIT])
 
     async def hang_up() -> None:

@@ -313,7 +313,7 @@ def test_log_probabilities_come_whole_and_in_events(service: Service) -> None:
     assert chat == found
 
 
-def test_nobody_pays_for_log_probabilities_without_asking(service: Service) -> None:
+def test_log_probabilities_are_computed_only_where_they_are_asked_for(service: Service) -> None:
     assert ask(service, include=[]).json["output"][0]["content"][0]["logprobs"] == []
     assert service.request.sampling.logprobs is None
     for fields, param in (

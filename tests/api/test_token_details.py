@@ -69,7 +69,7 @@ def test_without_top_logprobs_there_are_none_beside_the_tokens_own(told: Service
     assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {0}
 
 
-def test_nobody_is_told_what_nobody_asked_for(told: Service) -> None:
+def test_an_answer_has_no_details_that_were_not_asked_for(told: Service) -> None:
     body = told.chat(logprobs=False, top_logprobs=0, return_token_ids=False).json
     assert body["choices"][0]["logprobs"] is None
     assert body.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}

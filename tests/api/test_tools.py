@@ -174,7 +174,7 @@ def test_without_tools_on_offer_nothing_is_told_and_nothing_is_taken_out(
     assert "Tools" not in tokenizer.decode(service.request.prompt_token_ids)
 
 
-def test_tools_for_a_model_whose_format_nobody_knows_are_refused(tokenizer: Tokenizer) -> None:
+def test_tools_for_a_model_of_an_unknown_format_are_refused(tokenizer: Tokenizer) -> None:
     answer = Service(tokenizer).chat(tools=[TOOL])
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "tool_parser" in answer.error["message"]

@@ -149,7 +149,7 @@ def test_ports_probes_and_policy_agree(documents: dict[str, Json], cluster_confi
         for container in group["template"]["spec"]["containers"]:
             assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": port}
     policy = documents["NetworkPolicy"]["spec"]
-    assert policy["ingress"][0] == {"ports": [{"port": port}]}, "the only port that is open to everybody"
+    assert policy["ingress"][0] == {"ports": [{"port": port}]}, "the only port that is open to all"
     assert all("from" in rule for rule in policy["ingress"][1:])
     for template in templates(cluster_config):
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()

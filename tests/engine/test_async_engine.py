@@ -223,7 +223,7 @@ def test_poison_that_comes_again_and_again_does_not_make_the_engine_unhealthy() 
         asyncio.run(main(engine))
 
 
-def test_a_partial_batch_goes_by_its_timer_without_anybody_polling() -> None:
+def test_a_partial_batch_starts_by_its_timer_without_polling() -> None:
     async def main(engine: AsyncEngine) -> list[int]:
         return await asyncio.wait_for(collect(engine, make_request()), timeout=10)
 

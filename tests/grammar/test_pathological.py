@@ -124,7 +124,7 @@ def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(grammars: 
     assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "after a death"))).result(30) is not None
 
 
-def test_whoever_leaves_while_waiting_takes_no_place(vocabulary: Vocabulary) -> None:
+def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary) -> None:
     let_go = threading.Event()
 
     def read_late() -> Vocabulary:

@@ -95,7 +95,7 @@ def fail_after_a_token(call: CallMetrics, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("leaving", [GeneratorExit, KeyboardInterrupt])
-def test_a_caller_who_goes_away_aborts(leaving: type[BaseException]) -> None:
+def test_a_caller_that_goes_away_aborts(leaving: type[BaseException]) -> None:
     ingress = Ingress()
     with pytest.raises(leaving):
         fail_after_a_token(ingress.call(), leaving())

@@ -213,7 +213,7 @@ def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
     assert num_points > 20, "every write was a point of death"
 
 
-def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path: Path) -> None:
+def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_path: Path) -> None:
     async def main() -> None:
         retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
         async with (
@@ -257,7 +257,7 @@ def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_slow_receivers_hold_up_nobody(tmp_path: Path) -> None:
+def test_slow_receivers_delay_no_other_receiver(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             Receiver(lambda n: None) as slow,

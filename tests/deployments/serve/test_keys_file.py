@@ -103,7 +103,7 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
         assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
 
 
-def test_without_keys_everybody_may_come_in() -> None:
+def test_without_keys_every_request_is_let_in() -> None:
     assert isinstance(Keys(ApiConfig()).authenticator, NoAuthentication)
 
 

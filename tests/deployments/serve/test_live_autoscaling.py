@@ -96,14 +96,15 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
                 "min_replicas": 0,
                 "max_replicas": 2,
                 "target_tokens": 400,
-                "upscale_delay_s": 0.5,
                 "downscale_delay_s": 1.0,
                 "scale_to_zero_after_s": 2.0,
             },
         },
     }
-    with deployed("elastic", {"models": [elastic]}) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deployments.serve.autoscaling.UPSCALE_DELAY_S", 0.5)
+        with deployed("elastic", {"models": [elastic]}) as url:
+            yield url
 
 
 def states() -> dict[str, int]:
@@ -155,9 +156,9 @@ def test_replicas_come_with_the_load_go_with_it_and_come_back_without_a_failed_r
     assert statuses
     assert set(statuses) == {200}
     down_s = seconds_until(lambda: num_replicas() == 0)
-    # Who asks how it goes does not wake it.
+    # Requests for its state start no replica.
     assert httpx.get(f"{url}/ready").status_code == 200
-    complete_scrape(url)  # nobody is missing of a model that has no replicas
+    complete_scrape(url)  # no process is missing of a model that has no replicas
     assert num_replicas() == 0
     begin = time.monotonic()
     assert ask(url, max_tokens=3) == 200

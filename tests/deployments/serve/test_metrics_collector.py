@@ -1,4 +1,4 @@
-"""/metrics of a live service with two ingresses and two models: whichever ingress is asked tells of all."""
+"""/metrics of a live service with two ingresses and two models: each ingress reports for all."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_an_admin_is_told_what_every_ingress_knows(url: str) -> None:
     for _ in range(3):  # either ingress may be asked
         keys, fleet = (httpx.get(f"{url}/admin/{what}", timeout=10).json() for what in ("keys", "fleet"))
         assert fleet["processes"] == keys["processes"] == {"answered": 2, "missing": 0}
-        [nobody] = keys["data"]
-        assert (nobody["name"], nobody["admin"]) == ("", True)
-        assert nobody["requests"] >= sum(QUESTIONS.values())
-        assert nobody["tokens"] >= sum(QUESTIONS.values()) * MAX_TOKENS
+        [anonymous] = keys["data"]
+        assert (anonymous["name"], anonymous["admin"]) == ("", True)
+        assert anonymous["requests"] >= sum(QUESTIONS.values())
+        assert anonymous["tokens"] >= sum(QUESTIONS.values()) * MAX_TOKENS
         views = [(each["model"], len(each["replicas"])) for each in fleet["data"]]
         assert sorted(views) == [("first", 2), ("first", 2), ("second", 1), ("second", 1)]
         states = [state for each in fleet["data"] for state in each["replicas"]]

@@ -1,4 +1,4 @@
-"""What an operator reads who has made a mistake in the Serve config."""
+"""The messages about mistakes in the Serve config."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_an_unknown_group_is_refused_with_those_there_are() -> None:
     assert caught.value.param == "x-carousel-group"
 
 
-def test_without_groups_nobody_is_in_one_and_none_can_be_named() -> None:
+def test_without_groups_no_replica_is_in_one_and_none_can_be_named() -> None:
     chooser = GroupChooser(())
     assert chooser.choose("request-1") == ""
     with pytest.raises(InvalidRequest, match="this model has no groups"):

@@ -24,7 +24,7 @@ def test_the_mean_of_those_with_a_like_limit_is_expected() -> None:
     assert lengths.expected_tokens(2000) == 400
 
 
-def test_for_a_limit_that_nobody_asked_before_the_mean_of_all_is_expected() -> None:
+def test_for_a_limit_that_is_new_the_mean_of_all_is_expected() -> None:
     lengths = OutputLengths()
     for _ in range(10):
         lengths.learn(64, 30)
