@@ -542,11 +542,6 @@ class ChatRequest(Conversation, GenerationRequest):
         return self
 
     @property
-    def begins_message(self) -> bool:
-        """Whether the template opens a new message for the output."""
-        return self.add_generation_prompt and not self.continue_final_message
-
-    @property
     def asked_logprobs(self) -> tuple[str, int | None]:
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
