@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -18,6 +17,7 @@ from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
 from app.metrics import EngineReport
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
+from deployments.serve.garbage import freeze_loaded
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
@@ -35,8 +35,7 @@ class Replica:
         self._deployed = model.scheduler_of(self._group)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: no later collection need look at it
+        freeze_loaded()
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
