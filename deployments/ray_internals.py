@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from typing import Any
 
 import ray
-from ray._private import parameter, services
+from ray._private import parameter
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
@@ -31,6 +31,7 @@ Headers = list[tuple[bytes, bytes]]
 AnswerRequest = Callable[[Any, Any, Any, Any], Awaitable[None]]
 
 _ALL_INTERFACES = "[::]:"
+_ANY_FREE_PORT = 0
 
 
 def keep_calls_on_loopback() -> None:
@@ -99,37 +100,24 @@ def _as_utf8(value: bytes) -> bytes:
 
 
 @contextmanager
-def small_cluster(ports: Iterator[int]) -> Iterator[None]:
-    """A `ray.init` in this block starts a cluster without what one machine does not need.
+def small_cluster() -> Iterator[None]:
+    """A `ray.init` in this block starts a cluster without what one machine does not need, its agent on a free port.
 
-    It has no monitor (Ray's autoscaler of machines), no log monitor (which copies the logs of workers to the driver,
-    and is told not to) and, without a dashboard, no API server: three processes less to start. `ray.init` has no
-    options for the first two, and starts the third with `include_dashboard=False` too, for usage statistics, and waits
-    for it.
+    It has no monitor (Ray's autoscaler of machines) and no log monitor (which copies the logs of workers to the driver,
+    and is told not to): two processes less to start. `ray.init` has no options for them.
 
-    The agents of its node listen on `ports`; `ray.init` has an option for one more, `_metrics_export_port`. The raylet
-    waits for an agent of which it does not know the port, before any worker starts, and ends the cluster when it has
-    waited 15 s (https://github.com/ray-project/ray/issues/65983). `ray start` has options for all of them
-    (https://github.com/ray-project/ray/pull/34886 asked for one of `ray.init` and was closed).
+    Every cluster's agent, through which jobs begin, listens on port 52365; where that is taken, the cluster runs
+    without one and no job ever begins. `ray start` has an option for the port, `ray.init` has none
+    (https://github.com/ray-project/ray/pull/34886 asked for one and was closed).
     """
-    of_all_clusters, start_api_server = parameter.RayParams, services.start_api_server
-
-    def start_api_server_for_a_dashboard(include_dashboard: bool | None, *args: Any, **kwargs: Any) -> Any:
-        return start_api_server(include_dashboard, *args, **kwargs) if include_dashboard else ("", None)
-
+    of_all_clusters = parameter.RayParams
     parameter.RayParams = partial(
-        of_all_clusters,
-        no_monitor=True,
-        include_log_monitor=False,
-        dashboard_agent_listen_port=next(ports),
-        metrics_agent_port=next(ports),
-        runtime_env_agent_port=next(ports),
+        of_all_clusters, dashboard_agent_listen_port=_ANY_FREE_PORT, no_monitor=True, include_log_monitor=False
     )
-    services.start_api_server = start_api_server_for_a_dashboard
     try:
         yield
     finally:
-        parameter.RayParams, services.start_api_server = of_all_clusters, start_api_server
+        parameter.RayParams = of_all_clusters
 
 
 def deploy(config: ServeDeploySchema) -> None:

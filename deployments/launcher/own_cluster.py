@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from deployments.launcher.supervisor import free_ports
 from deployments.ray_internals import small_cluster
 
 
@@ -17,16 +16,8 @@ def start_own_cluster(*, num_cpus: int, **options: Any) -> None:
 
     `options` are those of `ray.init`.
     """
-    ports = free_ports()
-    with small_cluster(ports):
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _metrics_export_port=next(ports),
-            **options,
-        )
+    with small_cluster():
+        ray.init(address="local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR", **options)
 
 
 def num_cpus_for(reserved: float) -> int:

@@ -138,7 +138,7 @@ def check(config: ApplicationConfig) -> None:
         check_default(config.batches.webhooks)
         if config.batches.files is not None:
             # Here, as fsspec would be imported in each process of a service.
-            from app.jobs.remote_contents import filesystem_at
+            from app.jobs.files import filesystem_at
 
             filesystem_at(config.batches.files)
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,10 @@ HERE = Path(__file__).parent
 STARTS_RAY = {"cluster", "hosts", "guarded", "launch"}  # fixtures
 NATIVE: Mapping[str, Any] = {}
 PLAIN = {"backend": "torch"}
+TRIAL = (
+    {"name": "steady", "share": 3},
+    {"name": "bold", "share": 1, "scheduler": {"strategy": "static", "policy": "sjf"}},
+)
 PLAIN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
@@ -45,6 +49,7 @@ _TESTS_ONLY = {
     # 1 s was too short on a machine that had much else to do: connections were refused.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
     "RAY_SERVE_PORT_QUARANTINE_S": "0",
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",  # by default a replica that cannot start is started three times
 }
 os.environ.update(environment(_FILE, RUN_FOLDER, PLAIN_ENVIRONMENT) | _TESTS_ONLY)
 with warnings.catch_warnings():
@@ -96,7 +101,7 @@ def cluster() -> Iterator[str]:
     finally:
         ray.shutdown()
         deadline = time.monotonic() + 5
-        while RUN_FOLDER.exists() and time.monotonic() < deadline:  # those who are ending still write there
+        while RUN_FOLDER.exists() and time.monotonic() < deadline:  # processes that are ending still write there
             shutil.rmtree(RUN_FOLDER, ignore_errors=True)
 
 
@@ -109,7 +114,7 @@ def deployed(cluster: str) -> Deployed:
     def for_a_block(name: str, args: Mapping[str, Any]) -> Iterator[str]:
         serve.run(build(parse(args)), name=name, route_prefix=f"/{name}")
         yield f"{cluster}/{name}"
-        # Nobody waits until it has drained: it has its own name, and the next tests have other applications.
+        # Not waited for: it has its own name, and the next tests have other applications.
         serve.delete(name, _blocking=False)
 
     return for_a_block
@@ -119,8 +124,9 @@ def deployed(cluster: str) -> Deployed:
 def service(cluster: str, demo_path: Path) -> Service:
     """`turns`, `least`, `held` have two replicas, dispatched in turn and by load; `narrow` takes two requests in all.
 
-    The last two are simulated: a stream lasts as long on every machine, so that it still runs when a test looks.
-    `least` computes on plain torch: in native code the first questions are answered before the last have come.
+    `trial` has two groups of one replica each. The last three are simulated: a stream lasts as long on every machine,
+    so that it still runs when a test looks. `least` computes on plain torch: in native code the first questions are
+    answered before the last have come.
     """
     from deployments.serve.application import build
 
@@ -129,12 +135,13 @@ def service(cluster: str, demo_path: Path) -> Service:
         _model("least", demo_path, num_replicas=2, model=PLAIN),
         _model("held", demo_path, num_replicas=2, model=steps_of(20)),
         _model("narrow", demo_path, num_replicas=1, model=steps_of(5), max_running=1, max_waiting=1),
+        _model("trial", demo_path, num_replicas=2, model=steps_of(1), groups=TRIAL),
     ]
     cascades = [{"name": "unsure", "small": "turns", "large": "least", "min_mean_logprob": 0}]
     args = {"models": models, "cascades": cascades}
     serve.run(build(parse(args)), name="carousel", route_prefix="/")
     service = Service(url=cluster)
-    for model in ("turns", "least", "held", "narrow"):
+    for model in ("turns", "least", "held", "narrow", "trial"):
         service.stats(model)  # the first call takes longer, and tests of one moment cannot wait
     return service
 
@@ -146,12 +153,18 @@ def steps_of(step_ms: float) -> dict[str, Any]:
 
 def _model(
     name: str, path: Path, *, num_replicas: int, dispatch: str = "least_loaded", model: Mapping[str, Any] = NATIVE,
-    **scheduler: int,
+    groups: Sequence[Mapping[str, Any]] = (), **scheduler: int,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "name": name,
         "engine": {"model": {"path": str(path), **model}, "cache": {"memory_gib": 0.05}, "scheduler": scheduler},
-        "replicas": {"num_replicas": num_replicas, "num_cpus": 0.1, "dispatch": dispatch, "drain_timeout_s": 1},
+        "replicas": {
+            "num_replicas": num_replicas,
+            "num_cpus": 0.1,
+            "dispatch": dispatch,
+            "drain_timeout_s": 1,
+            "groups": list(groups),
+        },
     }
 
 

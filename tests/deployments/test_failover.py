@@ -1,9 +1,14 @@
-"""Streams that survive what happens to their replicas, on a live cluster: smoke sizes of rows of `benchmarks.chaos`."""
+"""Streams that survive what happens to their replicas, on a live cluster: smoke sizes of rows of `benchmarks.chaos`.
+
+Structured outputs are among them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from ray import serve
 
 from benchmarks.chaos.stage import application
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import MODEL_NAME, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
 from benchmarks.harness.http_call import Target
 from deployments.serve.application import build
 from deployments.serve.settings import parse
@@ -35,6 +41,38 @@ NUM_STREAMS = 24
 SILENCE_S = 1.0
 STOPPED_S = 2.5
 UPDATE_S = 120.0  # for all replicas and the ingress, one after the other, beside the traffic
+PATTERN = "[a-z]{30,40}!"
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["owl", "wren"]}, "number": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["kind", "number"],
+        "additionalProperties": False,
+    },
+    "minItems": 3,
+    "maxItems": 3,
+}
+# Behind each of three digits, which simulated replicas like to say, comes such an object; all else is free.
+TAGS = {
+    "structures": [{"begin": trigger, "schema": SCHEMA["items"], "end": "!"} for trigger in "135"],
+    "triggers": list("135"),
+}
+
+
+def structured(name: str, **wanted: Any) -> Asked:
+    body = {"model": MODEL_NAME, "prompt": [300, 301], "max_tokens": 1000, "stream": True, "seed": len(name)}
+    return Asked(name, "seeded", body | {"stream_options": {"include_usage": True}} | wanted)
+
+
+STRUCTURED = [
+    *(structured("r" * n, structured_outputs={"regex": PATTERN}) for n in range(1, 5)),
+    *(structured("s" * n, structured_outputs={"json": SCHEMA}) for n in range(1, 5)),
+    *(
+        structured("t" * n, structured_outputs={"structural_tag": TAGS}, max_tokens=90, ignore_eos=True)
+        for n in range(1, 3)
+    ),
+]
 
 
 def deploy(demo_path: Path, *, wait: bool = True, **replicas: Any) -> None:
@@ -53,6 +91,17 @@ def traffic(cluster: str, demo_path: Path) -> Iterator[Traffic]:
     target = Target.parse(f"{cluster}/{APPLICATION}")
     yield asyncio.run(with_reference(target, mixed(NUM_STREAMS, max_tokens=(20, 100))))
     serve.delete(APPLICATION, _blocking=False)
+
+
+@pytest.fixture(scope="module")
+def structured_reference(traffic: Traffic) -> Traffic:
+    return asyncio.run(with_reference(traffic.target, STRUCTURED))
+
+
+@pytest.fixture
+def structured_traffic(structured_reference: Traffic) -> Traffic:
+    """Requests for structured outputs to the same replicas, with no answers yet."""
+    return replace(structured_reference, answers=[], timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -132,6 +181,31 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fresh: Traffic) -> None:
         eventually(holds_nothing, timeout_s=4.0)  # the whole answer takes twice as long
 
 
+def test_structured_outputs_have_the_form_that_was_asked_for(structured_traffic: Traffic) -> None:
+    for name, stream in structured_traffic.reference.items():
+        if name.startswith("t"):
+            assert re.match(r"[^135]*[135]\{\s*(\"|$)", stream.texts[0]), stream.texts
+            continue
+        assert stream.finish_reasons == {0: "stop"}
+        if name.startswith("r"):
+            assert re.fullmatch(PATTERN, stream.texts[0]), stream.texts
+        else:
+            jsonschema.validate(json.loads(stream.texts[0]), SCHEMA)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_before_any_answer_begins(structured_traffic: Traffic) -> None:
+    stream = asyncio.run(structured_traffic.ask(structured("refused", structured_outputs={"regex": "(("})))
+    assert stream.status == 400
+    assert stream.error is not None
+    assert (stream.error["code"], stream.error["param"]) == ("invalid_grammar", "structured_outputs.regex")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_killing_a_replica_changes_no_token_of_structured_outputs(structured_traffic: Traffic) -> None:
+    struck(structured_traffic, lambda: os.kill(replicas()[0], signal.SIGKILL))
+    assert_nothing_is_wrong(structured_traffic)
+
+
 def num_ingresses() -> int:
     """Those that Serve sends requests to."""
     return replica_states(APPLICATION, "ingress").get("RUNNING", 0)
@@ -139,7 +213,7 @@ def num_ingresses() -> int:
 
 def is_updated(old: set[int]) -> bool:
     """Whether an update has ended; an ingress is there as long as it goes on."""
-    assert num_ingresses(), "who asks now waits for an ingress to start"
+    assert num_ingresses(), "a request would wait now for an ingress to start"
     return serve.status().applications[APPLICATION].status == "RUNNING" and not old & set(replicas())
 
 

@@ -22,7 +22,7 @@ from deployments.launcher import supervisor
 from deployments.launcher.supervisor import num_proxy_threads, session_members
 from scripts.make_key import make_key
 from tests.api.odd_requests import answered
-from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port
+from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port, steps_of
 from tests.waiting import eventually
 
 PROJECT = Path(__file__).parents[3]
@@ -62,7 +62,7 @@ def start(config: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PATIENT, str(path)],
         cwd=PROJECT,
-        env=PLAIN_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled"},
+        env=PLAIN_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,6 +109,7 @@ def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     keys_file = folder / "keys.yaml"
     keys_file.write_text(entry + "\n")
     config = config_of(demo_path, folder)
+    config["applications"][0]["args"]["models"][0]["engine"]["model"] |= steps_of(1)
     config["applications"][0]["args"]["api"] = {"keys_file": str(keys_file)}
     process = start(config, folder)
     try:
@@ -144,7 +145,7 @@ def test_a_mistake_in_the_config_is_told_within_two_seconds(launch: Launch, conf
     after = os.times()
     assert "models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1" in output
     assert "Traceback" not in output
-    # Its own seconds, not those of whoever else is at work on this machine.
+    # CPU time of its own: other processes may be at work on this machine.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 2
 
 
@@ -251,7 +252,7 @@ time.sleep(600)
 """
 
 
-def test_who_does_not_listen_is_given_its_time_and_killed(
+def test_a_child_that_ignores_signals_is_given_its_time_and_killed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A child that ignores signals: it is the launcher's patience that ends, whatever the machine has to do."""
