@@ -258,7 +258,7 @@ def test_an_upload_that_stalls_gives_its_place_back(
     with_http(service, tmp_path, use)
 
 
-def test_hostile_and_large_uploads_hold_nobody_up(service: Service, tmp_path: Path) -> None:
+def test_hostile_and_large_uploads_hold_up_no_other_request(service: Service, tmp_path: Path) -> None:
     hostile = [
         form(b"X: y\r\n\r\n", end=b"\r\n--edg" * 1_000_000),
         form(FILE_PART + b"\r" * 8_000_000),

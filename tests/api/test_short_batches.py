@@ -132,7 +132,7 @@ def test_a_mistake_of_all_prompts_is_one_error_and_nothing_is_begun(
     with_http(service, tmp_path, use, limits=RequestLimits(max_prompts=16))
 
 
-def test_strict_callers_hear_of_fields_that_nobody_knows(service: Service, tmp_path: Path) -> None:
+def test_strict_callers_are_told_of_unknown_fields(service: Service, tmp_path: Path) -> None:
     async def use(client: httpx.AsyncClient) -> None:
         body = {"prompts": ["Hi"], "temprature": 1, "webhook": None}
         refused = await client.post("/v1/batch", json=body, headers={"x-strict": "1"})
@@ -142,7 +142,7 @@ def test_strict_callers_hear_of_fields_that_nobody_knows(service: Service, tmp_p
     with_http(service, tmp_path, use)
 
 
-def test_when_nobody_has_room_for_any_of_them_the_call_is_refused_as_others_are(
+def test_when_no_replica_has_room_for_any_of_them_the_call_is_refused_as_others_are(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     service = Service(tokenizer, lambda request: [Overloaded("all are full", retry_after_s=7)])
@@ -155,7 +155,7 @@ def test_when_nobody_has_room_for_any_of_them_the_call_is_refused_as_others_are(
     with_http(service, tmp_path, use)
 
 
-def test_one_that_nobody_has_room_for_is_an_error_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_prompt_that_no_replica_has_room_for_is_an_error_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
     full, broken = (tuple(tokenizer.encode(text, add_special_tokens=True)) for text in ("1", "2"))
     failures = {full: Overloaded("all are full", retry_after_s=7), broken: StepFailed("the step raised")}
     three = say(tokenizer, "3")
@@ -398,7 +398,7 @@ def test_a_refused_secret_is_not_repeated(service: Service, tmp_path: Path, secr
     with_http(service, tmp_path, use)
 
 
-def test_results_that_are_large_hold_nobody_up(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_large_results_hold_up_no_other_request(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3"))
     long = "é" * 30_000
 
@@ -471,7 +471,7 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_route_names_unknown_fields_to_whoever_is_strict(
+def test_every_route_names_unknown_fields_to_strict_callers(
     service: Service, tmp_path: Path, path: str, body: dict[str, Any], param: str
 ) -> None:
     async def use(client: httpx.AsyncClient) -> None:

@@ -133,7 +133,7 @@ def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path
 @pytest.mark.parametrize(
     "error", [Overloaded("full", retry_after_s=60), Unavailable("none"), EngineStopped("over")], ids=type
 )
-def test_a_line_that_nobody_has_room_for_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
+def test_a_line_that_finds_no_room_waits_and_never_fails(tmp_path: Path, error: Exception) -> None:
     echo = Echo({"line-3": lambda times: raising(error)(times) if times < 6 else ok("line-3")})
 
     async def use(service: LocalBatchService) -> None:

@@ -30,7 +30,7 @@ def settled(window: Window, capacity: int, seconds: float, *, begin_at: float = 
     return window.limit, num_refused
 
 
-def test_it_doubles_what_it_adds_while_nobody_is_refused_up_to_its_bound() -> None:
+def test_it_doubles_what_it_adds_up_to_its_bound_while_nothing_is_refused() -> None:
     assert grown_to(Window(MAX), 3 * TRY_EVERY_S) == 1 + 1 + 2 + 4
     assert grown_to(Window(MAX), 3.0) == MAX
 

@@ -46,6 +46,6 @@ def test_only_one_holds_the_folder(tmp_path: Path) -> None:
         os.close(second)
 
 
-def test_nobody_else_on_the_machine_may_look_into_it(tmp_path: Path) -> None:
+def test_other_users_of_the_machine_may_not_look_into_it(tmp_path: Path) -> None:
     FileStore(tmp_path / "new")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").rglob("*")} == {0o700}

@@ -132,7 +132,7 @@ def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
     run(tmp_path, use)
 
 
-def test_an_upload_that_nobody_goes_on_with_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_is_not_continued_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
     monkeypatch.setattr("app.jobs.local_service.UPLOAD_TIMEOUT_S", 0.03)
 

@@ -164,7 +164,7 @@ def test_one_that_stays_away_ends_the_run_which_goes_on_later(tmp_path: Path) ->
     assert results(source).keys() == set(range(NUM_ROWS))
 
 
-def test_nobody_there_and_a_model_that_is_not_served_are_told_at_once(tmp_path: Path) -> None:
+def test_an_absent_service_and_a_model_that_is_not_served_are_reported_at_once(tmp_path: Path) -> None:
     source = rows(tmp_path)
     with closing(socket.create_server(("127.0.0.1", 0))) as reserved:
         port = reserved.getsockname()[1]

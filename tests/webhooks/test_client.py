@@ -282,7 +282,7 @@ def test_what_receivers_answer(answer: bytes | None, reason: str | None) -> None
         asyncio.run(main())
 
 
-def test_nobody_is_there() -> None:
+def test_a_receiver_that_does_not_listen_is_a_failed_attempt() -> None:
     async def main() -> None:
         async with Receiver() as receiver:
             pass

@@ -213,7 +213,7 @@ def test_wherever_the_process_dies_the_receiver_hears_of_the_end(
     assert num_points > 20, "every write was a point of death"
 
 
-def test_after_a_time_nobody_tries_any_more_and_the_secret_is_forgotten(tmp_path: Path) -> None:
+def test_after_a_time_no_attempt_follows_and_the_secret_is_forgotten(tmp_path: Path) -> None:
     async def main() -> None:
         retries = RetrySchedule(first_pause_s=0.01, max_pause_s=0.01, give_up_after_s=0.3)
         async with (
@@ -233,7 +233,7 @@ def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(self: WebhookClient, url: Any, headers: Any, body: Any) -> Any:
-        raise RuntimeError("nobody thought of this")
+        raise RuntimeError("an unforeseen error")
 
     monkeypatch.setattr(WebhookClient, "_status", broken)
 
@@ -243,7 +243,7 @@ def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
             shown = await webhook_of(service, await begin(service, "https://example.com/"), "given_up")
             assert shown["last_error"] == "this server failed on it; its log has the reason"
             assert shown["attempts"] > 1
-            assert "nobody thought of this" in caplog.text
+            assert "an unforeseen error" in caplog.text
 
     asyncio.run(main())
 
@@ -257,7 +257,7 @@ def test_a_receiver_that_is_gone_is_not_asked_again(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_slow_receivers_hold_up_nobody(tmp_path: Path) -> None:
+def test_slow_receivers_hold_up_no_other_message(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             Receiver(lambda n: None) as slow,
