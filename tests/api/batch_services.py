@@ -56,7 +56,7 @@ def client_of(app: Any) -> httpx.AsyncClient:
 def with_http(
     service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
 ) -> None:
-    """Let somebody use it."""
+    """Use it over HTTP."""
 
     async def main() -> None:
         async with served(service, folder, **settings) as app, client_of(app) as client:
