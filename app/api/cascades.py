@@ -82,7 +82,7 @@ class CascadeDecision:
 
 
 async def judge(cascade: Cascade, progress: Progress, large: Call) -> CascadeDecision:
-    """Run the small model, whose call `progress` has, and decide which model answers. The large one has not begun then.
+    """Run the small model by its `progress` and decide which model answers. The large one has not begun then.
 
     Raises what the small model's generation raises, and DeadlineMissed.
     """
