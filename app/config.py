@@ -262,7 +262,6 @@ class AutoscalingConfig(Settings):
         le=10**12,
         description="tokens still to compute that one replica should have, of prompts and outputs",
     )
-    upscale_delay_s: float = Field(10.0, ge=0, le=86_400, description="seconds of too much load before there are more")
     downscale_delay_s: float = Field(
         120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"
     )

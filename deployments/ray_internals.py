@@ -163,10 +163,10 @@ async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str) -> S
     return calls
 
 
-class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """A RequestRouter with a hook for the moment in which a call is sent to a replica.
+class RefusingRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """A RequestRouter that may refuse a call by an error in its future.
 
-    Serve has no hook for it that comes before the replica has answered. No upstream issue is known.
+    Serve keeps such a call in its lists of calls that wait. No upstream issue is known.
     """
 
     @property
@@ -174,16 +174,11 @@ class PlacementRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """The name of the deployment that this router routes to."""
         return str(self._deployment_id.name)
 
-    def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:
-        """A call is about to be sent to this replica, which may still refuse it."""
-
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         try:
-            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except BaseException:
             self._remove_pending_request_from_indices(pending_request)
             raise
-        self.on_placed(pending_request, replica)
-        return replica

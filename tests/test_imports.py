@@ -42,7 +42,7 @@ ALLOWED = {
         "aiohttp", "fsspec", "numpy", "pyarrow", "pydantic_core",
     },
     "app.jobs.preparation": {
-        "app.api", "app.config", "app.errors", "app.jobs", "app.engine.request", "pydantic", "pydantic_core",
+        "app.api", "app.errors", "app.jobs", "app.engine.request",
     },
     "app.jobs.engine_worker": {
         "app.errors", "app.jobs", "app.text", "app.engine.matcher", "app.engine.request",

@@ -3,7 +3,7 @@
 from app.api.call import ServedModel
 from app.api.cascades import Cascade
 from app.api.endpoints.batch_routes import batch_routes
-from app.api.handler import AcceptedItem, Client, RequestHandler
+from app.api.handler import Client, RequestHandler
 from app.api.http.routes import build_app
 
-__all__ = ["AcceptedItem", "Cascade", "Client", "RequestHandler", "ServedModel", "batch_routes", "build_app"]
+__all__ = ["Cascade", "Client", "RequestHandler", "ServedModel", "batch_routes", "build_app"]

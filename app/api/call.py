@@ -100,15 +100,15 @@ class Call:
     created: int  # seconds since 1970
     model: ServedModel
     requests: tuple[Request, ...]
-    num_samples: int
-    num_choices: int
-    prompt_texts: tuple[str, ...]  # one for each prompt that is to be echoed; none otherwise
-    stop: tuple[str, ...]
-    skip_special_tokens: bool
-    include_stop: bool
-    detail_options: TokenDetailOptions
-    include_usage: bool
-    continuous_usage: bool
+    num_samples: int = 1
+    num_choices: int = 1
+    prompt_texts: tuple[str, ...] = ()  # one for each prompt that is to be echoed; none otherwise
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    detail_options: TokenDetailOptions = TokenDetailOptions()
+    include_usage: bool = False
+    continuous_usage: bool = False
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
     max_at_once: int | None = None  # so many of the requests run at the same time; None: all
 

@@ -1,4 +1,4 @@
-"""What chats and completions share: a typed request and its token ids become a `Call`, everything checked.
+"""What endpoints share: prompts become token ids, and a request to generate becomes a `Call`, everything checked.
 
 Every mistake in a request is found here, before it uses anything that other requests need. Nothing is started.
 """
@@ -11,11 +11,12 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
+from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse
-from app.api.schemas.requests import GenerationRequest
+from app.api.schemas.requests import Conversation, GenerationRequest, QueuedRequest, template_messages
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Tokenizer
@@ -52,6 +53,58 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
     check_token_ids(body.allowed_token_ids, model, "allowed_token_ids")
 
 
+async def encode_prompts(
+    prompts: Sequence[str | list[int]], model: ServedModel, param: str, *, add_special_tokens: bool
+) -> list[tuple[int, ...]]:
+    """The token ids of texts, and of prompts that are ids already. Raises InvalidRequest for ids that do not exist."""
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, model, param)
+
+    def encode() -> list[tuple[int, ...]]:
+        return [
+            model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else tuple(prompt)
+            for prompt in prompts
+        ]
+
+    return await off_the_loop(encode, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+
+
+async def encode_chat(
+    body: Conversation, model: ServedModel, *, with_tools: bool, continue_final_message: bool = False
+) -> tuple[int, ...]:
+    """The token ids of a conversation in the model's chat template. Raises InvalidRequest."""
+    messages = template_messages(body.messages)
+    tools = [tool.for_template() for tool in body.tools] if with_tools else None
+
+    def encode() -> tuple[int, ...]:
+        return model.tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            tools=tools,
+            template_variables=body.chat_template_kwargs,
+        )
+
+    num_characters = sum(message.num_characters for message in body.messages)
+    num_characters += len(str(tools or "")) + len(str(body.chat_template_kwargs))
+    return await off_the_loop(encode, num_characters)
+
+
+def scheduling_of(body: QueuedRequest) -> dict[str, Any]:
+    """The fields of an engine's request that say for which tenant it is, and when it runs."""
+    return {
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+        "tenant": body.user,
+        "deadline_s": body.deadline_s,
+        "is_background": body.service_tier == "flex",
+    }
+
+
 def call_of(
     prefix: str,
     body: GenerationRequest,
@@ -67,6 +120,7 @@ def call_of(
     if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
         sampling = replace(sampling, grammar=tools.grammar)
     requests: list[Request] = []
+    scheduling = scheduling_of(body)
     for prompt in prompts:
         prompt = _truncated(prompt, body, model.facts.max_model_len)
         max_tokens = _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens)
@@ -81,11 +135,7 @@ def call_of(
                     seed=_sample_seed(seed, sample),
                     prompt_logprobs=detail_options.scored_logprobs(is_first=sample == 0),
                 ),
-                cache_salt=body.cache_salt,
-                priority=body.priority,
-                tenant=body.user,
-                deadline_s=body.deadline_s,
-                is_background=body.service_tier == "flex",
+                **scheduling,
             )
             requests.append(request)
     return Call(
@@ -95,7 +145,6 @@ def call_of(
         requests=tuple(requests),
         num_samples=body.num_samples,
         num_choices=body.n,
-        prompt_texts=(),
         stop=tuple(body.stop),
         skip_special_tokens=body.skip_special_tokens,
         include_stop=body.include_stop_str_in_output,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, authenticator_of
-from app.api.auth.limits import Account, Reservation, apply_key, max_output_tokens
+from app.api.auth.limits import Account, Reservation, apply_key, bounded_call
 from app.api.call import Call, RequestLimits, ServedModel, by_any_name
 from app.api.cascades import Cascade, judge
 from app.api.endpoints.table import ENDPOINTS, Endpoint
@@ -69,14 +69,6 @@ class PendingResponse:
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went, as far as that is known by now; `explain`: and why."""
         return {**self.progress.placement_headers(explain=explain), **self._headers}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedItem:
-    """A batch item that may be computed elsewhere."""
-
-    model: str  # its own name, as in `body`
-    body: Json  # as it was sent, with an output that its key may have
 
 
 class RequestHandler:
@@ -242,13 +234,13 @@ class RequestHandler:
                 await endpoint.prepare(parsed, model, self.limits)
         return parsed
 
-    async def accept_item(
-        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest, ServedModel], None]
-    ) -> AcceptedItem | Answered:
-        """A batch item that is computed elsewhere, or the response to one that cannot be.
+    async def prepare_item(
+        self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
+    ) -> Call | Answered:
+        """The call of an item that engines of its own compute, or the response to an item that cannot run.
 
-        What its key may never have is refused here; the key's limits by the minute are not applied, as the item uses no
-        slot of this service. `check` raises InvalidRequest for what the other place cannot do.
+        What its key may never have is refused here. The key's limits by the minute do not count, as the item uses no
+        slot of this service. `check` raises InvalidRequest for what those engines cannot do.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -262,15 +254,10 @@ class RequestHandler:
                     f"{larger[0].name}",
                     param="model",
                 )
-            check(parsed, model)
-            call = await endpoint.prepare(parsed, model, self.limits)
-            max_tokens = max_output_tokens(account, call, parsed)
+            check(parsed)
+            return bounded_call(account, await endpoint.prepare(parsed, model, self.limits), parsed)
         except Exception as error:
             return _refusal(error, request_id)
-        changes: Json = {"model": model.name}
-        if max_tokens is not None and parsed.asked_tokens is None:
-            changes["max_tokens"] = max_tokens
-        return AcceptedItem(model=model.name, body={**body, **changes})
 
 
 def _may_pass(error: Exception) -> bool:

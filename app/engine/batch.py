@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
@@ -23,32 +25,30 @@ class TokenHistory:
     generated: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What a step computes of one sequence: `token_ids` at positions `start`, `start + 1`, …
 
     When `samples` is true, they reach the end of the sequence and the step draws the token after them. A negative token
     id -1 - n is the token that the step before draws for `sampled[n]`; only runners that launch steps get any.
-    Read-only, like all of a batch. Not declared frozen: a thousand are made in every step, and a frozen dataclass takes
-    seven times as long to make.
+    A thousand are made in every step: a struct takes a third of the time of a dataclass, and none of the collector's.
     """
 
-    request_id: Final[str]
-    token_ids: Final[tuple[int, ...]]
-    start: Final[int]
-    block_ids: Final[list[int]]  # in token order; covers at least start + len(token_ids) tokens
-    samples: Final[bool]
-    sampling: Final[SamplingParams]
-    banned_token_ids: Final[tuple[int, ...]] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
-    history: Final[TokenHistory | None] = None  # only where the sampling parameters have penalties
-    matcher: Final[Matcher | None] = None  # says which tokens may be drawn; None: all
-    looks_back: Final[bool] = False  # the draw depends on the tokens drawn before, see `SamplingParams`
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: list[int]  # in token order; covers at least start + len(token_ids) tokens
+    samples: bool
+    sampling: SamplingParams
+    banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
+    history: TokenHistory | None = None  # only where the sampling parameters have penalties
+    matcher: Matcher | None = None  # says which tokens may be drawn; None: all
+    looks_back: bool = False  # the draw depends on the tokens drawn before, see `SamplingParams`
     # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
     # each, which predicts it, is computed in this step.
-    targets: Final[tuple[int, ...]] = ()
-    first_target: Final[int] = 0
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
     # Which hidden states are wanted: the last token's, or the sum of all.
-    pooling: Final[Pooling | None] = None
+    pooling: Pooling | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -70,9 +70,25 @@ class BatchBuilder:
 
     def add_decoding(self, sequence: Sequence) -> None:
         """Add the last token of a sequence; its block is allocated."""
-        self.scheduled.append(_decoding(sequence) if sequence.draws_simply else self._scheduled_sequence(sequence, 1))
+        if sequence.draws_simply:  # the common case: equals `_scheduled_sequence`, but is faster
+            request = sequence.request
+            scheduled = ScheduledSequence(  # by position: names take longer
+                request.request_id,
+                (sequence.generated_token_ids[-1],),
+                sequence.num_computed_tokens,
+                sequence.block_ids,
+                True,
+                request.sampling,
+                (),
+                None,
+                sequence.matcher,
+                sequence.looks_back,
+            )
+        else:
+            scheduled = self._scheduled_sequence(sequence, 1)
         if sequence.wants_logprobs:
             self._has_logprobs = True
+        self.scheduled.append(scheduled)
         self.sequences.append(sequence)
         self.num_tokens_left -= 1
 
@@ -156,20 +172,3 @@ def _pooling(sequence: Sequence, end: int) -> Pooling | None:
     """Which hidden states the embedding needs of a step that computes up to `end`."""
     pooling = sequence.request.pooling
     return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
-
-
-def _decoding(sequence: Sequence) -> ScheduledSequence:
-    """Of a sequence that is decoding and `draws_simply`; equals `BatchBuilder._scheduled_sequence`, but is faster."""
-    request = sequence.request
-    return ScheduledSequence(  # by position: names take twice as long
-        request.request_id,
-        (sequence.generated_token_ids[-1],),
-        sequence.num_computed_tokens,
-        sequence.block_ids,
-        True,
-        request.sampling,
-        (),
-        None,
-        sequence.matcher,
-        sequence.looks_back,
-    )

@@ -93,8 +93,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one token is uncomputed, the last that was generated."""
-        generated = self.generated_token_ids
-        return bool(generated) and self.num_computed_tokens == self.num_prompt_tokens + len(generated) - 1
+        return 0 < len(self.generated_token_ids) == self.num_computed_tokens - self.num_prompt_tokens + 1
 
     @property
     def is_scoring(self) -> bool:

@@ -13,17 +13,16 @@ from typing import Protocol
 from msgspec import structs
 
 from app.engine.request import Queued, Request, TokenDelta
-from app.errors import CarouselError, DeadlineMissed, Failure, Overloaded, ReplicasLost, Unavailable
+from app.errors import DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import ReplicaConnection
 from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
+from app.fleet.frames import Abort, Submit
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
 from app.fleet.suspect_queue import SuspectQueue
 
 logger = logging.getLogger(__name__)
 
-# Between the end of a request at its replica and the arrival of its last tokens here, which come another way.
-_LAST_TOKENS_S = 2.0
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 # A request that may have killed its replica lets others go first: those that get a token before it are innocent.
 _SUSPECT_PAUSE_S = 0.25
@@ -36,16 +35,15 @@ MAX_RESUMES = 3
 class ReplicaTransport(Protocol):
     """How replicas are reached. Implemented over Serve's handles (`deployments/serve/transport.py`), faked in tests."""
 
-    async def serve(self, request: Request) -> None:
-        """Have a request served by a replica, tried in the registry's order; returns when it has ended there.
+    async def wake(self) -> None:
+        """Wait until there is a replica, and have one started where none should be there.
 
-        Tells the registry where it was sent. Cancelling this aborts the request. Raises ReplicaLost when the replica
-        is gone, a CarouselError when the request was refused.
+        Raises Overloaded when too many requests wait, Unavailable when no replica can be there now.
         """
         ...
 
-    async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.BaseTransport:
-        """Have the frames of one replica for this process come to `reader`. Raises when it cannot be reached."""
+    async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
+        """Open a connection to a replica; its frames come to `reader`. Raises when it cannot be reached."""
         ...
 
 
@@ -53,7 +51,7 @@ class FleetMetrics(FrameMetrics, Protocol):
     """Counts what a fleet does. Implemented by `app.metrics.ModelMetrics`."""
 
     def dispatched(self, reason: str) -> None:
-        """A request was sent to a replica; `reason` is the name of the policy, or "any" where none decided."""
+        """A request was sent to a replica; `reason` is the name of the policy that chose it."""
 
     def resumed(self, reason: str) -> None:
         """A request goes on at another replica; `reason` is that of the ReplicaLost."""
@@ -69,7 +67,7 @@ class FailoverLimits:
 
 
 class Fleet:
-    """Sends requests to replicas and reads what becomes of them on one connection to each. Belongs to one event loop.
+    """Sends requests to replicas and reads their deltas on one connection to each. Belongs to one event loop.
 
     When the replica of a request is lost, the request goes to another with all its tokens so far, and goes on exactly
     where it stopped (NVIDIA Dynamo's request migration carries tokens only; here randomness is a function of seed and
@@ -94,9 +92,8 @@ class Fleet:
         self._suspects = SuspectQueue()
         self._explained: deque[str] = deque(maxlen=_MAX_EXPLAINED)  # replicas killed by requests that were given up
         self._connections: dict[str, ReplicaConnection] = {}
-        self._sending: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
         registry.on_replicas = self._replicas_changed
-        registry.on_placed = self._placed
         self._replicas_changed(registry.replica_ids)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -134,12 +131,12 @@ class Fleet:
                         return
             except ReplicaLost as lost:
                 pause_s = self._note_loss(in_flight, lost)
-                avoid = _with(avoid, in_flight.replica_id)
+                avoid |= {in_flight.replica_id}
             except DeadlineMissed:
                 raise
             except Overloaded as full:
-                avoid = _with(avoid, in_flight.replica_id)
-                if in_flight.replica_id is None or avoid.issuperset(self._registry.replica_ids):
+                avoid |= {in_flight.replica_id}
+                if avoid.issuperset(self._open_replica_ids()):
                     await self._wait_for_room(in_flight, full)
                     avoid = frozenset()
             finally:
@@ -161,57 +158,42 @@ class Fleet:
     # ------------------------------------------------------------------ one request
 
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
+        """Send a request to the replica that the registry chooses, as soon as there is one."""
         while True:
+            in_flight.seconds_left(self._clock())  # raises where none is left
+            replica_ids = self._open_replica_ids() or await self._wait_for_replicas()
             sent = in_flight.begin_attempt(self._clock())
             try:
-                self._registry.expect(sent, avoid=avoid)
+                replica_id = self._registry.place(sent, replica_ids, avoid=avoid)
                 break
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
+        is_trusted = not self._registry.is_suspect(replica_id)
+        in_flight.place(replica_id, is_trusted=is_trusted)
+        if is_trusted and replica_id in self._explained:
+            self._explained.remove(replica_id)  # it was not dead but silent
         self._in_flight[in_flight.attempt_id] = in_flight
-        in_flight.sending = asyncio.get_running_loop().create_task(self._send(in_flight, sent))
-        self._sending.add(in_flight.sending)
-        in_flight.sending.add_done_callback(self._sending.discard)
+        decision = self._registry.decision(in_flight.attempt_id)
+        assert decision is not None, "a placed request has a decision"
+        self._metrics.dispatched(decision.policy)
+        self._connections[replica_id].send(Submit(sent))
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = self._registry.decision(in_flight.attempt_id)
         why = "" if decision is None else decision.explain()
-        return queued._replace(replica_id=in_flight.replica_id or "", why_there=why)
-
-    async def _send(self, in_flight: InFlightRequest, sent: Request) -> None:
-        """Have one attempt served. It may end when another has begun: then it changes nothing."""
-        loop, attempt_id = asyncio.get_running_loop(), sent.request_id
-        timer = loop.call_later(self._limits.place_timeout_s, self._check_place, in_flight, attempt_id)
-        try:
-            await self._transport.serve(sent)
-        except (CarouselError, ReplicaLost) as error:
-            in_flight.fail_attempt(attempt_id, error)
-        except Exception:
-            logger.exception("request %s could not be sent", attempt_id)
-            in_flight.fail_attempt(attempt_id, Failure("the request could not be sent to a replica"))
-        else:
-            if attempt_id in self._in_flight and not in_flight.has_ended:
-                lost = ReplicaLost("its last tokens did not arrive", reason="incomplete")
-                loop.call_later(_LAST_TOKENS_S, in_flight.fail_attempt, attempt_id, lost)
-        finally:
-            timer.cancel()
-
-    def _check_place(self, in_flight: InFlightRequest, attempt_id: str) -> None:
-        if in_flight.replica_id is None:
-            seconds = self._limits.place_timeout_s
-            error = Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again")
-            in_flight.fail_attempt(attempt_id, error)
+        return queued._replace(replica_id=in_flight.replica_id, why_there=why)
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""
         del self._in_flight[in_flight.attempt_id]
         in_flight.has_ended = True
-        if in_flight.sending is not None and not in_flight.is_done:  # else the call returns now, which costs less
-            in_flight.sending.cancel()
+        replica_id = in_flight.replica_id
+        if not in_flight.is_done and replica_id in self._connections:
+            self._connections[replica_id].send(Abort(in_flight.attempt_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
         self._registry.end(in_flight.attempt_id, num_generated=num_generated)
-        if in_flight.replica_id is not None and in_flight.replica_id not in self._registry.replica_ids:
-            self._close_if_idle(in_flight.replica_id)
+        if replica_id not in self._registry.replica_ids:
+            self._close_if_idle(replica_id)
 
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
         """Count a loss; returns how long to wait before the next try, in seconds.
@@ -220,8 +202,7 @@ class Fleet:
         loss sooner than those that were only there. Once it is known, the losses that it caused are not counted
         against the others.
         """
-        if in_flight.replica_id is not None:
-            self._registry.suspect(in_flight.replica_id)  # until it reports again
+        self._registry.suspect(in_flight.replica_id)  # until it reports again
         now = self._clock()
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
         if was_hopeless and self._is_recent(in_flight, now):
@@ -265,11 +246,54 @@ class Fleet:
 
     # ------------------------------------------------------------------ the replicas
 
+    def _open_replica_ids(self) -> list[str]:
+        """The replicas that take requests now."""
+        connections = self._connections
+        return [each for each in self._registry.replica_ids if connections[each].is_open]
+
+    async def _wait_for_replicas(self) -> list[str]:
+        """Wait until a replica takes requests; returns all that do.
+
+        Raises Unavailable when there is none for too long, Overloaded when too many requests wait for one.
+        """
+        seconds = self._limits.place_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                while not (replica_ids := self._open_replica_ids()):
+                    if self._registry.replica_ids:
+                        await self._changed.wait()
+                    else:
+                        await self._wake()
+                return replica_ids
+        except TimeoutError:
+            raise Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again") from None
+
+    async def _wake(self) -> None:
+        """Wait until the registry has a replica. Raises Overloaded when too many requests wait for one."""
+        changing = asyncio.create_task(self._changed.wait())
+        waking = asyncio.create_task(self._transport.wake())
+        try:
+            await asyncio.wait({changing, waking}, return_when=asyncio.FIRST_COMPLETED)
+            if waking.done():
+                waking.result()
+        except Unavailable as error:  # a replica that has just died
+            logger.warning("no replica can be started now: %s", error)
+            await asyncio.sleep(_LONGEST_PAUSE_S)
+        finally:
+            changing.cancel()
+            waking.cancel()
+
+    def _note_change(self) -> None:
+        """Have all requests that wait for a replica look again."""
+        self._changed.set()
+        self._changed.clear()
+
     def _replicas_changed(self, replica_ids: Collection[str]) -> None:
         for replica_id in replica_ids:
             self._connect_to(replica_id)
         for replica_id in [known for known in self._connections if known not in replica_ids]:
             self._close_if_idle(replica_id)
+        self._note_change()
 
     def _connect_to(self, replica_id: str) -> None:
         """Open a connection to a replica, if there is none yet."""
@@ -278,7 +302,9 @@ class Fleet:
         liveness = self._limits.liveness
         self._connections[replica_id] = ReplicaConnection(
             replica_id,
-            lambda: FrameReader(replica_id, self._registry, self._in_flight, self._metrics, liveness),
+            lambda: FrameReader(
+                replica_id, self._registry, self._in_flight, self._metrics, liveness, on_begun=self._note_change
+            ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=liveness.heartbeat_s),
             self._on_lost,
         )
@@ -293,21 +319,6 @@ class Fleet:
         if connection is not None:
             connection.close()
 
-    def _placed(self, request_id: str, replica_id: str) -> None:
-        in_flight = self._in_flight.get(request_id)
-        if in_flight is None:
-            return
-        is_trusted = not self._registry.is_suspect(replica_id)
-        in_flight.place(replica_id, is_trusted=is_trusted)
-        if is_trusted and replica_id in self._explained:
-            self._explained.remove(replica_id)  # it was not dead but silent
-        decision = self._registry.decision(request_id)
-        self._metrics.dispatched("any" if decision is None else decision.policy)
-        self._connect_to(replica_id)
-        if self._registry.has_become_suspect(request_id, replica_id):
-            # Requests that were there when it was lost have failed; this one came in between and would wait for long.
-            in_flight.fail(ReplicaLost("it was lost while the request was on its way", reason="late"))
-
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)
         for in_flight in self._in_flight.values():
@@ -315,7 +326,3 @@ class Fleet:
                 in_flight.fail(lost)
         if replica_id not in self._registry.replica_ids:
             self._close_connection(replica_id)
-
-
-def _with(replica_ids: frozenset[str], replica_id: str | None) -> frozenset[str]:
-    return replica_ids if replica_id is None else replica_ids | {replica_id}

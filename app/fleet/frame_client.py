@@ -1,14 +1,14 @@
-"""The ingress's end of one stream of a replica's frames."""
+"""The ingress's end of one connection to a replica: the reader of its frames."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from app.fleet.frame_server import Address, Hello
-from app.fleet.frames import Frame, FrameDecoder
+from app.fleet.frames import Frame, frame_decoder
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
 
@@ -39,7 +39,7 @@ class FrameMetrics(Protocol):
 async def connect(
     address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
 ) -> asyncio.Transport:
-    """Have the frames of the replica at `address` come to `reader` as bytes, at least every `heartbeat_s`.
+    """Connect to the replica at `address`. Its frames come to `reader` as bytes, at least every `heartbeat_s`.
 
     Raises OSError or TimeoutError when the replica cannot be reached.
     """
@@ -59,20 +59,31 @@ class FrameReader(asyncio.Protocol):
         in_flight: Mapping[str, InFlightRequest],
         metrics: FrameMetrics,
         timeouts: LivenessTimeouts,
+        *,
+        on_begun: Callable[[], object] = lambda: None,
     ) -> None:
-        """`in_flight` are the requests of this process by the id of their current attempt."""
+        """`in_flight` are the requests of this process by the id of their current attempt.
+
+        `on_begun` is called at the first frame, with which the replica says that it serves requests.
+        """
         self._replica_id = replica_id
         self._registry = registry
         self._in_flight = in_flight
         self._metrics = metrics
         self._timeouts = timeouts
-        self._decoder = FrameDecoder()
+        self._on_begun = on_begun
+        self._decoder = frame_decoder()
         self._next_number = 0
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[ReplicaLost] = self._loop.create_future()
         self._silence_timer: asyncio.TimerHandle
         self._expect_frame_within(timeouts.silence_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the first frame has come and the stream has not ended."""
+        return self._next_number > 0 and not self._ended.done()
 
     async def ended(self) -> ReplicaLost:
         """Wait for the end of the stream; returns why it ended."""
@@ -92,6 +103,7 @@ class FrameReader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._ended.done():
             return
+        is_first = self._next_number == 0
         self._heard_at = self._loop.time()
         try:
             for frame in self._decoder.feed(data):
@@ -107,6 +119,8 @@ class FrameReader(asyncio.Protocol):
                         self._registry.progress(delta.request_id, len(delta.token_ids))
         except Exception as error:
             self.end(error)
+        if is_first and self.is_open:
+            self._on_begun()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(exc)

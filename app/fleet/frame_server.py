@@ -1,4 +1,4 @@
-"""The replica's end of the socket that carries its frames. Only a connection that says the secret gets any."""
+"""The replica's end of its sockets: requests come in, frames go out. Only for connections that say the secret."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from app.fleet.frames import Frame, encode
-from app.fleet.outbox import Outbox
+from app.fleet.dispatch import ReplicaReport
+from app.fleet.frames import Abort, Frame, InvalidFrame, encode, message_decoder
+from app.fleet.outbox import Outbox, ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _MAX_UNIDENTIFIED = 64  # connections that have not said the secret yet; more ar
 
 
 class Address(NamedTuple):
-    """Where a replica's frames are to be had, and the secret that opens the stream."""
+    """Where a replica can be reached, and the secret that opens a connection."""
 
     host: str
     port: int
@@ -29,7 +30,7 @@ class Address(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What an ingress sends first, on one line, and all it ever sends."""
+    """What an ingress sends first, on one line."""
 
     secret: str
     ingress_id: str
@@ -43,17 +44,21 @@ class Hello(NamedTuple):
 class FrameServer:
     """Listens on one address of this machine. Belongs to the event loop that opens it.
 
-    A stream of its own beside Serve's calls: a frame costs less than a call of Serve's around it would.
+    Requests and frames have a connection of their own beside Serve's calls: a call of Serve's costs several times as
+    much as a message on it.
     """
 
-    def __init__(self, host: str, outbox_of: Callable[[str], Outbox]) -> None:
-        """`outbox_of(ingress_id)` is where the frames of one ingress come from."""
+    def __init__(self, host: str, engine: ServingEngine, report: Callable[[], ReplicaReport]) -> None:
+        """`engine` serves the requests, `report` is called for each frame."""
         self._host = host
-        self._outbox_of = outbox_of
+        self._engine = engine
+        self._report = report
         self._secret = secrets.token_hex(16)
         self._opening: asyncio.Task[asyncio.Server] | None = None
         self._unidentified: set[_Connection] = set()
         self._connections: set[_Connection] = set()
+        self._of_ingress: dict[str, _Connection] = {}
+        self._draining: asyncio.Future[None] | None = None
 
     async def open(self) -> Address:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
@@ -71,6 +76,21 @@ class FrameServer:
         for connection in [*self._connections]:
             connection.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being served and nothing is left to send."""
+        return all(each.outbox is None or each.outbox.is_idle for each in self._connections)
+
+    async def drain(self) -> None:
+        """Wait until all requests have ended."""
+        while not self.is_idle:
+            self._draining = asyncio.get_running_loop().create_future()
+            await self._draining
+
+    def _check_drained(self) -> None:
+        if self._draining is not None and not self._draining.done() and self.is_idle:
+            self._draining.set_result(None)
+
     def opened(self, connection: _Connection) -> bool:
         """Whether a new connection may identify itself; false while too many others have not done so."""
         self._connections.add(connection)
@@ -80,7 +100,10 @@ class FrameServer:
         return True
 
     def identified(self, connection: _Connection, line: bytes) -> None:
-        """A connection has sent its first line: give it the frames of its ingress, or close it."""
+        """A connection has sent its first line: give it the frames of its ingress, or close it.
+
+        The connection before is closed: an ingress that has lost one opens another.
+        """
         self._unidentified.discard(connection)
         try:
             hello = Hello._make(json.loads(line))
@@ -90,13 +113,20 @@ class FrameServer:
         if not is_known:
             connection.close()
             return
-        connection.outbox = self._outbox_of(hello.ingress_id)
-        connection.outbox.attach(connection, heartbeat_s=hello.heartbeat_s)
+        before = self._of_ingress.get(hello.ingress_id)
+        self._of_ingress[hello.ingress_id] = connection
+        if before is not None:
+            before.close()
+        connection.outbox = Outbox(
+            connection, self._engine, self._report, heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained
+        )
 
     def closed(self, connection: _Connection) -> None:
         """A connection is gone."""
         self._unidentified.discard(connection)
         self._connections.discard(connection)
+        self._of_ingress = {each: of_it for each, of_it in self._of_ingress.items() if of_it is not connection}
+        self._check_drained()
 
 
 class _Connection(asyncio.Protocol):
@@ -106,8 +136,9 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport
         self._line = bytearray()
-        self._has_spoken = False
+        self._messages = message_decoder()
         self._timer: asyncio.TimerHandle | None = None
+        self._has_spoken = False
         self.outbox: Outbox | None = None
         self.is_writable = True
 
@@ -120,16 +151,35 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._has_spoken:
-            return
+        if self.outbox is not None:
+            self._take_messages(self.outbox, data)
+        elif not self._has_spoken:
+            self._take_hello(data)
+
+    def _take_hello(self, data: bytes) -> None:
         self._line += data
         if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
             return
         self._has_spoken = True
         if self._timer is not None:
             self._timer.cancel()
-        line, _, _ = bytes(self._line).partition(b"\n")
+        line, _, following = bytes(self._line).partition(b"\n")
         self._server.identified(self, line if len(line) <= MAX_HELLO_BYTES else b"")
+        if self.outbox is not None and following:
+            self._take_messages(self.outbox, following)
+
+    def _take_messages(self, outbox: Outbox, data: bytes) -> None:
+        try:
+            messages = self._messages.feed(data)
+        except InvalidFrame as error:
+            logger.warning("an ingress sent what is no request: %s", error)
+            self._transport.abort()
+            return
+        for message in messages:
+            if isinstance(message, Abort):
+                outbox.abort(message.request_id)
+            else:
+                outbox.submit(message.request)
 
     def send(self, frame: Frame) -> None:
         self._transport.write(encode(frame))
@@ -148,6 +198,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._server.closed(self)
+        self.is_writable = False
         if self.outbox is not None:
-            self.outbox.detach(self)
+            self.outbox.close()
+        self._server.closed(self)

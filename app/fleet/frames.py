@@ -1,29 +1,33 @@
-"""What a replica sends to an ingress: one frame for everything that is new since the last frame, and its bytes.
+"""What ingress and replica send each other, and its bytes.
 
-msgpack holds plain values only, so what comes over a socket can run no code. A frame begins with its version and its
-length. Fields travel by position: a reader ignores fields that it does not know and takes the default of fields that
-are missing. So replicas and ingresses of neighbouring versions understand each other as long as new fields are added
-at the end with a default. Any other change needs a new FRAME_VERSION.
+An ingress sends requests and aborts. A replica sends frames: one for everything that is new since the last frame.
+
+msgpack holds plain values only, so what comes over a socket can run no code. A message begins with its version and its
+length. Fields travel by position, those of a request by name: a reader ignores fields that it does not know and takes
+the default of fields that are missing. So replicas and ingresses of neighbouring versions understand each other as long
+as new fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
-from app.engine.request import TokenDelta
+from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import ReplicaReport
 
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow
 
 
 class InvalidFrame(ValueError):
-    """Bytes that are no frame, or a frame of another version."""
+    """Bytes that are no message, or a message of another version."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +36,22 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     number: int
     report: ReplicaReport
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """An ingress has a request served. The request's deltas come back in frames, an error as its last delta."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """An ingress needs no more of a request. Nothing happens when the replica does not have it."""
+
+    request_id: str
+
+
+Message = Submit | Abort
+ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
 def report_of(stats: EngineStats, *, group: str, max_requests: int, step_age_s: float) -> ReplicaReport:
@@ -51,53 +71,64 @@ def report_of(stats: EngineStats, *, group: str, max_requests: int, step_age_s: 
     )
 
 
-def encode(frame: Frame) -> bytes:
-    """A frame as it goes over the socket."""
-    body = _encode(frame)
+def encode(message: Frame | Message) -> bytes:
+    """A message as it goes over the socket."""
+    body = _encode(message)
     return _HEADER.pack(FRAME_VERSION, len(body)) + body
 
 
-class FrameDecoder:
-    """Bytes as they come → frames."""
+class StreamDecoder(Generic[ReceivedT]):
+    """Bytes as they come → frames, or messages of an ingress."""
 
-    def __init__(self) -> None:
-        self._begun = bytearray()  # of a frame that is not complete yet
+    def __init__(self, decode: Callable[[memoryview], ReceivedT]) -> None:
+        """Use `frame_decoder` or `message_decoder`."""
+        self._decode: Callable[[memoryview], ReceivedT] = decode
+        self._begun = bytearray()  # of a message that is not complete yet
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that end within `data`. Raises InvalidFrame."""
+    def feed(self, data: bytes) -> list[ReceivedT]:
+        """What ends within `data`. Raises InvalidFrame."""
         if self._begun:
             self._begun += data
-            frames, used = _frames_in(self._begun)
+            received, used = self._received_in(self._begun)
             del self._begun[:used]
-            return frames
-        frames, used = _frames_in(data)
+            return received
+        received, used = self._received_in(data)
         if used < len(data):
             self._begun += data[used:]
-        return frames
+        return received
+
+    def _received_in(self, data: bytes | bytearray) -> tuple[list[ReceivedT], int]:
+        """What is complete at the beginning of `data`, and how many bytes it has."""
+        received: list[ReceivedT] = []
+        start = 0
+        with memoryview(data) as view:
+            while len(view) >= start + _HEADER.size:
+                version, length = _HEADER.unpack_from(view, start)
+                if version != FRAME_VERSION:
+                    raise InvalidFrame(f"a frame of version {version} came; this process reads version {FRAME_VERSION}")
+                end = start + _HEADER.size + length
+                if end > len(view):
+                    break
+                with view[start + _HEADER.size : end] as body:
+                    received.append(self._decoded(body))
+                start = end
+        return received, start
+
+    def _decoded(self, body: memoryview) -> ReceivedT:
+        try:
+            return self._decode(body)
+        except msgspec.DecodeError as error:
+            raise InvalidFrame(f"what came is no frame: {error}") from error
 
 
-def _frames_in(data: bytes | bytearray) -> tuple[list[Frame], int]:
-    """The whole frames at the beginning of `data`, and how many bytes they have."""
-    frames, start = [], 0
-    with memoryview(data) as view:
-        while len(view) >= start + _HEADER.size:
-            version, length = _HEADER.unpack_from(view, start)
-            if version != FRAME_VERSION:
-                raise InvalidFrame(f"a frame of version {version} came; this ingress reads version {FRAME_VERSION}")
-            end = start + _HEADER.size + length
-            if end > len(view):
-                break
-            with view[start + _HEADER.size : end] as body:
-                frames.append(_decoded(body))
-            start = end
-    return frames, start
+def frame_decoder() -> StreamDecoder[Frame]:
+    """For what a replica sends."""
+    return StreamDecoder(_decode_frame)
 
 
-def _decoded(body: memoryview) -> Frame:
-    try:
-        return _decode(body)
-    except msgspec.DecodeError as error:
-        raise InvalidFrame(f"what came is no frame: {error}") from error
+def message_decoder() -> StreamDecoder[Message]:
+    """For what an ingress sends."""
+    return StreamDecoder(_decode_message)
 
 
 def _plain(value: object) -> object:
@@ -113,4 +144,5 @@ def _restored(kind: type, plain: object) -> CarouselError:
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-_decode = msgspec.msgpack.Decoder(Frame, dec_hook=_restored).decode
+_decode_frame = msgspec.msgpack.Decoder(Frame, dec_hook=_restored).decode
+_decode_message = msgspec.msgpack.Decoder(Message).decode

@@ -47,12 +47,11 @@ class InFlightRequest:
     def _begin(self, sent: Request) -> None:
         """The fields of one attempt."""
         self.sent = sent  # the request as this attempt has it
-        self.replica_id: str | None = None  # None: it is not placed yet
+        self.replica_id = ""  # from `place` on
         self.is_trusted = False  # nothing was known to be wrong with the replica when the request was placed there
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
-        self.sending: asyncio.Task[None] | None = None  # the call to the replica, open until the request ends there
         self._deltas: list[TokenDelta] = []
         self._error: CarouselError | ReplicaLost | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
@@ -77,11 +76,8 @@ class InFlightRequest:
 
     # ------------------------------------------------------------------ attempts
 
-    def begin_attempt(self, now: float) -> Request:
-        """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
-
-        Raises DeadlineMissed when no time is left.
-        """
+    def seconds_left(self, now: float) -> float | None:
+        """Until the deadline, where the request has one. Raises DeadlineMissed when it has passed."""
         deadline_s = self.request.deadline_s
         if deadline_s is not None and self.num_attempts:
             deadline_s -= now - self._began_at
@@ -90,6 +86,14 @@ class InFlightRequest:
                     f"the deadline of {self.request.deadline_s:g} s has passed with {self.num_tokens:,} tokens "
                     f"generated; they were lost with a replica or waited for one"
                 )
+        return deadline_s
+
+    def begin_attempt(self, now: float) -> Request:
+        """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
+
+        Raises DeadlineMissed when no time is left.
+        """
+        deadline_s = self.seconds_left(now)
         # The first attempt keeps the id of the request.
         sent = self.request
         if self.num_attempts:
@@ -106,19 +110,18 @@ class InFlightRequest:
         return sent
 
     def place(self, replica_id: str, *, is_trusted: bool) -> None:
-        """The current attempt was sent to a replica, which may still refuse it."""
+        """The current attempt is sent to a replica, which may still refuse it."""
         self.replica_id = replica_id
         self.is_trusted = is_trusted
 
     def note_loss(self, now: float) -> None:
         """The replica of the current attempt is lost."""
-        replica_id = self.replica_id or self.attempt_id
         self.lost_at = now
-        self.lost_on.append(replica_id)
+        self.lost_on.append(self.replica_id)
         if self.has_progressed:
             self.fruitless_on.clear()
         elif self.is_trusted:
-            self.fruitless_on.append(replica_id)
+            self.fruitless_on.append(self.replica_id)
 
     def forgive(self, explained: Collection[str]) -> None:
         """Do not count the loss of these replicas: another request is known to have killed them."""
@@ -131,7 +134,7 @@ class InFlightRequest:
         """Take a delta of the current attempt; after its end nothing counts."""
         if self.has_ended:
             return
-        self.is_accepted = True
+        self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
         if delta.error is not None:
             delta = self._take_error(delta, delta.error)
@@ -151,11 +154,6 @@ class InFlightRequest:
             self.has_ended = True
             self._error = error
             self._wake_reader()
-
-    def fail_attempt(self, attempt_id: str, error: CarouselError | ReplicaLost) -> None:
-        """The same for one attempt: nothing happens when another has begun since."""
-        if attempt_id == self.attempt_id:
-            self.fail(error)
 
     def _wake_reader(self) -> None:
         if self._waiting is not None and not self._waiting.done():

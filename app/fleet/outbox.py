@@ -1,20 +1,21 @@
-"""The replica's end of the stream to one ingress: what happened to that ingress's requests and is not sent yet."""
+"""The replica's end of the stream to one ingress: that ingress's requests, and what is new of them and not sent yet."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
-from app.engine.request import Queued, Request, TokenDelta, merge_deltas
-from app.errors import Unavailable
+from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
+from app.errors import CarouselError, Failure
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
 
-logger = logging.getLogger(__name__)
+# The delta that says that a request is queued waits so long for the request's first token, to save a frame.
+_QUEUED_DELAY_S = 0.05
 
-Submit = Callable[[Request], Queued]
+logger = logging.getLogger(__name__)
 
 
 class FrameStream(Protocol):
@@ -29,56 +30,110 @@ class FrameStream(Protocol):
         """Whether the ingress keeps up. `Outbox.flush` must be called when it becomes true again."""
         ...
 
-    def close(self) -> None:
-        """Close the stream: a newer one has taken its place."""
+
+class ServingEngine(Protocol):
+    """What an outbox needs of `app.engine.async_engine.AsyncEngine`."""
+
+    async def matcher_of(self, request: Request) -> Any:
+        """What `submit` needs for a request with a grammar. Raises a CarouselError."""
+        ...
+
+    def submit(self, request: Request, receiver: Any, matcher: Any = None) -> Queued:
+        """Queue a request; `receiver.put_all` gets its deltas. Raises a CarouselError."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its receiver gets no more deltas."""
         ...
 
 
 class Outbox:
-    """Collects the deltas of one ingress's requests and sends them as frames. Belongs to one event loop.
+    """Submits the requests of one ingress and sends their deltas as frames. Belongs to one event loop and one stream.
 
     A slow ingress gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
     """
 
     def __init__(
-        self, report: Callable[[], ReplicaReport], *, orphaned_after_s: float, on_orphaned: Callable[[], object]
+        self,
+        stream: FrameStream,
+        engine: ServingEngine,
+        report: Callable[[], ReplicaReport],
+        *,
+        heartbeat_s: float,
+        on_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """`report` is called for each frame. Without a stream for `orphaned_after_s`, all requests end."""
+        """A frame is sent at once, then whenever something is new and every `heartbeat_s`.
+
+        `report` is called for each frame, `on_idle` when the outbox has no request any more.
+        """
+        self._stream = stream
+        self._engine = engine
         self._report = report
-        self._on_orphaned = on_orphaned
-        self._orphaned_after_s = orphaned_after_s
+        self._on_idle = on_idle
         self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
-        self._ends: dict[str, asyncio.Future[None]] = {}  # of the requests that have not ended
-        self._stream: FrameStream | None = None
-        self._next_number = 0  # of the stream's next frame
-        self._heartbeat_s = 0.0
-        self._sent_at = 0.0  # by the event loop's clock
-        self._timer = self._begin_orphan_timer()
+        self._open: set[str] = set()  # the ids of the requests that the engine has
+        self._compiling: dict[str, asyncio.Task[None]] = {}  # by request id, until its grammar is compiled
+        self._next_number = 0  # of the next frame
+        self._heartbeat_s = heartbeat_s
+        self._queued_timer: asyncio.TimerHandle | None = None
+        self._send_frame()
+        self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
 
     # ------------------------------------------------------------------ requests
 
-    async def serve(self, request: Request, submit: Submit, abort: Callable[[str], None]) -> None:
-        """Submit a request, take its deltas, and return when it has ended. Cancelling this aborts the request.
+    def submit(self, request: Request) -> None:
+        """Have a request served. Its first delta says that it is queued, or with which error it was refused."""
+        if request.sampling.grammar is None:
+            self._submit(request, None)
+            return
+        compiling = asyncio.get_running_loop().create_task(self._submit_with_grammar(request))
+        self._compiling[request.request_id] = compiling
 
-        The stream says first that the request is queued, and where.
-
-        Raises:
-            CarouselError: from `submit`; nothing was queued then.
-            Unavailable: there was no stream for too long; the request is aborted.
-        """
-        request_id = request.request_id
-        queued = submit(request)
-        end = self._ends[request_id] = asyncio.get_running_loop().create_future()
-        self.put_all([TokenDelta(request_id, (), queued=queued)])
+    async def _submit_with_grammar(self, request: Request) -> None:
         try:
-            await end
-        finally:
-            if self._ends.pop(request_id, None) is not None:  # it has not ended by itself
-                abort(request_id)
-                self._deltas.pop(request_id, None)
+            matcher = await self._engine.matcher_of(request)
+        except Exception as error:
+            del self._compiling[request.request_id]
+            self._refuse(request, error)
+            return
+        del self._compiling[request.request_id]
+        self._submit(request, matcher)
+
+    def _submit(self, request: Request, matcher: Any) -> None:
+        try:
+            queued = self._engine.submit(request, self, matcher)
+        except Exception as error:
+            self._refuse(request, error)
+            return
+        request_id = request.request_id
+        self._open.add(request_id)
+        self._deltas[request_id] = [TokenDelta(request_id, (), queued=queued)]
+        if self._queued_timer is None:
+            self._queued_timer = asyncio.get_running_loop().call_later(_QUEUED_DELAY_S, self._flush_queued)
+
+    def _flush_queued(self) -> None:
+        self._queued_timer = None
+        self.flush()
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, CarouselError):
+            logger.error("request %s could not be submitted", request.request_id, exc_info=error)
+            error = Failure("the replica failed on this request; its log says why")
+        self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks. Nothing happens when it has ended."""
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None:
+            compiling.cancel()
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._engine.abort(request_id)
+        self._deltas.pop(request_id, None)
+        self._check_idle()
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
-        """Send these deltas of the ingress's requests, or keep them while the ingress is slow or away."""
+        """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
             of_request = kept.get(delta.request_id)
@@ -87,73 +142,51 @@ class Outbox:
             else:
                 of_request.append(delta)
             if delta.finish_reason is not None:
-                end = self._ends.pop(delta.request_id, None)
-                if end is not None and not end.done():
-                    end.set_result(None)
+                self._open.discard(delta.request_id)
         self.flush()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests have ended and their last deltas are sent."""
+        return not (self._open or self._compiling or self._deltas)
+
+    def close(self) -> None:
+        """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
+        self._timer.cancel()
+        if self._queued_timer is not None:
+            self._queued_timer.cancel()
+        for request_id in [*self._compiling, *self._open]:
+            self.abort(request_id)
+        self._deltas.clear()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self.is_idle:
+            self._on_idle()
 
     # ------------------------------------------------------------------ the stream
 
-    def attach(self, stream: FrameStream, *, heartbeat_s: float) -> None:
-        """Send on this stream from now on: a frame at once, then whenever something is new and every `heartbeat_s`.
-
-        The stream before is closed: an ingress that has lost one opens another.
-        """
-        before, self._stream = self._stream, stream
-        if before is not None:
-            before.close()
-        self._timer.cancel()
-        self._next_number = 0
-        self._heartbeat_s = heartbeat_s
-        self._send_frame(stream)
-        self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
-
-    def detach(self, stream: FrameStream) -> None:
-        """A stream has ended. Nothing happens when it was not the newest."""
-        if stream is self._stream:
-            self._stream = None
-            self._timer.cancel()
-            self._timer = self._begin_orphan_timer()
-
     def flush(self) -> None:
         """Send what is kept, if anything is and the ingress keeps up."""
-        stream = self._stream
-        if self._deltas and stream is not None and stream.is_writable:
-            self._send_frame(stream)
+        if self._deltas and self._stream.is_writable:
+            self._send_frame()
+            if not self._open:
+                self._check_idle()
 
-    def _send_frame(self, stream: FrameStream) -> None:
+    def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
         frame = Frame(self._next_number, self._report(), merged)
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
-        stream.send(frame)
+        self._stream.send(frame)
 
     def _beat(self) -> None:
         """Send a heartbeat if nothing was sent for as long. One timer a heartbeat, whatever is sent meanwhile."""
-        loop, stream = asyncio.get_running_loop(), self._stream
-        if stream is None:
-            return
+        loop = asyncio.get_running_loop()
         wait_s = self._sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:
             wait_s = self._heartbeat_s
-            if stream.is_writable:
-                self._send_frame(stream)
+            if self._stream.is_writable:
+                self._send_frame()
         self._timer = loop.call_later(wait_s, self._beat)
-
-    # ------------------------------------------------------------------ without a stream
-
-    def _begin_orphan_timer(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._orphaned_after_s, self._end_all)
-
-    def _end_all(self) -> None:
-        """The ingress is gone, or the way to it. It has resumed its requests at other replicas."""
-        if self._ends:
-            logger.warning(
-                "%d requests end: their ingress has had no stream for %g s", len(self._ends), self._orphaned_after_s
-            )
-        self._deltas.clear()
-        self._on_orphaned()
-        for end in self._ends.values():
-            if not end.done():
-                end.set_exception(Unavailable("the ingress of this request has gone"))

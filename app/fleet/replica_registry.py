@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +25,17 @@ from app.fleet.dispatch import (
 
 
 @dataclass(slots=True)
-class _Expected:
-    """A request that is to be placed, or was."""
+class _Placed:
+    """A request that was placed and has not ended."""
 
     request: Request
-    avoid: frozenset[str]  # replicas that have just refused or lost it: only where there is no other
-    size: RequestSize
-    group: str
-    charged_to: str = ""  # the replica on which the ledger has it
-    decision: Decision | None = None
-    trusted: frozenset[str] = frozenset()  # the replicas that were no suspects when the decision was made
+    decision: Decision
 
 
 class ReplicaRegistry:
-    """The replicas that may be sent requests, and in which order. One for each model in a process, one event loop.
+    """The replicas that may be sent requests, and which one gets a request. One for each model and event loop.
 
-    A router asks for the order of each request and says where it went; readers of frames note what replicas report.
+    A fleet places its requests; readers of frames note what replicas report; Serve's router says which replicas exist.
     """
 
     def __init__(
@@ -52,14 +47,13 @@ class ReplicaRegistry:
         self._block_size = block_size
         self._clock = clock
         self._replica_ids: tuple[str, ...] = ()
-        self._expected: dict[str, _Expected] = {}  # by request id
+        self._placed: dict[str, _Placed] = {}  # by request id
         self._ledger = Ledger()
         self._lengths = OutputLengths()
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
         self._retry_times = RetryTimes()
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
-        self.on_placed: Callable[[str, str], None] = lambda request_id, replica_id: None
 
     @property
     def replica_ids(self) -> Collection[str]:
@@ -68,71 +62,57 @@ class ReplicaRegistry:
 
     # ------------------------------------------------------------------ one request
 
-    def expect(self, request: Request, *, avoid: frozenset[str] = frozenset()) -> None:
-        """A request is about to be placed. Raises Overloaded when every replica is known to be full."""
-        sampling = request.sampling
-        num_generated = len(request.generated_token_ids)
-        size = RequestSize(
-            num_prompt_tokens=len(request.prompt_token_ids) + num_generated,
-            num_expected_tokens=max(1, self._lengths.expected_tokens(sampling.max_tokens) - num_generated),
-        )
-        group = self._groups.choose(request.session or request.request_id, asked=request.group, param="group")
-        self._check_room(is_background=request.is_background)
-        self._expected[request.request_id] = _Expected(request, avoid, size, group)
+    def place(self, request: Request, replica_ids: Collection[str], *, avoid: Collection[str] = frozenset()) -> str:
+        """The replica that gets a request, of these; it is charged with the request until `end`.
 
-    def order(self, request_id: str, replica_ids: Sequence[str]) -> list[str]:
-        """These replicas, most preferred first; the first is charged with the request until another is `placed`."""
-        expected = self._expected.get(request_id)
-        if expected is None or not replica_ids:
-            return list(replica_ids)
-        request = expected.request
-        cached = (
-            {} if self._prefixes is None else self._prefixes.match(request.prompt_token_ids, salt=request.cache_salt)
-        )
+        Suspects and those to `avoid`, which have just refused or lost it, are taken only where there is no other.
+
+        Raises:
+            InvalidRequest: there is no such group.
+            Overloaded: every replica is known to be full.
+        """
+        session, prompt = request.session, request.prompt_token_ids
+        group = self._groups.choose(session or request.request_id, asked=request.group, param="group")
+        prefixes = self._prefixes
+        cached = {} if prefixes is None else prefixes.match(prompt, salt=request.cache_salt)
         candidates = self._ledger.candidates(
             replica_ids,
             now=self._clock(),
             is_background=request.is_background,
             num_cached_tokens=cached,
-            session_replica_id=self._sessions.replica_of(request.session) if request.session else None,
+            session_replica_id=self._sessions.replica_of(session) if session else None,
         )
-        of_its_group = of_group(candidates, expected.group)
-        trusted = [
-            each
-            for each in of_its_group
-            if each.replica_id not in expected.avoid and not self.is_suspect(each.replica_id)
-        ]
-        expected.trusted = frozenset(each.replica_id for each in trusted)
-        decision = self._policy.decide(trusted or of_its_group, expected.size)
-        expected.decision = decision
-        order = decision.order
-        self._charge(expected, order[0], cached.get(order[0], 0))
-        # All others come last: a suspect or another group's replica is better than none.
-        return order + [replica_id for replica_id in replica_ids if replica_id not in order]
-
-    def placed(self, request_id: str, replica_id: str) -> None:
-        """A request was sent to a replica, which may still refuse it."""
-        expected = self._expected.get(request_id)
-        if expected is None:
-            return
-        if replica_id != expected.charged_to:  # the first in order had no room
-            self._charge(expected, replica_id, 0)
-        request = expected.request
-        if request.session:
-            self._sessions.place(request.session, replica_id)
-        if self._prefixes is not None:
-            self._prefixes.add(replica_id, request.prompt_token_ids, salt=request.cache_salt)
-        self.on_placed(request_id, replica_id)
+        sound = {each.replica_id: each for each in candidates if not self.is_suspect(each.replica_id)}
+        if sound and all(each.is_full for each in sound.values()):
+            raise self._full(sum(each.num_requests for each in sound.values()))
+        of_its_group = of_group(candidates, group)
+        trusted = [each for each in of_its_group if each.replica_id in sound and each.replica_id not in avoid]
+        num_generated = len(request.generated_token_ids)
+        size = RequestSize(
+            num_prompt_tokens=len(prompt) + num_generated,
+            num_expected_tokens=max(1, self._lengths.expected_tokens(request.sampling.max_tokens) - num_generated),
+        )
+        decision = self._policy.decide(trusted or of_its_group, size)
+        replica_id = decision.order[0]
+        self._placed[request.request_id] = _Placed(request, decision)
+        # Charged before it is sent: requests placed in the same moment must see each other.
+        self._ledger.place(
+            request.request_id,
+            replica_id,
+            num_prompt_tokens=max(1, size.num_prompt_tokens - cached.get(replica_id, 0)),
+            num_expected_tokens=size.num_expected_tokens,
+            is_background=request.is_background,
+        )
+        if session:
+            self._sessions.place(session, replica_id)
+        if prefixes is not None:
+            prefixes.add(replica_id, prompt, salt=request.cache_salt)
+        return replica_id
 
     def decision(self, request_id: str) -> Decision | None:
         """Why a request went where it did; None before it was placed."""
-        expected = self._expected.get(request_id)
-        return None if expected is None else expected.decision
-
-    def has_become_suspect(self, request_id: str, replica_id: str) -> bool:
-        """Whether a replica was no suspect when a request's order was made, and is one now."""
-        expected = self._expected.get(request_id)
-        return expected is not None and replica_id in expected.trusted and self.is_suspect(replica_id)
+        placed = self._placed.get(request_id)
+        return None if placed is None else placed.decision
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """New tokens of a request have come."""
@@ -140,29 +120,12 @@ class ReplicaRegistry:
 
     def end(self, request_id: str, *, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens, by a stop or its limit."""
-        expected = self._expected.pop(request_id, None)
+        placed = self._placed.pop(request_id, None)
         self._ledger.end(request_id)
-        if num_generated is not None and expected is not None:
-            self._lengths.learn(expected.request.sampling.max_tokens, num_generated)
+        if num_generated is not None and placed is not None:
+            self._lengths.learn(placed.request.sampling.max_tokens, num_generated)
 
-    def _charge(self, expected: _Expected, replica_id: str, num_cached_tokens: int) -> None:
-        # Booked before it is sent: requests placed in the same moment must see each other.
-        expected.charged_to = replica_id
-        self._ledger.place(
-            expected.request.request_id,
-            replica_id,
-            num_prompt_tokens=max(1, expected.size.num_prompt_tokens - num_cached_tokens),
-            num_expected_tokens=expected.size.num_expected_tokens,
-            is_background=expected.request.is_background,
-        )
-
-    def _check_room(self, *, is_background: bool) -> None:
-        sound = [each for each in self._replica_ids if not self.is_suspect(each)]
-        candidates = self._ledger.candidates(sound, now=self._clock(), is_background=is_background)
-        if candidates and all(each.is_full for each in candidates):
-            raise self.full(sum(each.num_requests for each in candidates))
-
-    def full(self, num_requests: int) -> Overloaded:
+    def _full(self, num_requests: int) -> Overloaded:
         """The error for a caller when no replica can take its request: how many are served, and when to come back."""
         return Overloaded(
             f"all {len(self._replica_ids)} replicas are full ({num_requests:,} requests); try again shortly",

@@ -1,6 +1,6 @@
 """Batches on engines of their own, beside the replicas: a pool of engines for each model that a batch's items name.
 
-What an item may ask is checked as the API does it; then it is computed as the items of bulk runs are. Tokens of items
+The request handler checks and tokenizes an item; then it is computed as the items of bulk runs are. Tokens of items
 that have not ended are kept, so that a later run continues after them. No Ray here: the pool comes from `deployments`.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from app.api import AcceptedItem, ServedModel
+from app.api import RequestHandler
+from app.api.call import Call
 from app.api.schemas.requests import QueuedRequest
 from app.disk import write_atomically
 from app.errors import CarouselError, InvalidRequest
@@ -24,7 +24,7 @@ from app.jobs.executors import Executor
 from app.jobs.items import GENERATION_URLS, seed_of
 from app.jobs.job import Answered, InvalidItem, Item, ItemResult
 from app.jobs.outputs import BatchFormat
-from app.jobs.preparation import PreparedItem, check_fits_engines, prepare, response_of
+from app.jobs.preparation import PreparedItem, check_fits_engines, prepared, response_of
 from app.jobs.results import ItemSet, ResultStore
 from app.jobs.runner import JobRun
 
@@ -36,9 +36,6 @@ POOL_ATTEMPTS = 3  # one after the other, and no item has ended by them
 POOL_PAUSE_S = 5.0
 _MODELS = "models.json"  # in a batch's store of results: the models that its partial tokens are of
 
-Accept = Callable[
-    [str, str, Mapping[str, Any], Callable[[QueuedRequest, ServedModel], None]], Awaitable[AcceptedItem | Answered]
-]
 # A pool for the model of this name, which reports to the run and continues after the tokens in the store.
 MakePool = Callable[[str, JobRun[PreparedItem], ResultStore], Executor[PreparedItem]]
 
@@ -50,19 +47,17 @@ class EngineExecution:
 
     def __init__(
         self,
-        accept: Accept,
-        models: Sequence[ServedModel],
+        handler: RequestHandler,
         make_pool: MakePool,
         *,
         weights: Mapping[str, Any],
         max_at_once: int = MAX_AT_ONCE,
     ) -> None:
-        """`accept` is the request handler's. At most `max_at_once` batches have engines at the same time.
+        """`handler` checks and tokenizes items. At most `max_at_once` batches have engines at the same time.
 
         `weights` describe what the models compute with, by their names: tokens of one are not continued by another.
         """
-        self._accept = accept
-        self._models = {model.name: model for model in models}
+        self._handler = handler
         self._make_pool = make_pool
         self._weights = dict(weights)
         self._places = asyncio.Semaphore(max_at_once)
@@ -95,14 +90,14 @@ class EngineExecution:
             write_atomically(path, content)
 
     async def _next_model(self, work: BatchWork) -> str | None:
-        """The model of the first item that has not ended and can run; the items before it end with their refusals."""
+        """The model of the first item that has not ended and can run. The items before it end with their refusals."""
         async with aclosing(work.pieces()) as pieces:
             async for piece in pieces:
                 for item in piece:
-                    accepted = await self._accepted(work, item)
-                    if isinstance(accepted, AcceptedItem):
-                        return accepted.model
-                    work.on_results(work.results.append([BatchFormat().answered(item, accepted)]))
+                    call = await self._call(work, item)
+                    if isinstance(call, Call):
+                        return call.model.name
+                    work.on_results(work.results.append([BatchFormat().answered(item, call)]))
         return None
 
     async def _run_model(self, work: BatchWork, model: str) -> None:
@@ -126,44 +121,47 @@ class EngineExecution:
         others = ItemSet(work.results.num_items)
         logger.info("batch %s: engines of %s begin", work.job.id, model)
 
-        async def source() -> AsyncGenerator[list[PreparedItem | InvalidItem | ItemResult], None]:
+        async def source() -> AsyncGenerator[list[PreparedItem | ItemResult], None]:
             async with aclosing(work.pieces()) as pieces:
                 async for piece in pieces:
-                    made = [await self._prepared(work, item, model, form) for item in piece]
-                    others.update(item.number for item, each in zip(piece, made, strict=True) if each is None)
-                    yield [each for each in made if each is not None]
+                    own = [item for item in piece if not self._is_of_another(item, model)]
+                    others.update(item.number for item in piece if self._is_of_another(item, model))
+                    calls = [await self._call(work, item) for item in own]
+                    yield [
+                        prepared(item, call) if isinstance(call, Call) else form.answered(item, call)
+                        for item, call in zip(own, calls, strict=True)
+                    ]
 
         await run.run(self._make_pool(model, run, work.results), source, left_out=others)
 
-    async def _prepared(
-        self, work: BatchWork, item: Item, model: str, form: BatchFormat
-    ) -> PreparedItem | InvalidItem | ItemResult | None:
-        """None for an item of another model."""
-        accepted = await self._accepted(work, item)
-        if isinstance(accepted, Answered):
-            return form.answered(item, accepted)
-        if accepted.model != model:
-            return None
-        return await prepare(replace(item, body=accepted.body), self._models[model])
+    def _is_of_another(self, item: Item, model: str) -> bool:
+        """Whether an item names another model of the service."""
+        name = item.body.get("model")
+        named = self._handler.models.get(name) if isinstance(name, str) else None
+        return named is not None and named.name != model
 
-    async def _accepted(self, work: BatchWork, item: Item) -> AcceptedItem | Answered:
+    async def _call(self, work: BatchWork, item: Item) -> Call | Answered:
         body = dict(item.body)
         if body.get("seed") is None:  # of the batch's own: the same item in another batch is drawn anew
             body["seed"] = seed_of(f"{work.job.id}-{item.number}")
-        return await self._accept(work.job.owner, item.url, body, _check)
+        return await self._handler.prepare_item(work.job.owner, item.url, body, _check)
 
     async def _give_up(self, work: BatchWork, model: str) -> None:
+        """End the items that engines of a model should have computed."""
+        form = BatchFormat()
         reason = f"the engines for this line have failed {POOL_ATTEMPTS} times; the server's log has the reason"
         async with aclosing(work.pieces()) as pieces:
             async for piece in pieces:
                 for item in piece:
-                    accepted = await self._accepted(work, item)
-                    if isinstance(accepted, AcceptedItem) and accepted.model == model:
-                        invalid = InvalidItem(number=item.number, id=item.id, reason=reason, code="job_failed")
-                        work.on_results(work.results.append([BatchFormat().invalid(invalid)]))
+                    if self._is_of_another(item, model):
+                        continue
+                    call = await self._call(work, item)
+                    invalid = InvalidItem(number=item.number, id=item.id, reason=reason, code="job_failed")
+                    result = form.invalid(invalid) if isinstance(call, Call) else form.answered(item, call)
+                    work.on_results(work.results.append([result]))
 
 
-def _check(body: QueuedRequest, _: ServedModel) -> None:
+def _check(body: QueuedRequest) -> None:
     """Raise InvalidRequest for what engines cannot do, in words for a client that does not know of bulk runs."""
     try:
         check_fits_engines(body)

@@ -1,37 +1,24 @@
-"""Items as requests of an engine, checked and tokenized as the HTTP API does it; and outputs as the API's responses.
+"""Items as requests of an engine, checked and tokenized by the request handler; outputs as the API's responses.
 
-An item means what the same request over HTTP would, so both pass the API's schemas. Nothing is started here.
+An item means what the same request over HTTP would. Nothing is started here.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from pydantic import ValidationError
-
-from app.api.call import Call, RequestLimits, ServedModel
-from app.api.endpoints.chat import prepare_chat
-from app.api.endpoints.completions import prepare_completion
+from app.api import RequestHandler
+from app.api.call import Call
 from app.api.output.completion_writers import ChatFormat, CompletionFormat, single_choice_response
 from app.api.output.progress import ChoiceOutput
-from app.api.schemas.parameters import refuse_unavailable
-from app.api.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    QueuedRequest,
-    from_validation_error,
-)
+from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Request
-from app.errors import CarouselError, InvalidRequest
-from app.jobs.items import CHAT_URL, COMPLETIONS_URL, GENERATION_URLS
-from app.jobs.job import InvalidItem, Item, ItemOutput, Json
-
-_SCHEMAS: Mapping[str, type[GenerationRequest]] = {CHAT_URL: ChatRequest, COMPLETIONS_URL: CompletionRequest}
+from app.errors import InvalidRequest
+from app.jobs.items import CHAT_URL, GENERATION_URLS
+from app.jobs.job import Answered, InvalidItem, Item, ItemOutput, Json
+from app.jobs.outputs import error_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +42,16 @@ class PreparedItem:
         return ItemOutput(number=self.number, id=self.id, prompt_tokens=num_prompt, error=reason)
 
 
-async def prepare(item: Item, model: ServedModel) -> PreparedItem | InvalidItem:
-    """Check and tokenize an item; what is wrong with it becomes the reason for which it is not run."""
-    try:
-        body = _typed(item, model)
-        if isinstance(body, ChatRequest):
-            return prepared(item, await prepare_chat(body, model, RequestLimits()))
-        assert isinstance(body, CompletionRequest), "there are two kinds of request"
-        return prepared(item, await prepare_completion(body, model, RequestLimits()))
-    except CarouselError as error:
-        reason = error.message
-    except Exception as error:  # whatever is in an item, it costs no other item anything
-        reason = f"the row cannot be prepared: {error!r:.500}"
-    return InvalidItem(number=item.number, id=item.id, reason=reason)
+async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
+    """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
+    call = await handler.prepare_item("", item.url, item.body, check_fits_engines)
+    if isinstance(call, Answered):
+        return InvalidItem(number=item.number, id=item.id, reason=error_message(call.body))
+    return prepared(item, call)
 
 
 def prepared(item: Item, call: Call) -> PreparedItem:
-    """An item of one answer, with what the API has made of it."""
+    """An item and its call, which `check_fits_engines` has passed: it has one request."""
     [request] = call.requests
     return PreparedItem(
         number=item.number,
@@ -84,7 +64,7 @@ def prepared(item: Item, call: Call) -> PreparedItem:
 
 
 def check_fits_engines(body: QueuedRequest) -> None:
-    """Raise InvalidRequest for what the API can do and engines without it cannot: they make one text, read once."""
+    """Raise InvalidRequest for what the API can do and engines without it cannot: they make one text for an item."""
     if not isinstance(body, GenerationRequest):
         raise InvalidRequest(f"bulk runs answer {' and '.join(GENERATION_URLS)} only")
     if body.n != 1:
@@ -114,16 +94,3 @@ def response_of(url: str, model_name: str, output: ItemOutput) -> Json:
         form, f"{prefix}-{uuid.uuid4().hex}", model_name, text,
         created=int(time.time()), num_prompt=output.prompt_tokens,
     )  # fmt: skip
-
-
-def _typed(item: Item, model: ServedModel) -> GenerationRequest:
-    schema, body = _SCHEMAS[item.url], dict[str, Any](item.body)
-    refuse_unavailable(body, schema)
-    try:
-        typed = schema.model_validate(body)
-    except ValidationError as error:
-        raise from_validation_error(error) from None
-    check_fits_engines(typed)
-    if typed.model is not None and typed.model != model.name:
-        raise InvalidRequest(f"there is no model {typed.model[:100]!r}; this run has {model.name!r}", param="model")
-    return typed

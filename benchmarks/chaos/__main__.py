@@ -19,18 +19,19 @@ from typing import Any
 
 from benchmarks.chaos.client_faults import cancel_a_fifth, disconnect_at_each_phase, miss_deadlines, read_slowly
 from benchmarks.chaos.client_host_loss import vanish
-from benchmarks.chaos.infrastructure_kills import kill_controller, kill_ingress
-from benchmarks.chaos.node_loss import lose_node
-from benchmarks.chaos.overload import overload
-from benchmarks.chaos.partition import part_from_replicas
-from benchmarks.chaos.replica_kills import (
+from benchmarks.chaos.faults import (
     crash_on_request,
     kill_at_each_phase,
+    kill_controller,
+    kill_ingress,
     kill_one_of_three,
     kill_several,
     kill_with_weights,
+    part_from_replicas,
     stop_one_of_three,
 )
+from benchmarks.chaos.node_loss import lose_node
+from benchmarks.chaos.overload import overload
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import Size
 from benchmarks.chaos.verdict import without_samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,10 +13,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS
-from benchmarks.chaos.stage import Size, Stage, application, stage
+from benchmarks.chaos.stage import Size, Stage, application, stage, under_traffic
 from benchmarks.chaos.stream import Stream, follow, moment
-from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.traffic import Asked, Traffic, alike
 from benchmarks.chaos.verdict import judged, spread
 from benchmarks.harness.command import tell
 from benchmarks.harness.figures import percentile
@@ -31,15 +31,14 @@ async def disconnect_at_each_phase(size: Size) -> list[Row]:
 
     Seen through /metrics, asked again and again: what a question takes is in the figures.
     """
-    step_s = 0.02
-    plain = application(num_replicas=1, step_ms=step_s * 1000, end_probability=0, max_running=1)
+    plain = application(num_replicas=1, step_ms=20, end_probability=0, max_running=1)
     slow = application(num_replicas=1, step_ms=400, end_probability=0)
     rows = []
-    with stage(plain, step_s=step_s) as running:
+    with stage(plain) as running:
         for phase, num_tokens in (("token 1", 1), ("token 20", 20)):
             rows.append(await _leaving(running, size.runs, phase, _has_tokens(num_tokens)))
         rows.append(await _leaving_the_queue(running, size.runs))
-    with stage(slow, step_s=0.4) as running:
+    with stage(slow) as running:
         rows.append(await _leaving(running, size.runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
     return rows
 
@@ -107,8 +106,7 @@ async def _c1(running: Stage, phase: str, freed_ms: Sequence[float]) -> Row:
 
 async def cancel_a_fifth(size: Size) -> list[Row]:
     """C2: every fifth client gives up after half a second; what the others get, against a run in which none does."""
-    with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
-        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
+    async with under_traffic(size) as (running, traffic):
         seconds = 2.0 * size.runs
         staying = [asked for place, asked in enumerate(traffic.requests) if place % 5]
         leaving = [asked for place, asked in enumerate(traffic.requests) if not place % 5]
@@ -133,8 +131,7 @@ async def cancel_a_fifth(size: Size) -> list[Row]:
 
 async def read_slowly(size: Size) -> list[Row]:
     """C4: one client reads a byte a second; times between tokens of the others, against a run in which none does."""
-    with stage(application(step_ms=STEP_MS), step_s=STEP_MS / 1000) as running:
-        traffic = await with_reference(running.target, mixed(size.streams - 1, max_tokens=LENGTHS))
+    async with under_traffic(replace(size, streams=size.streams - 1)) as (running, traffic):
         [asked] = alike(1, num_tokens=400)
         gaps_ms = []
         for is_slow in (False, True):
@@ -170,9 +167,9 @@ async def _read_a_byte_a_second(running: Stage, asked: Asked) -> None:
 
 async def miss_deadlines(size: Size) -> list[Row]:
     """C5: deadlines that pass while requests run or wait: no answer comes late, no expired request takes a step."""
-    config = application(num_replicas=1, step_ms=STEP_MS, end_probability=0, max_running=max(1, size.streams // 4))
+    config = application(num_replicas=1, end_probability=0, max_running=max(1, size.streams // 4))
     source = size.source("C5")
-    with stage(config, step_s=STEP_MS / 1000) as running:
+    with stage(config) as running:
         requests = [
             replace(asked, body={**asked.body, "deadline_s": round(source.uniform(0.3, 6.0), 2)})
             for asked in alike(size.streams, num_tokens=100)
@@ -181,21 +178,15 @@ async def miss_deadlines(size: Size) -> list[Row]:
         for _ in range(size.runs):
             await traffic.once()
         deadlines = {asked.name: asked.body["deadline_s"] for asked in requests}
-        beyond = [(each.ended_s or 0.0) - each.begun_s - deadlines[each.name] for each in traffic.answers]
-        expired = [over for over, each in zip(beyond, traffic.answers, strict=True) if not each.is_complete]
+        late = [
+            ((each.ended_s or 0.0) - each.begun_s - deadlines[each.name], each.is_complete) for each in traffic.answers
+        ]  # seconds after the deadline
         return [
             {"row": "C5", "fault": "deadlines of 0.3 to 6 s, four requests for each slot", "runs": size.runs}
-            | {"asked": len(beyond), "completed": sum(each.is_complete for each in traffic.answers)}
-            | {"ends": _counted(traffic.answers), "late_answers": sum(over > 0.0 and each.is_complete
-               for over, each in zip(beyond, traffic.answers, strict=True))}
+            | {"asked": len(late), "completed": sum(is_complete for _, is_complete in late)}
+            | {"ends": dict(Counter(each.outcome for each in traffic.answers))}
+            | {"late_answers": sum(by_s > 0.0 and is_complete for by_s, is_complete in late)}
             | {"malformed": sum(not each.is_well_formed for each in traffic.answers)}
-            | spread("told_after_deadline_ms", [over * 1000 for over in expired])
+            | spread("told_after_deadline_ms", [by_s * 1000 for by_s, is_complete in late if not is_complete])
             | {"left_over": await running.left_over()}
-        ]  # fmt: skip
-
-
-def _counted(answers: Sequence[Stream]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for each in answers:
-        counts[each.outcome] = counts.get(each.outcome, 0) + 1
-    return counts
+        ]

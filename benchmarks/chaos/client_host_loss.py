@@ -7,9 +7,9 @@ import json
 import socket
 import time
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.chaos.networks import HERE, Host, own_network, set_tcp_retries, why_no_networks
-from benchmarks.chaos.replica_kills import Row
 from benchmarks.chaos.stage import Size, Stage, application, stage
 from benchmarks.chaos.traffic import Asked, alike
 from benchmarks.chaos.verdict import spread
@@ -23,7 +23,7 @@ _RETRIES = (15, 5)  # the default, and what no wide network should have
 _MAX_RUNS = 5  # they hardly differ: it is one timer of the kernel
 
 
-async def vanish(size: Size) -> list[Row]:
+async def vanish(size: Size) -> list[dict[str, Any]]:
     """C3: a client on another host vanishes in mid-stream; how long its request is worked on. Needs root."""
     reason = why_no_networks()
     if reason is not None:
@@ -31,14 +31,14 @@ async def vanish(size: Size) -> list[Row]:
     plain = application(num_replicas=1, step_ms=_STEP_S * 1000, end_probability=0)
     config = plain | {"api": {"allow_unauthenticated": True}}  # in a network without other hosts
     rows = []
-    with own_network() as host, stage(config, step_s=_STEP_S, layout=Layout(host="0.0.0.0")) as running:
+    with own_network() as host, stage(config, layout=Layout(host="0.0.0.0")) as running:
         for retries in _RETRIES:
             set_tcp_retries(retries)
             rows.append(await _vanishing(running, host, min(size.runs, _MAX_RUNS), retries))
     return rows
 
 
-async def _vanishing(running: Stage, host: Host, runs: int, retries: int) -> Row:
+async def _vanishing(running: Stage, host: Host, runs: int, retries: int) -> dict[str, Any]:
     [asked] = alike(1, num_tokens=_NUM_TOKENS)
     freed_s = []
     for run in range(runs):

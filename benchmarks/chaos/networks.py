@@ -59,6 +59,10 @@ class Host:
     def lose_what_is_sent_to_it(self) -> None:
         _run("ip", "neigh", "replace", THERE, "lladdr", _NOBODY, "dev", _WIRE_HERE, "nud", "permanent")
 
+    def lose_both_ways(self) -> None:
+        self.lose_what_it_sends()
+        self.lose_what_is_sent_to_it()
+
     def mend(self) -> None:
         """Nothing is lost any more."""
         _run(*self.command, "ip", "neigh", "flush", "dev", _WIRE_THERE, "nud", "permanent")

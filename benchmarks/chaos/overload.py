@@ -29,7 +29,7 @@ async def overload(size: Size) -> list[dict[str, Any]]:
         num_replicas=2, step_ms=_STEP_MS, end_probability=0, max_running=_SLOTS, max_waiting=_SLOTS // 2
     )
     capacity = 2 * _SLOTS / (_NUM_TOKENS * _STEP_MS / 1000)
-    with stage(config, step_s=_STEP_MS / 1000) as running:
+    with stage(config) as running:
         found = await asyncio.to_thread(_sweep, running, capacity)
         rows = [{name: row.get(name) for name in _SHOWN} for row in found["rows"]]
         return [

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from benchmarks.chaos.replica_kills import LENGTHS, STEP_MS, pauses_after
-from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Size, Stage, application, stage
-from benchmarks.chaos.traffic import MODEL_NAME, Traffic, mixed, with_reference
-from benchmarks.chaos.verdict import judged
+from benchmarks.chaos.stage import RECOVERY_TIMEOUT_S, Size, Stage, application, under_traffic
+from benchmarks.chaos.traffic import MODEL_NAME, Traffic
+from benchmarks.chaos.verdict import judged_row
 from benchmarks.harness.command import BenchmarkError, tell
 
 _BEFORE_S = 2.0
@@ -21,27 +21,22 @@ _LOOK_S = 0.2
 
 async def change_under_load(size: Size) -> list[dict[str, Any]]:
     """R13: `serve deploy` of fewer replicas, then of other settings, which restarts all processes."""
-    before = application(step_ms=STEP_MS)
-    after = application(step_ms=STEP_MS, place_timeout_s=31)
-    with stage(before, step_s=STEP_MS / 1000, with_dashboard=True) as running:
-        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
 
-        def scale_down() -> None:
-            running.running.deploy(before, num_replicas={f"replica-{MODEL_NAME}": 2})
+    def has_scaled(old: set[int], now: set[int]) -> bool:
+        return len(now) == 3  # two replicas and the ingress
 
-        def has_scaled(old: set[int], now: set[int]) -> bool:
-            return len(now) == 3  # two replicas and the ingress
+    def has_rolled(old: set[int], now: set[int]) -> bool:
+        return len(now) == 4 and not old & now
 
-        def has_rolled(old: set[int], now: set[int]) -> bool:
-            return len(now) == 4 and not old & now
-
+    async with under_traffic(size, with_dashboard=True) as (running, traffic):
+        two_replicas = {f"replica-{MODEL_NAME}": 2}
+        scale_down = partial(running.running.deploy, application(), num_replicas=two_replicas)
+        update = partial(running.running.deploy, application(max_resumes=2))
+        text = "rolling update of replicas and ingress to other settings, 2 replicas to 3"
         return [
             await _changing(running, traffic, "scale-down from 3 replicas to 2", scale_down, has_scaled),
-            await _changing(
-                running, traffic, "rolling update of replicas and ingress to other settings, 2 replicas to 3",
-                lambda: running.running.deploy(after), has_rolled,
-            ),
-        ]  # fmt: skip
+            await _changing(running, traffic, text, update, has_rolled),
+        ]
 
 
 async def _changing(
@@ -64,12 +59,9 @@ async def _changing(
         seconds = time.perf_counter() - began_s
         tell(f"R13: {fault}: {seconds:.1f} s")
         await asyncio.sleep(_AFTER_S)
-    return (
-        {"row": "R13", "fault": fault, "took_s": round(seconds, 1)}
-        | judged(fresh.answers, fresh.reference)
-        | {"failed_requests": sum(not each.is_complete for each in fresh.answers)}
-        | pauses_after(running, fresh, [began_s])
-        | {"left_over": await running.left_over()}
+    failed = {"failed_requests": sum(not each.is_complete for each in fresh.answers)}
+    return await judged_row(
+        {"row": "R13", "fault": fault, "took_s": round(seconds, 1)}, running, fresh, [began_s], failed
     )
 
 

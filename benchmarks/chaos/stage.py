@@ -8,17 +8,19 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos.traffic import MODEL_NAME
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, mixed, with_reference
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
 from benchmarks.harness.service import Layout, Service, service
 
+LENGTHS = (30, 120)  # tokens of an answer
+STEP_MS = 30.0
 RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
@@ -136,17 +138,37 @@ class Stage:
 
 @contextmanager
 def stage(
-    application: Mapping[str, Any], *, step_s: float, with_dashboard: bool = False, layout: Layout | None = None
+    application: Mapping[str, Any], *, with_dashboard: bool = False, layout: Layout | None = None
 ) -> Iterator[Stage]:
     """Start the service; it ends with the block."""
+    [model] = application["models"]
+    step_ms = model["engine"]["model"].get("simulated", {}).get("step_ms", 0.0)
     with service(application, with_dashboard=with_dashboard, layout=layout) as running:
-        yield Stage(running, application["models"][0]["replicas"]["num_replicas"], step_s)
+        yield Stage(running, model["replicas"]["num_replicas"], step_ms / 1000)
+
+
+@asynccontextmanager
+async def under_traffic(
+    size: Size,
+    *,
+    requests: Sequence[Asked] = (),
+    lengths: tuple[int, int] = LENGTHS,
+    with_dashboard: bool = False,
+    layout: Layout | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[Stage, Traffic]]:
+    """A service with these settings of `application`, and requests that have been answered twice without a fault.
+
+    The requests are a stream of each kind in turn, unless others are given.
+    """
+    with stage(application(**settings), with_dashboard=with_dashboard, layout=layout) as running:
+        yield running, await with_reference(running.target, requests or mixed(size.streams, max_tokens=lengths))
 
 
 def application(
     *,
     num_replicas: int = 3,
-    step_ms: float = 30.0,
+    step_ms: float = STEP_MS,
     per_token_ms: float = 0.0,
     end_probability: float = 0.004,
     crash_token_id: int | None = None,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.stream import TIMEOUT, Stream
+from benchmarks.chaos.traffic import Traffic
 from benchmarks.harness.figures import percentile
 
+_AFTERMATH_S = 10.0  # in which a pause counts as the fault's
 SAMPLES = "_samples"  # ends the names of lists of single measurements, which a printed line leaves out
 
 
@@ -20,7 +24,7 @@ def judged(answers: Sequence[Stream], reference: Mapping[str, Stream]) -> dict[s
     """
     complete = [each for each in answers if each.is_complete]
     wrong = [each for each in complete if each.said != reference[each.name].said]
-    lengths = [_length(each) - _length(reference[each.name]) for each in wrong]
+    lengths = [each.num_characters - reference[each.name].num_characters for each in wrong]
     return {
         "streams": len(answers),
         "completed": len(complete),
@@ -54,6 +58,29 @@ def pauses_ms(streams: Iterable[Stream], struck_s: float, *, step_s: float, with
     return [(each.longest_pause_s(struck_s, struck_s + within_s) - step_s) * 1000 for each in streams]
 
 
+async def judged_row(
+    found: Mapping[str, Any],
+    running: Stage,
+    traffic: Traffic,
+    struck_s: Sequence[float],
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """A row of the table: its name, what came of the streams, of those that ran when the faults were made, `more`."""
+    pauses = [
+        pause
+        for at_s in struck_s
+        for pause in pauses_ms(in_flight(traffic.answers, at_s), at_s, step_s=running.step_s, within_s=_AFTERMATH_S)
+    ]
+    return {
+        **found,
+        **judged(traffic.answers, traffic.reference),
+        "in_flight_at_faults": len(pauses),
+        **spread("added_pause_ms", pauses),
+        **more,
+        "left_over": await running.left_over(),
+    }
+
+
 def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, Any]:
     """Median, 99th percentile and the largest, under names that begin alike, the unit last; and all samples."""
     stem, _, unit = name.rpartition("_")
@@ -65,7 +92,3 @@ def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, An
 def without_samples(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line as it is printed."""
     return {name: value for name, value in line.items() if not name.endswith(SAMPLES)}
-
-
-def _length(stream: Stream) -> int:
-    return stream.num_characters

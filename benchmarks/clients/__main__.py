@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.client import CLIENTS, Client
-from benchmarks.clients.environments import installed, version_of
+from benchmarks.clients.environments import CLIENTS, Client, installed, version_of
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
 from benchmarks.harness.service import service
 

@@ -19,18 +19,18 @@ OUT = Path(tempfile.gettempdir())  # a folder of this run's own: `make clients` 
 Check = Callable[[], None]
 
 
-def run(*checks: Check) -> None:
+def run(*checks: Check, **named: Check) -> None:
     """Each of them, or those that the environment names, whatever comes of the others; a line of JSON for each."""
-    named = os.environ.get("CAROUSEL_CHECKS", "").split()
-    for check in [check for check in checks if not named or check.__name__ in named]:
+    chosen = os.environ.get("CAROUSEL_CHECKS", "").split()
+    for name, check in (named | {check.__name__: check for check in checks}).items():
+        if chosen and name not in chosen:
+            continue
+        problem = None
         try:
             check()
         except Exception as error:  # whatever a client raises is what came of the check
-            print(
-                json.dumps({"check": check.__name__, "problem": f"{type(error).__name__}: {error}"[:500]}), flush=True
-            )
-        else:
-            print(json.dumps({"check": check.__name__, "problem": None}), flush=True)
+            problem = f"{type(error).__name__}: {error}"[:500]
+        print(json.dumps({"check": name, "problem": problem}), flush=True)
 
 
 def expect(is_so: bool, problem: object) -> None:

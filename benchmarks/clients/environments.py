@@ -1,4 +1,4 @@
-"""A virtual environment for each client, made once."""
+"""The clients: what each of them needs, and a virtual environment for it, made once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,71 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.clients.client import Client
 from benchmarks.harness.command import BenchmarkError, tell
 
 INSTALL_TIMEOUT_S = 1800.0
 _CONSTRAINTS = Path(__file__).resolve().parent.parent.parent / "constraints.txt"
 _SHARED = ("torch==",)  # clients have pins of their own; but whatever needs torch takes the project's
+PRESENT = ("ray", "curl")  # nothing to install: one comes with the project, the other with the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What is installed, and the module with its checks."""
+
+    package: str
+    module: str
+    requirement: str = ""  # what pip is asked for, where it is not the package's name
+    also: tuple[str, ...] = ()  # what it needs beside itself and does not say
+    before: tuple[str, ...] = ()  # what has to be there before it can be built
+    options: tuple[str, ...] = ()  # pip's, and
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)  # the environment's, while it is installed
+    worked_around: str = "nothing"
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        return (*self.before, self.requirement or self.package, *self.also)
+
+
+CLIENTS = (
+    Client("openai", "benchmarks.clients.with_openai"),
+    Client(
+        "langchain-openai", "benchmarks.clients.with_langchain",
+        worked_around="vectors with `check_embedding_ctx_length=False`: it would fetch OpenAI's tokenizer",
+    ),
+    Client(
+        "litellm", "benchmarks.clients.with_litellm", also=("mcp",),
+        worked_around="`mcp` is installed too, which it imports for calls with tools and does not require",
+    ),
+    Client("ray", "benchmarks.clients.with_ray"),
+    Client("lm-eval", "benchmarks.clients.with_lm_eval", requirement="lm-eval[api,hf]==0.4.13"),
+    Client(
+        "aiperf", "benchmarks.clients.with_aiperf",
+        worked_around="run without `HF_HUB_OFFLINE`: with it aiperf 0.13 takes no tokenizer from a folder",
+    ),
+    Client("guidellm", "benchmarks.clients.with_guidellm", also=("torch",)),
+    # Its wheels on PyPI are for CUDA and gigabytes large. From its sources, for no device, it is Python alone; and its
+    # client needs few of the packages that its server needs.
+    Client(
+        "vllm", "benchmarks.clients.with_vllm", requirement="vllm==0.33.0", also=("xgrammar==0.2.8", "apache-tvm-ffi"),
+        before=(
+            "torch", "setuptools", "setuptools-scm", "setuptools-rust", "wheel", "packaging", "jinja2", "ninja",
+            "transformers>=5.16.1,<5.21.0", "fastapi>=0.133.0,<0.137.0", "llguidance>=1.7.0,<1.8.0", "aiohttp",
+            "cachetools", "cbor2", "cloudpickle", "datasets", "einops", "msgspec", "openai", "orjson", "oss-harmony",
+            "pandas", "partial-json-parser", "pillow", "prometheus_client", "psutil", "py-cpuinfo", "pybase64",
+            "pyyaml", "pyzmq", "regex", "requests", "uvicorn", "uvloop", "watchfiles",
+        ),
+        options=("--no-cache-dir", "--no-build-isolation", "--no-deps", "--no-binary", "vllm"),
+        variables={"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"},
+        worked_around="built from its sources for no device, without what only its server needs: its wheels are CUDA's",
+    ),
+    Client("schemathesis", "benchmarks.clients.with_schemathesis"),
+    Client("curl", "benchmarks.clients.with_curl"),
+)  # fmt: skip
 
 
 def installed(client: Client, folder: Path) -> Path:
@@ -24,7 +80,7 @@ def installed(client: Client, folder: Path) -> Path:
     Raises:
         BenchmarkError: pip could not install it; its own words, and what to do.
     """
-    if not client.has_own_environment:
+    if client.package in PRESENT:
         return Path(sys.executable)
     environment = folder.absolute() / client.package
     python, done = environment / "bin" / "python", environment / "installed"
@@ -32,10 +88,11 @@ def installed(client: Client, folder: Path) -> Path:
     if not done.exists() or done.read_text(encoding="utf-8") != asked:
         tell(f"{client.package}: installing {' '.join(client.requirements)}")
         began = time.monotonic()
-        ran([sys.executable, "-m", "venv", "--clear", str(environment)])
+        ran([sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)])
         pins = environment / "constraints.txt"
         pins.write_text("".join(shared_pins(_CONSTRAINTS)), encoding="utf-8")
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pins)]
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+        pip += ["--disable-pip-version-check", "--constraint", str(pins)]
         if client.before:
             ran([*pip, *client.before], timeout_s=INSTALL_TIMEOUT_S)
         ran(

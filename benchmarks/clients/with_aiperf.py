@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,6 @@ _PROFILE = (
     "--random-seed", "1", "--synthetic-input-tokens-mean", str(INPUT_TOKENS), "--extra-inputs", "ignore_eos:true",
     "--ui", "none", "--no-gpu-telemetry", "--use-server-token-count",
 )  # fmt: skip
-
-
-def chat() -> None:
-    load("chat")
-
-
-def completions() -> None:
-    load("completions")
 
 
 def load(kind: str) -> None:
@@ -72,4 +65,4 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run(chat, completions, cut_off, the_services_own_numbers)
+    run(cut_off, the_services_own_numbers, chat=partial(load, "chat"), completions=partial(load, "completions"))

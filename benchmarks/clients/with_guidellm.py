@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, OUT, expect, ran, run
 
 NUM_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 64, 64, 32
-
-
-def completions() -> None:
-    load("/v1/completions")
-
-
-def chat() -> None:
-    load("/v1/chat/completions")
 
 
 def load(endpoint: str) -> None:
@@ -37,4 +30,4 @@ def load(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    run(completions, chat)
+    run(completions=partial(load, "/v1/completions"), chat=partial(load, "/v1/chat/completions"))

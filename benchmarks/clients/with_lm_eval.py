@@ -8,7 +8,7 @@ takes longer to be imported than the tasks take.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lm_eval
@@ -24,27 +24,6 @@ _LOCAL = f"pretrained={FOLDER},dtype=float32"
 _LOCAL_TOKENIZER = f"tokenizer_backend=huggingface,tokenizer={FOLDER},num_concurrent=4"
 
 Samples = dict[str, list[dict[str, Any]]]  # by task, in the questions' order
-
-
-def token_ids_in_batches() -> None:
-    agree("local-completions", f"{_COMPLETIONS},{_LOCAL_TOKENIZER},batch_size=8")
-
-
-def one_by_one_with_a_chat_template() -> None:
-    agree_with_template("local-completions", f"{_COMPLETIONS},{_LOCAL_TOKENIZER}")
-
-
-def with_the_services_tokenizer() -> None:
-    agree("local-completions", f"{_COMPLETIONS},tokenizer_backend=remote,num_concurrent=4")
-
-
-def chat() -> None:
-    where = f"model={MODEL},base_url={BASE_URL}/v1/chat/completions,max_retries=1,num_concurrent=4"
-    agree_with_template("local-chat-completions", where, (GENERATION,))
-
-
-def agree_with_template(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION)) -> None:
-    agree(model, where, tasks, has_template=True)
 
 
 def agree(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION), *, has_template: bool = False) -> None:
@@ -101,4 +80,10 @@ def _likelihoods(sample: dict[str, Any]) -> list[tuple[float, bool]]:
 
 
 if __name__ == "__main__":
-    run(token_ids_in_batches, one_by_one_with_a_chat_template, with_the_services_tokenizer, chat)
+    api, chat_url = "local-completions", f"model={MODEL},base_url={BASE_URL}/v1/chat/completions,max_retries=1"
+    run(
+        token_ids_in_batches=partial(agree, api, f"{_COMPLETIONS},{_LOCAL_TOKENIZER},batch_size=8"),
+        one_by_one_with_a_chat_template=partial(agree, api, f"{_COMPLETIONS},{_LOCAL_TOKENIZER}", has_template=True),
+        with_the_services_tokenizer=partial(agree, api, f"{_COMPLETIONS},tokenizer_backend=remote,num_concurrent=4"),
+        chat=partial(agree, "local-chat-completions", f"{chat_url},num_concurrent=4", (GENERATION,), has_template=True),
+    )

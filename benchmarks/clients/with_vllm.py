@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, OUT, expect, ran, run
 
 NUM_PROMPTS, INPUT_TOKENS, OUTPUT_TOKENS = 64, 64, 32
-
-
-def completions() -> None:
-    load("openai", "/v1/completions")
-
-
-def chat() -> None:
-    load("openai-chat", "/v1/chat/completions")
 
 
 def load(backend: str, endpoint: str) -> None:
@@ -31,4 +24,7 @@ def load(backend: str, endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    run(completions, chat)
+    run(
+        completions=partial(load, "openai", "/v1/completions"),
+        chat=partial(load, "openai-chat", "/v1/chat/completions"),
+    )

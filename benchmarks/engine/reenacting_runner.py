@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import ModelRunner
 from app.engine.matcher import TokenSet
@@ -107,7 +109,7 @@ class ReenactingLauncher(ReenactingRunner):
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:
         """With the token that the step before drew."""
         first = item.token_ids[0]
-        return item if first >= 0 else replace(item, token_ids=(self._drawn[-1 - first],))
+        return item if first >= 0 else structs.replace(item, token_ids=(self._drawn[-1 - first],))
 
 
 @dataclass(frozen=True, slots=True)

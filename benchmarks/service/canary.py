@@ -242,7 +242,7 @@ def measured(given: argparse.Namespace) -> Json:
     keys = [f"sk-tenant-{number}-{random.SystemRandom().getrandbits(128):x}" for number in range(given.tenants)]
     with tempfile.TemporaryDirectory(prefix="carousel-canary-") as folder:
         args = application(given.model, keys, folder, num_blocks=given.num_blocks)
-        with stage(args, step_s=0.0) as running:
+        with stage(args) as running:
             canary = Canary(running.target, keys, Tokenizer.load(given.model), model=MODEL_NAME, seed=given.seed)
             return asyncio.run(_run(canary, running, given))
 

@@ -13,12 +13,13 @@ import numpy
 import ray
 from ray.exceptions import RayError
 
-from app.api import ServedModel
+from app.api import RequestHandler, ServedModel
+from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
 from app.jobs.items import RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
-from app.jobs.preparation import PreparedItem, prepare
+from app.jobs.preparation import PreparedItem, prepare_row
 from app.jobs.results import ItemSet
 from app.text import Tokenizer
 
@@ -73,36 +74,36 @@ class ItemPreparer:
     def __init__(self, how: Preparation, ended: bytes) -> None:
         self._how = how
         self._ended = ItemSet.from_bytes(ended)
-        self._model: ServedModel | None = None  # made when it is needed: this process starts beside the engines
+        self._handler: RequestHandler | None = None  # made when it is needed: this process starts beside the engines
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         try:
-            model = self._model = self._model or self._load()
+            handler = self._handler = self._handler or self._load()
         except RayError:  # the engine that was asked died; another pass asks another
             return
         for piece in _pieces(batch):
             rows = (row for row in read_piece(piece) if row.number not in self._ended)
             while some := [item_of(row, self._how.rows) for row in islice(rows, ITEMS_IN_A_PIECE)]:
-                prepared = asyncio.run(self._prepare(some, model))
+                prepared = asyncio.run(_prepared(some, handler))
                 column = numpy.empty(len(prepared), dtype=object)
                 column[:] = prepared
                 yield {"prepared": column}
 
-    def _load(self) -> ServedModel:
+    def _load(self) -> RequestHandler:
         """Raises RayError when the engine that was to tell the facts has died."""
         tokenizer = Tokenizer.load(self._how.tokenizer_path, self._how.revision)  # while the engine still loads
-        return ServedModel(
+        model = ServedModel(
             name=self._how.model_name,
             tokenizer=tokenizer,
             facts=ray.get(self._how.facts),
             generate=_elsewhere,
             created=0,
         )
+        return RequestHandler([model], ApiConfig())
 
-    async def _prepare(
-        self, items: Iterable[Item | InvalidItem], model: ServedModel
-    ) -> list[PreparedItem | InvalidItem]:
-        return [item if isinstance(item, InvalidItem) else await prepare(item, model) for item in items]
+
+async def _prepared(items: Iterable[Item | InvalidItem], handler: RequestHandler) -> list[PreparedItem | InvalidItem]:
+    return [item if isinstance(item, InvalidItem) else await prepare_row(item, handler) for item in items]
 
 
 def _columns(piece: InputPiece) -> dict[str, Any]:

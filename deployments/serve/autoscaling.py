@@ -18,6 +18,9 @@ from app.fleet.autoscaling import AutoscalingLoad, desired_replicas
 
 REPORT_INTERVAL_S = 2.0  # how often replicas and handles report to the controller
 LOOK_BACK_S = 4.0  # must be longer than the interval; Serve asks each replica every fifth of it
+# Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
+# the time that a model takes to load.
+UPSCALE_DELAY_S = 10.0
 # What a replica reports.
 TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
 REQUESTS = "num_requests"  # running and waiting
@@ -61,7 +64,7 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
                 min_replicas=autoscaling.min_replicas,
                 initial_replicas=replicas.initial_replicas,
                 max_replicas=autoscaling.max_replicas,
-                upscale_delay_s=autoscaling.upscale_delay_s,
+                upscale_delay_s=UPSCALE_DELAY_S,
                 downscale_delay_s=autoscaling.downscale_delay_s,
                 downscale_to_zero_delay_s=autoscaling.scale_to_zero_after_s,
                 metrics_interval_s=REPORT_INTERVAL_S,

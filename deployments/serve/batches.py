@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Batches:
         )
         self._following = asyncio.create_task(self._keys.follow())
         if config.batches.engines:
-            execution = _engine_execution(config, self._paths, models, handler)
+            execution = _engine_execution(config, self._paths, handler)
         else:
             execution = FleetExecution(handler.handle_item, max_in_flight=config.batches.max_in_flight)
         service = LocalBatchService(Path(config.batches.path), config.batches, execution)
@@ -96,9 +96,7 @@ class Batches:
         return service
 
 
-def _engine_execution(
-    config: ApplicationConfig, paths: Mapping[str, str], models: Sequence[ServedModel], handler: RequestHandler
-) -> Execution:
+def _engine_execution(config: ApplicationConfig, paths: Mapping[str, str], handler: RequestHandler) -> Execution:
     """Batches on engines of their own, as actors of this cluster."""
     # Here, as most services need no pool, and its modules would be in each of their processes.
     from app.jobs.engine_batches import EngineExecution
@@ -112,8 +110,7 @@ def _engine_execution(
         return EnginePool(served[name], run, results.partial)
 
     return EngineExecution(
-        handler.accept_item,
-        models,
+        handler,
         make_pool,
         weights={name: model.engine.model.model_dump(mode="json") for name, model in served.items()},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Mapping
 
@@ -18,6 +17,7 @@ from app.config import ApplicationConfig
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
 from deployments.serve.batch_calls import RemoteBatchService
+from deployments.serve.garbage import freeze_loaded
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.metrics import IngressReport, MetricsCollector
@@ -65,8 +65,7 @@ class Ingress:
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
         ]
-        gc.collect()
-        gc.freeze()  # what was loaded stays: no later collection need look at it
+        freeze_loaded()
         self._following = asyncio.create_task(self._keys.follow())
         handler = RequestHandler(
             models,

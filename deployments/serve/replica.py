@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Coroutine
+from typing import Any
 
 import ray
 from ray import serve
 
 from app.assembly import build_engine
 from app.config import ServedModelConfig
-from app.engine.request import ModelFacts, Request
+from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
-from app.fleet import Address, FrameServer, Outbox, report_of
+from app.fleet import Address, FrameServer, report_of
 from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
 from app.metrics import EngineReport
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
+from deployments.serve.garbage import freeze_loaded
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
-
-# An ingress that lost its connection opens another every few seconds; one that is gone does not.
-ORPHANED_AFTER_S = 15.0
 
 
 class Replica:
@@ -34,11 +33,9 @@ class Replica:
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
-        self._outboxes: dict[str, Outbox] = {}  # by ingress
-        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._outbox)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
-        gc.collect()
-        gc.freeze()  # what was loaded stays: no later collection need look at it
+        self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
+        freeze_loaded()
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
@@ -48,17 +45,8 @@ class Replica:
         """
         await self._engine.reconfigure(retuned(self._deployed, user_config))
 
-    async def serve(self, request: Request, ingress_id: str) -> None:
-        """Serve a request and send its tokens in frames to its ingress; returns when it has ended.
-
-        Cancelling the call aborts the request and frees its blocks. Raises a CarouselError when it is refused.
-        """
-        matcher = await self._engine.matcher_of(request)
-        outbox = self._outbox(ingress_id)
-        await outbox.serve(request, lambda accepted: self._engine.submit(accepted, outbox, matcher), self._engine.abort)
-
     async def frame_address(self, _: FramesFrom) -> Address:
-        """Where this replica's frames are to be had."""
+        """Where ingresses connect to this replica, for requests and frames."""
         return await self._frame_server.open()
 
     def facts(self) -> ModelFacts:
@@ -86,23 +74,22 @@ class Replica:
         """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
         self._engine.check_health()
 
-    def _outbox(self, ingress_id: str) -> Outbox:
-        outbox = self._outboxes.get(ingress_id)
-        if outbox is None:
-            outbox = self._outboxes[ingress_id] = Outbox(
-                self._report,
-                orphaned_after_s=ORPHANED_AFTER_S,
-                on_orphaned=lambda: self._outboxes.pop(ingress_id, None),
-            )
-        return outbox
-
     def _report(self) -> ReplicaReport:
         engine = self._engine
         return report_of(
             engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
 
-    def __del__(self) -> None:
-        # Serve calls this once, after the replica has drained; it also runs when the constructor has failed.
-        if hasattr(self, "_engine"):
-            self._engine.shutdown()
+    async def _drain(self) -> None:
+        await self._frame_server.drain()
+        self._engine.shutdown()
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        # Serve calls this when this replica stops, and awaits the result for at most `drain_timeout_s`: it knows no
+        # requests that came over sockets. Python calls it, too, also when the constructor has failed.
+        if not hasattr(self, "_frame_server"):
+            return None
+        if not self._frame_server.is_idle:
+            return self._drain()
+        self._engine.shutdown()
+        return None

@@ -1,4 +1,6 @@
-"""Adapter from Serve's RequestRouter to the fleet's registry: lives in the process that holds the handle.
+"""Serve's router as the source of the fleet's registry: which replicas there are. Lives in the handle's process.
+
+Requests have sockets of their own; only calls for control are routed here.
 
 Serve pickles this module by value into that process; `deployments.serve.registries` is imported there, so it is shared.
 """
@@ -9,19 +11,18 @@ import random
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from app.engine.request import Request
 from app.errors import CarouselError, Overloaded, Unavailable
-from deployments.ray_internals import PlacementRouter
+from deployments.ray_internals import RefusingRouter
 
 
-class RegistryRouter(PlacementRouter):
-    """Tries the replicas in the registry's order; refuses at once when all of them are full."""
+class RegistryRouter(RefusingRouter):
+    """Tells the registry which replicas take requests. A call goes to the replica that it names, or to any."""
 
-    # A busy replica may need longer than Serve's 0.1 s to answer how many calls it has; the order is worth the wait.
+    # A busy replica may need longer than Serve's 0.1 s to answer how many calls it has.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self) -> None:
-        """Called by Serve once, before any request."""
+        """Called by Serve once, before any call."""
         from deployments.serve.registries import registry_of
 
         self._registry = registry_of(self.deployment)
@@ -29,7 +30,7 @@ class RegistryRouter(PlacementRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in order of preference, as ranks of one. Called again when none of them took the request."""
+        """The replicas in order of preference, as ranks of one. Called again when none of them took the call."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [[replica] for replica in replicas.values()]
@@ -42,27 +43,11 @@ class RegistryRouter(PlacementRouter):
             return [[replicas[replica_id]]]
         context = pending_request.routing_context
         if context.should_backoff and replicas and not self.select_available_replicas(candidate_replicas):
-            _refuse(pending_request, self._full(candidate_replicas))
+            num_slots = sum(replica.max_ongoing_requests for replica in candidate_replicas)
+            _refuse(pending_request, Overloaded(f"all {len(replicas)} replicas are full ({num_slots} calls)"))
             return [candidate_replicas]
         context.should_backoff = True
-        return [[replicas[replica_id]] for replica_id in self._order(list(replicas), argument)]
-
-    def _order(self, replica_ids: list[str], argument: object) -> list[str]:
-        if self._registry is None or not isinstance(argument, Request):
-            return random.sample(replica_ids, len(replica_ids))  # a control call: any replica will do
-        return self._registry.order(argument.request_id, replica_ids)
-
-    def _full(self, replicas: list[RunningReplica]) -> Overloaded:
-        num_slots = sum(replica.max_ongoing_requests for replica in replicas)
-        if self._registry is None:
-            return Overloaded(f"all {len(replicas)} replicas are full ({num_slots} calls)")
-        return self._registry.full(num_slots)
-
-    def on_placed(self, pending_request: PendingRequest, replica: RunningReplica) -> None:
-        """See PlacementRouter."""
-        request = pending_request.args[0] if pending_request.args else None
-        if self._registry is not None and isinstance(request, Request):
-            self._registry.placed(request.request_id, replica.replica_id.unique_id)
+        return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have come or gone."""

@@ -1,4 +1,4 @@
-"""How a fleet reaches its replicas: Serve's handle for requests, one socket for each replica for tokens."""
+"""How a fleet reaches its replicas: Serve's handle says where they are; requests and tokens go over sockets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.engine.request import Request
-from app.errors import EngineStopped, Unavailable
-from app.fleet import Address, FrameReader, ReplicaLost, connect
+from app.fleet import Address, FrameReader, connect
 from deployments.serve.errors import to_carousel_error
 
 
@@ -32,24 +30,20 @@ class ServeTransport:
         self._handle = handle
         self._ingress_id = ingress_id
 
-    async def serve(self, request: Request) -> None:
-        """See `ReplicaTransport`. Serve counts the call as ongoing until the request has ended there: it drains and
-        scales by that."""
-        response = detached_call(self._handle.serve.remote, request, self._ingress_id)
+    async def wake(self) -> None:
+        """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
+        response = detached_call(self._handle.facts.remote)
         try:
             await response
         except Exception as error:
-            shown = to_carousel_error(error)
-            if isinstance(shown, Unavailable | EngineStopped):
-                raise ReplicaLost(f"{type(error).__name__}: {error}", reason="call_failed") from error
-            raise shown from error
+            raise to_carousel_error(error) from error
         finally:
             # Cancelling a call that has failed raises its error once more, as Serve's.
             with suppress(Exception):
                 response.cancel()
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-        """See `ReplicaTransport`. Serve's handle says where the replica listens; the frames do not go through Serve."""
+        """See `ReplicaTransport`."""
         address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id))
         return await connect(Address._make(address), self._ingress_id, reader, heartbeat_s=heartbeat_s)
 

@@ -270,7 +270,7 @@ def test_unknown_fields_are_logged_once_and_known_ones_never(
     for _ in range(2):
         service.chat(a_field_of_tomorrow=1, user="me", tools=[])
     assert [record.getMessage() for record in caplog.records] == [
-        "ignoring the unknown field 'a_field_of_tomorrow' of a chat request"
+        "ignoring the unknown field 'a_field_of_tomorrow' of a ChatRequest"
     ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from app.api.http.sse import HEARTBEAT
+from app.api.http.sse import HEARTBEAT, WhileConnected
 from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
@@ -465,3 +468,23 @@ def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> No
     headers["x-carousel-session"] += "s"
     refused = service.call("POST", "/v1/completions", body, headers)
     assert (refused.status, refused.error["param"]) == (400, "x-carousel-session")
+
+
+def test_a_connection_that_is_watched_is_freed_at_its_end_and_not_by_the_garbage_collector() -> None:
+    """It holds all of its request. Otherwise the collector takes a fifth of what a short request costs."""
+
+    async def main() -> weakref.ref[WhileConnected]:
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError("nothing comes")
+
+        connected = WhileConnected(receive)
+        async with connected:
+            await asyncio.sleep(0)
+        return weakref.ref(connected)
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 
 from benchmarks.chaos.client_host_loss import freed_after_s
 from benchmarks.chaos.networks import THERE, Host, own_network, set_tcp_retries, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, Node, node
-from benchmarks.chaos.partition import cut_both_ways
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.stream import Stream
 from benchmarks.chaos.traffic import Traffic, alike, mixed, with_reference
@@ -62,7 +60,7 @@ def hosts() -> Iterator[Hosts]:
         environment.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEADLESS_S))
         wire = block.enter_context(own_network()) if NO_NETWORKS is None else None
         layout = LAYOUT if wire is None else replace(LAYOUT, host="0.0.0.0")
-        running = block.enter_context(stage(config, step_s=STEP_S, layout=layout))
+        running = block.enter_context(stage(config, layout=layout))
         second = block.enter_context(another_node(running, wire))
         # Meanwhile the first node answers alone.
         traffic = asyncio.run(with_reference(running.target, mixed(16, max_tokens=(20, 60))))
@@ -96,7 +94,7 @@ def test_streams_outlive_a_network_that_loses_everything_for_a_while(hosts: Host
     assert hosts.wire is not None
     replicas = hosts.second.replicas()
     struck_s = time.perf_counter()
-    answers = struck(hosts, partial(cut_both_ways, hosts.wire), mend=hosts.wire.mend)
+    answers = struck(hosts, hosts.wire.lose_both_ways, mend=hosts.wire.mend)
     assert_as_before(answers, hosts.traffic.reference)
     assert max(each.longest_pause_s(struck_s, struck_s + 5) for each in answers) > SILENCE_S / 2, "some were there"
     asyncio.run(hosts.running.is_whole())

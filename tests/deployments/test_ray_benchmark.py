@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.clients.__main__ import check
-from benchmarks.clients.client import CLIENTS
+from benchmarks.clients.environments import CLIENTS
 from tests.deployments.conftest import Service
 
 

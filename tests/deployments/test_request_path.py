@@ -84,16 +84,10 @@ class Remote:
 
 
 def fleet_of(replica: Any) -> Fleet:
-    """One replica behind a fleet. Serve's router is two calls of the registry."""
+    """One replica behind a fleet. Serve's router only says that it is there, and its handle where."""
     policy = make_policy("least_loaded", random.Random(0))
     registry = ReplicaRegistry(policy, GroupChooser([]), block_size=16, clock=time.monotonic)
-
-    async def serve(request: Any, ingress_id: str) -> None:
-        [chosen] = registry.order(request.request_id, ["r0"])
-        registry.placed(request.request_id, chosen)
-        await replica.serve(request, ingress_id)
-
-    handle = SimpleNamespace(serve=Remote(serve), frame_address=Remote(replica.frame_address))
+    handle = SimpleNamespace(frame_address=Remote(replica.frame_address))
     registry.set_replicas(["r0"])
     limits = FailoverLimits(max_resumes=1, place_timeout_s=60.0, liveness=LivenessTimeouts(silence_s=60.0, step_s=60.0))
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())

@@ -29,7 +29,7 @@ from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.fleet import Address, connect
-from app.fleet.frames import FrameDecoder
+from app.fleet.frames import Submit, encode, frame_decoder
 from deployments.launcher.foreground import reason
 from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
@@ -59,13 +59,13 @@ def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
 
 
 @contextmanager
-def received_tokens(addresses: Sequence[Address], ingress_id: str) -> Iterator[Mapping[str, list[int]]]:
-    """The tokens by request id that these replicas send to this ingress, as their frames arrive."""
+def received_tokens(addresses: Sequence[Address], requests: Sequence[Request]) -> Iterator[Mapping[str, list[int]]]:
+    """The tokens of these requests by their id, as they arrive. The replicas get the requests in turn."""
     tokens: dict[str, list[int]] = {}
 
     class Receiver(asyncio.Protocol):
         def __init__(self) -> None:
-            self._decoder = FrameDecoder()
+            self._decoder = frame_decoder()
 
         def data_received(self, data: bytes) -> None:
             for frame in self._decoder.feed(data):
@@ -74,7 +74,9 @@ def received_tokens(addresses: Sequence[Address], ingress_id: str) -> Iterator[M
                         tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
 
     async def receive(is_over: asyncio.Event) -> None:
-        streams = [await connect(each, ingress_id, Receiver(), heartbeat_s=10) for each in addresses]
+        streams = [await connect(each, "test", Receiver(), heartbeat_s=10) for each in addresses]
+        for number, request in enumerate(requests):
+            streams[number % len(streams)].write(encode(Submit(request)))
         await is_over.wait()
         for stream in streams:
             stream.close()
@@ -347,18 +349,13 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     assert {(each.strategy, each.policy) for each in stats(handle)} == {("continuous", "sjf")}
     sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
     addresses = list(handle.broadcast("frame_address", FramesFrom("")).results(timeout_s=10))
-    with received_tokens([Address._make(each) for each in addresses], "test") as tokens:
-        calls = [
-            handle.serve.remote(Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling), "test")
-            for name in ("a", "b", "c")
-        ]
+    requests = [Request(request_id=name, prompt_token_ids=(5, 6), sampling=sampling) for name in ("a", "b", "c")]
+    with received_tokens([Address._make(each) for each in addresses], requests) as tokens:
         eventually(lambda: len(tokens) == 3)
         before = stats(handle)
         handle = deploy({"strategy": {"name": "static", "batch_size": 2}, "policy": "fair"})
         after = stats(handle)  # `serve.run` returned: every replica has said that they hold
-        for call in calls:
-            call.result(timeout_s=60)
-        eventually(lambda: all(len(each) == 300 for each in tokens.values()))
+        eventually(lambda: all(len(each) == 300 for each in tokens.values()), timeout_s=60)
     assert {(each.strategy, each.policy) for each in after} == {("static", "fair")}
     assert sum(each.total_steps for each in after) >= sum(each.total_steps for each in before) > 0  # the same processes
     assert tokens["a"] == tokens["b"] == tokens["c"]

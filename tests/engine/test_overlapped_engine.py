@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from msgspec import structs
 
 from app.engine.batch import Batch, ScheduledSequence, StepResult
 from app.engine.engine import StepError
@@ -66,7 +67,7 @@ class LateRunner(FailingOnDemand):
         if min(item.token_ids) >= 0:
             return item
         assert len(item.token_ids) == 1, "only a token that was just drawn is unknown"
-        return replace(item, token_ids=(self._drawn[-1 - item.token_ids[0]],))
+        return structs.replace(item, token_ids=(self._drawn[-1 - item.token_ids[0]],))
 
     def _draw(self, block_ids: list[int], end: int) -> int:
         try:

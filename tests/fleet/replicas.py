@@ -12,7 +12,7 @@ from typing import Any
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
-from app.engine.request import Request
+from app.engine.request import Queued, Request
 from app.fleet import (
     FailoverLimits,
     Fleet,
@@ -20,12 +20,11 @@ from app.fleet import (
     FrameReader,
     LivenessTimeouts,
     Outbox,
-    ReplicaLost,
     ReplicaRegistry,
     report_of,
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
-from app.fleet.frames import encode
+from app.fleet.frames import Submit, encode, message_decoder
 from tests.fakes import CountingRunner, build_fake_engine
 from tests.waiting import until
 
@@ -67,7 +66,7 @@ class SteppedRunner(CountingRunner):
 
 
 class LocalReplica:
-    """One engine with the outbox of the one ingress there is."""
+    """One engine, with an outbox for the one ingress there is."""
 
     def __init__(self, replica_id: str, *, step_s: float, max_requests: int, group: str = "") -> None:
         self.replica_id = replica_id
@@ -77,16 +76,22 @@ class LocalReplica:
         self.is_dead = False
         self.is_heard = asyncio.Event()  # else nothing comes through and nothing arrives
         self.is_heard.set()
-        self.died = asyncio.Event()
         self.served: list[Request] = []
         self.aborted: list[str] = []
-        self.outbox = Outbox(self._report, orphaned_after_s=60.0, on_orphaned=lambda: None)
+        self.stream: LocalStream | None = None
 
-    def _report(self) -> ReplicaReport:
+    def report(self) -> ReplicaReport:
         engine = self.engine
         return report_of(
             engine.stats(), group=self.group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
         )
+
+    async def matcher_of(self, request: Request) -> Any:
+        return await self.engine.matcher_of(request)
+
+    def submit(self, request: Request, receiver: Any, matcher: Any = None) -> Queued:
+        self.served.append(request)
+        return self.engine.submit(request, receiver, matcher)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -94,47 +99,63 @@ class LocalReplica:
 
     def kill(self) -> None:
         self.is_dead = True
-        self.died.set()
+        if self.stream is not None:
+            self.stream.break_off(RuntimeError("the actor died"))
 
     def stop(self) -> None:
         self.runner.go()
         self.engine.shutdown()
 
 
-class LocalStream(asyncio.BaseTransport):
-    """Carries the frames of one replica to one reader as bytes, while the replica is heard."""
+class LocalStream(asyncio.Transport):
+    """Carries bytes between one replica and one reader, while the replica is heard."""
 
-    def __init__(self, replica: LocalReplica, reader: FrameReader) -> None:
+    def __init__(self, replica: LocalReplica, reader: FrameReader, *, heartbeat_s: float) -> None:
         super().__init__()
         self._replica = replica
         self._reader = reader
-        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
-        self._carrying = asyncio.ensure_future(self._carry())
-
-    @property
-    def is_writable(self) -> bool:
-        return True
+        self._to_reader: asyncio.Queue[bytes] = asyncio.Queue()
+        self._to_replica: asyncio.Queue[bytes] = asyncio.Queue()
+        self._messages = message_decoder()
+        self.is_writable = True
+        self._outbox = Outbox(self, replica, replica.report, heartbeat_s=heartbeat_s)
+        self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:
-        self._frames.put_nowait(encode(frame))
+        self._to_reader.put_nowait(encode(frame))
+
+    def write(self, data: Any) -> None:
+        self._to_replica.put_nowait(bytes(data))
 
     def close(self) -> None:
-        self._replica.outbox.detach(self)
-        self._carrying.cancel()
-        self._reader.connection_lost(None)
+        self.break_off(None)
 
-    async def _carry(self) -> None:
+    def break_off(self, error: Exception | None) -> None:
+        self.is_writable = False
+        for each in self._carrying:
+            each.cancel()
+        self._outbox.close()
+        self._reader.connection_lost(error)
+
+    async def _carry_frames(self) -> None:
         while True:
-            data = await self._frames.get()
-            if self._replica.is_dead:
-                self._reader.connection_lost(RuntimeError("the actor died"))
-                return
+            data = await self._to_reader.get()
             await self._replica.is_heard.wait()
             self._reader.data_received(data)
 
+    async def _carry_messages(self) -> None:
+        while True:
+            data = await self._to_replica.get()
+            await self._replica.is_heard.wait()
+            for message in self._messages.feed(data):
+                if isinstance(message, Submit):
+                    self._outbox.submit(message.request)
+                else:
+                    self._outbox.abort(message.request_id)
+
 
 class LocalTransport:
-    """`ReplicaTransport` without a socket: bytes go from the outbox to the reader."""
+    """`ReplicaTransport` without a socket: bytes go from the outbox to the reader and back."""
 
     def __init__(self, registry: ReplicaRegistry, replicas: list[LocalReplica]) -> None:
         self.registry = registry
@@ -142,39 +163,21 @@ class LocalTransport:
         self.present = set(self.replicas)
         self.has_replica = asyncio.Event()
         self.has_replica.set()
-        self.is_sent = asyncio.Event()  # else requests stay between the order and the replica
-        self.is_sent.set()
+        self.num_waking = 0  # requests that wait for a replica to start
 
-    async def serve(self, request: Request) -> None:
-        await self.has_replica.wait()
-        replica = self.replicas[self.registry.order(request.request_id, sorted(self.present))[0]]
-        await self.is_sent.wait()
-        self.registry.placed(request.request_id, replica.replica_id)
-        await replica.is_heard.wait()
-        if replica.is_dead:
-            raise ReplicaLost("the actor died", reason="call_failed")
-        replica.served.append(request)
-        carrying = asyncio.ensure_future(
-            replica.outbox.serve(request, lambda r: replica.engine.submit(r, replica.outbox), replica.abort)
-        )
-        dying = asyncio.ensure_future(replica.died.wait())
+    async def wake(self) -> None:
+        self.num_waking += 1
         try:
-            await asyncio.wait({carrying, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if dying.done():
-                raise ReplicaLost("the actor died", reason="call_failed")
-            carrying.result()
+            await self.has_replica.wait()
         finally:
-            dying.cancel()
-            carrying.cancel()
-            await asyncio.gather(carrying, dying, return_exceptions=True)
+            self.num_waking -= 1
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> LocalStream:
         replica = self.replicas[replica_id]
         if replica.is_dead:
             raise RuntimeError("the actor died")
-        stream = LocalStream(replica, reader)
-        replica.outbox.attach(stream, heartbeat_s=heartbeat_s)
-        return stream
+        replica.stream = LocalStream(replica, reader, heartbeat_s=heartbeat_s)
+        return replica.stream
 
     def leave(self, replica_id: str) -> None:
         """It takes no more requests and ends what it has."""

@@ -115,7 +115,7 @@ def test_a_silent_replica_is_lost() -> None:
     run(scene, silence_s=0.05)
 
 
-class Transport(asyncio.BaseTransport):
+class Transport(asyncio.Transport):
     is_closed = False
 
     def close(self) -> None:

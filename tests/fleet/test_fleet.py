@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from app.engine.request import FinishReason, Request, TokenDelta
-from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Unavailable
+from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, ReplicasLost, Unavailable
 from app.fleet.dispatch import Group
 from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.fakes import FakeClock, Outcome, expected_tokens, make_request
@@ -104,7 +104,7 @@ def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
                     local.go()
             assert tokens == expected(request)
             assert cached == {0}, "what the second replica found cached is no saving of the caller's"
-            assert local.counts.resumes == {"call_failed": 1}
+            assert local.counts.resumes == {"broken": 1}
 
     asyncio.run(main())
 
@@ -167,23 +167,19 @@ def test_a_silent_replica_is_given_up_and_what_it_says_later_is_not_heard() -> N
     asyncio.run(main())
 
 
-def test_a_replica_that_falls_silent_while_a_request_is_on_its_way_gets_it_in_vain_but_not_for_long() -> None:
+def test_a_request_that_is_sent_to_a_replica_that_has_just_fallen_silent_goes_on_elsewhere() -> None:
     async def main() -> None:
-        request = make_request((5, 6, 7), max_tokens=20)
-        silence_s = 2.0
-        async with LocalFleet(2, dispatch="round_robin", silence_s=silence_s) as local:
-            local.transport.is_sent.clear()
-            answer = asyncio.ensure_future(collect(local, request))
-            await until(lambda: local.registry.decision(request.request_id) is not None)
-            decision = local.registry.decision(request.request_id)
-            assert decision is not None
-            chosen = local.transport.replicas[decision.order[0]]
-            chosen.is_heard.clear()
-            await until(lambda: local.registry.suspects == {chosen.replica_id})
-            local.transport.is_sent.set()
-            tokens, _ = await asyncio.wait_for(answer, silence_s / 2)
-            assert tokens == expected(request)
-            assert local.counts.resumes["late"] == 1
+        requests = alike(4, max_tokens=20)
+        async with LocalFleet(2, dispatch="round_robin", silence_s=0.5) as local:
+            silent, other = local.replicas
+            silent.is_heard.clear()
+            answers = await asyncio.gather(*start(local, requests))
+            assert [tokens for tokens, _ in answers] == [expected(each) for each in requests]
+            assert local.counts.resumes == {"silent": 2}
+            assert len(other.served) == 4
+            silent.is_heard.set()
+            await until(lambda: not local.registry.suspects)
+            await until(lambda: silent.engine.stats().num_running + silent.engine.stats().num_waiting == 0)
 
     asyncio.run(main())
 
@@ -207,13 +203,30 @@ def test_a_replica_whose_step_does_not_end_is_given_up_though_it_sends_heartbeat
 
 def test_when_every_replica_is_lost_the_caller_hears_of_it() -> None:
     async def main() -> None:
-        async with LocalFleet(2, max_resumes=2, place_timeout_s=0.6) as local:
+        async with LocalFleet(3, max_resumes=2) as local:
             local.hold(*local.replicas)
             [answer] = start(local, alike(1))
-            await until(lambda: any(replica.runner.is_held for replica in local.replicas))
-            for replica in local.replicas:
-                replica.kill()
-            with pytest.raises(Unavailable, match="3 replicas were lost"):
+            for _ in local.replicas:
+                await until(lambda: any(each.runner.is_held and not each.is_dead for each in local.replicas))
+                for replica in local.replicas:
+                    if replica.runner.is_held and not replica.is_dead:
+                        replica.kill()
+            with pytest.raises(ReplicasLost, match="3 replicas were lost"):
+                await answer
+            assert local.fleet.num_in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_last_replica_is_lost_waits_for_another_only_for_a_time() -> None:
+    async def main() -> None:
+        async with LocalFleet(1, place_timeout_s=0.6) as local:
+            [replica] = local.replicas
+            local.hold(replica)
+            [answer] = start(local, alike(1))
+            await local.held(replica)
+            replica.kill()
+            with pytest.raises(Unavailable, match=r"no replica was there .* for 0.6 s"):
                 await answer
             assert local.fleet.num_in_flight == 0
 
@@ -267,6 +280,21 @@ def test_a_request_waits_for_a_replica_only_for_a_time() -> None:
             local.transport.leave("r0")
             with pytest.raises(Unavailable, match=r"for 0.1 s"):
                 await collect(local, make_request())
+            await until(lambda: local.transport.num_waking == 0)
+
+    asyncio.run(main())
+
+
+def test_a_model_without_replicas_is_woken_by_each_request_that_waits_for_one() -> None:
+    async def main() -> None:
+        requests = alike(3)
+        async with LocalFleet(1) as local:
+            local.transport.leave("r0")
+            answers = start(local, requests)
+            await until(lambda: local.transport.num_waking == 3)  # Serve starts as many replicas as that needs
+            local.transport.join("r0")
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == [expected(each) for each in requests]
+            assert not local.counts.resumes
 
     asyncio.run(main())
 

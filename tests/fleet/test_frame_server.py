@@ -9,24 +9,43 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvloop
 
-from app.engine.request import FinishReason, TokenDelta
+from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
+from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
-from app.fleet.frames import FrameDecoder
+from app.fleet.frames import Abort, Message, Submit, encode, frame_decoder
+from tests.fakes import make_request
 from tests.fleet.test_frames import REPORT
+from tests.waiting import until
 
 
 class Replica:
-    """A server with outboxes behind it and no engine."""
+    """A server with an engine that computes nothing. Tests put the deltas of its requests."""
 
     def __init__(self) -> None:
-        self.outboxes: dict[str, Outbox] = {}
-        self.server = FrameServer("127.0.0.1", self.outbox)
+        self.outboxes: dict[str, Outbox] = {}  # by request id
+        self.aborted: list[str] = []
+        self.refusal: Exception | None = None
+        self.compiled = asyncio.Event()
+        self.server = FrameServer("127.0.0.1", self, lambda: REPORT)
 
-    def outbox(self, ingress_id: str) -> Outbox:
-        if ingress_id not in self.outboxes:
-            self.outboxes[ingress_id] = Outbox(lambda: REPORT, orphaned_after_s=60.0, on_orphaned=lambda: None)
-        return self.outboxes[ingress_id]
+    async def matcher_of(self, request: Request) -> object:
+        await self.compiled.wait()
+        return request.sampling.grammar
+
+    def submit(self, request: Request, receiver: Outbox, matcher: object = None) -> Queued:
+        if self.refusal is not None:
+            raise self.refusal
+        assert matcher == request.sampling.grammar
+        self.outboxes[request.request_id] = receiver
+        return Queued(len(self.outboxes), 0.5)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def put(self, delta: TokenDelta) -> None:
+        """As the engine does after a step."""
+        self.outboxes[delta.request_id].put_all([delta])
 
 
 @asynccontextmanager
@@ -59,10 +78,12 @@ def with_replica(test: Callable[[Replica, Address], Awaitable[None]]) -> None:
 
 
 class Frames(asyncio.Protocol):
-    """The frames of one stream, as an ingress gets them."""
+    """The frames of one stream, as an ingress gets them, and the way to send messages on it."""
+
+    transport: asyncio.Transport
 
     def __init__(self) -> None:
-        self._decoder = FrameDecoder()
+        self._decoder = frame_decoder()
         self._come: asyncio.Queue[Frame | None] = asyncio.Queue()
 
     def data_received(self, data: bytes) -> None:
@@ -72,6 +93,16 @@ class Frames(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._come.put_nowait(None)
 
+    def send(self, *messages: Message) -> None:
+        self.transport.write(b"".join(map(encode, messages)))
+
+    async def submit(self, *request_ids: str) -> None:
+        """Send requests; returns when the first frame about each has come."""
+        self.send(*(Submit(make_request(request_id=each)) for each in request_ids))
+        waiting = set(request_ids)
+        while waiting:
+            waiting -= {delta.request_id for delta in (await self.next()).deltas}
+
     async def next(self) -> Frame:
         """The next frame. Raises EOFError at the end of the stream."""
         frame = await self._come.get()
@@ -79,26 +110,129 @@ class Frames(asyncio.Protocol):
             raise EOFError
         return frame
 
+    async def deltas(self) -> tuple[TokenDelta, ...]:
+        """Those of the next frame that has any."""
+        while not (frame := await self.next()).deltas:
+            pass
+        return frame.deltas
+
 
 @asynccontextmanager
 async def frames_from(address: Address, ingress_id: str, *, heartbeat_s: float = 60.0) -> AsyncIterator[Frames]:
     frames = Frames()
-    transport = await connect(address, ingress_id, frames, heartbeat_s=heartbeat_s)
+    frames.transport = await connect(address, ingress_id, frames, heartbeat_s=heartbeat_s)
     try:
         yield frames
     finally:
-        transport.abort()
+        frames.transport.abort()
 
 
 def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "one") as first, frames_from(address, "two") as second:
             assert (await first.next()).number == (await second.next()).number == 0
-            replica.outbox("one").put_all([TokenDelta("a", (5,))])
-            replica.outbox("two").put_all([TokenDelta("b", (6,), FinishReason.LENGTH)])
+            await first.submit("a")
+            await second.submit("b")
+            replica.put(TokenDelta("a", (5,)))
+            replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
             frame = await first.next()
-            assert (frame.number, frame.report, frame.deltas) == (1, REPORT, (TokenDelta("a", (5,)),))
+            assert (frame.number, frame.report, frame.deltas) == (2, REPORT, (TokenDelta("a", (5,)),))
             assert (await second.next()).deltas == (TokenDelta("b", (6,), FinishReason.LENGTH),)
+
+    with_replica(scene)
+
+
+def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_queued() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames:
+            frames.send(Submit(make_request(request_id="a")), Submit(make_request(request_id="b")))
+            [first, *others] = await frames.deltas()
+            assert (first.request_id, first.queued) == ("a", Queued(1, 0.5))
+            [second] = others or await frames.deltas()
+            assert (second.request_id, second.queued) == ("b", Queued(2, 0.5))
+
+    with_replica(scene)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (Overloaded("the engine is full", retry_after_s=3.0), Overloaded),
+        (InvalidRequest("too long", param="prompt"), InvalidRequest),
+        (ZeroDivisionError(), Failure),
+    ],
+)
+def test_a_request_that_is_refused_ends_with_the_error_and_the_connection_stays(
+    refusal: Exception, kind: type[Exception]
+) -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames:
+            replica.refusal = refusal
+            frames.send(Submit(make_request(request_id="a")))
+            [delta] = await frames.deltas()
+            assert (delta.request_id, delta.finish_reason, type(delta.error)) == ("a", FinishReason.ERROR, kind)
+            replica.refusal = None
+            await frames.submit("b")
+            assert not replica.aborted
+
+    with_replica(scene)
+
+
+def test_a_request_with_a_grammar_waits_for_it_and_holds_up_no_other() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames:
+            grammar = Grammar(GrammarKind.REGEX, "a+")
+            frames.send(*(Submit(make_request(request_id=each, grammar=grammar)) for each in ("slow", "given up")))
+            await frames.submit("quick")
+            frames.send(Abort("given up"))
+            await frames.submit("another")
+            assert list(replica.outboxes) == ["quick", "another"]
+            replica.compiled.set()
+            [delta] = await frames.deltas()
+            assert delta.request_id == "slow"
+            assert list(replica.outboxes) == ["quick", "another", "slow"]
+
+    with_replica(scene)
+
+
+def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames:
+            await frames.submit("a", "b")
+            replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
+            frames.send(Abort("a"), Abort("a"), Abort("b"), Abort("of another time"))
+            await frames.submit("c")
+            assert replica.aborted == ["a"]
+
+    with_replica(scene)
+
+
+def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "other") as other:
+            async with frames_from(address, "one") as frames:
+                await frames.submit("a", "b")
+                await other.submit("c")
+            await until(lambda: sorted(replica.aborted) == ["a", "b"])
+            replica.put(TokenDelta("a", (5,)))  # of a step that was under way
+            replica.put(TokenDelta("c", (5,)))
+            assert (await other.next()).deltas == (TokenDelta("c", (5,)),)
+
+    with_replica(scene)
+
+
+def test_a_replica_has_drained_when_the_last_delta_of_the_last_request_is_sent() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames, frames_from(address, "two") as leaving:
+            await frames.submit("a")
+            await leaving.submit("b")
+            draining = asyncio.create_task(replica.server.drain())
+            leaving.transport.abort()
+            await until(lambda: replica.aborted == ["b"])
+            assert not draining.done()
+            replica.put(TokenDelta("a", (5,), FinishReason.LENGTH))
+            await draining
+            assert (await frames.next()).deltas == (TokenDelta("a", (5,), FinishReason.LENGTH),)
 
     with_replica(scene)
 
@@ -111,26 +245,30 @@ def test_there_are_heartbeats_when_nothing_happens() -> None:
     with_replica(scene)
 
 
-def test_a_newer_stream_of_an_ingress_ends_the_one_before() -> None:
+def test_a_newer_stream_of_an_ingress_ends_the_one_before_and_its_requests() -> None:
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "one") as old:
-            await old.next()
+            await old.submit("a")
             async with frames_from(address, "one") as new:
                 assert (await new.next()).number == 0
                 with pytest.raises(EOFError):
                     await old.next()
-                replica.outbox("one").put_all([TokenDelta("a", (5,))])
-                assert (await new.next()).number == 1
+                await until(lambda: replica.aborted == ["a"])
+                await new.submit("b")
+                replica.put(TokenDelta("b", (5,)))
+                assert (await new.next()).number == 2
 
     with_replica(scene)
 
 
-def test_what_happens_without_a_stream_comes_with_the_next() -> None:
+def test_a_connection_that_sends_what_is_no_message_is_closed() -> None:
     async def scene(replica: Replica, address: Address) -> None:
-        replica.outbox("one").put_all([TokenDelta("a", (5,))])
-        replica.outbox("one").put_all([TokenDelta("a", (6,))])
         async with frames_from(address, "one") as frames:
-            assert (await frames.next()).deltas == (TokenDelta("a", (5, 6)),)
+            await frames.submit("a")
+            frames.transport.write(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(EOFError):
+                await frames.next()
+            assert replica.aborted == ["a"]
 
     with_replica(scene)
 
@@ -154,7 +292,7 @@ def test_a_stranger_gets_nothing_and_is_turned_away(said: bytes) -> None:
         writer.write(said)
         with suppress(ConnectionResetError):  # when it was closed with some of what was said unread
             assert await reader.read() == b""
-        assert not replica.outboxes
+        assert replica.server.is_idle
         writer.close()
 
     with_replica(scene)
@@ -174,18 +312,22 @@ def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_o
 
     async def scene(replica: Replica, address: Address) -> None:
         slow, slow_writer = await asyncio.open_connection(address.host, address.port, limit=1024)
-        slow_writer.write(Hello(address.secret, "slow", 60.0).line())
+        slow_writer.write(Hello(address.secret, "slow", 60.0).line() + encode(Submit(make_request(request_id=long_id))))
         async with frames_from(address, "quick") as quick:
-            await quick.next()
+            await quick.submit("b")
+            await until(lambda: long_id in replica.outboxes)
             for n in range(num_tokens):
-                replica.outbox("slow").put_all([TokenDelta(long_id, (n,))])
-                replica.outbox("quick").put_all([TokenDelta("b", (n,))])
+                replica.put(TokenDelta(long_id, (n,)))
+                replica.put(TokenDelta("b", (n,)))
                 assert (await quick.next()).deltas[0].token_ids == (n,)
-        decoder = FrameDecoder()
+        decoder = frame_decoder()
         frames: list[Frame] = []
-        while not frames or not frames[-1].deltas or frames[-1].deltas[0].token_ids[-1] < num_tokens - 1:
-            frames += decoder.feed(await slow.read(2**20))
-        token_ids = [token for frame in frames for delta in frame.deltas for token in delta.token_ids]
+        token_ids: list[int] = []
+        while token_ids[-1:] != [num_tokens - 1]:
+            data = await slow.read(2**20)
+            assert data, "the stream has not ended"
+            frames += decoder.feed(data)
+            token_ids = [token for frame in frames for delta in frame.deltas for token in delta.token_ids]
         assert token_ids == list(range(num_tokens))
         assert [frame.number for frame in frames] == list(range(len(frames)))
         assert len(frames) < num_tokens

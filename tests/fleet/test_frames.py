@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.request import FinishReason, Queued, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Grammar, GrammarKind, Pooling, Queued, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import FRAME_VERSION, FrameDecoder, InvalidFrame, encode
+from app.fleet.frames import FRAME_VERSION, Abort, InvalidFrame, Submit, encode, frame_decoder, message_decoder
+from tests.fakes import make_request
 from tests.fleet.reports import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
@@ -44,7 +46,7 @@ FRAMES = st.builds(Frame, st.integers(0, 2**62), st.just(REPORT), st.lists(DELTA
 
 
 def arrived(frame: Frame) -> Frame:
-    [found] = FrameDecoder().feed(encode(frame))
+    [found] = frame_decoder().feed(encode(frame))
     return found
 
 
@@ -52,7 +54,7 @@ def arrived(frame: Frame) -> Frame:
 def test_frames_arrive_as_they_were_sent_wherever_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
     data = b"".join(map(encode, frames))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    decoder = FrameDecoder()
+    decoder = frame_decoder()
     found = [
         frame
         for start, end in pairwise(places)
@@ -99,6 +101,31 @@ def test_an_error_of_an_unknown_kind_is_a_failure_with_its_message() -> None:
     assert str(delta.error) == "new trouble"
 
 
+REQUEST = make_request(
+    (5, 6, 7),
+    request_id="one",
+    max_tokens=9,
+    grammar=Grammar(GrammarKind.CHOICE, '["a"]'),
+    logit_bias=((5, -1.5),),
+    bad_words=((5, 6), (7,)),
+    deadline_s=2.5,
+)
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    request = replace(REQUEST, generated_token_ids=(8,), pooling=Pooling.MEAN, is_background=True, session="mine")
+    messages = [Submit(request), Abort("one")]
+    assert message_decoder().feed(b"".join(map(encode, messages))) == messages
+
+
+def test_fields_of_a_newer_ingress_are_ignored_and_those_that_an_older_one_does_not_send_have_their_defaults() -> None:
+    plain = msgspec.to_builtins(REQUEST)
+    del plain["session"]
+    del plain["sampling"]["bad_words"]
+    [found] = message_decoder().feed(framed([0, plain | {"new": 5}, "new"]))
+    assert found == Submit(replace(REQUEST, sampling=replace(REQUEST.sampling, bad_words=())))
+
+
 def framed(body: object, *, version: int = FRAME_VERSION) -> bytes:
     data = msgspec.msgpack.encode(body)
     return bytes([version]) + len(data).to_bytes(4, "big") + data
@@ -117,23 +144,23 @@ def framed(body: object, *, version: int = FRAME_VERSION) -> bytes:
 )
 def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidFrame):
-        FrameDecoder().feed(data)
+        frame_decoder().feed(data)
 
 
 def test_a_frame_of_another_version_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidFrame, match=f"version 9 came; this ingress reads version {FRAME_VERSION}"):
-        FrameDecoder().feed(framed((0, msgspec.to_builtins(REPORT), []), version=9))
+    with pytest.raises(InvalidFrame, match=f"version 9 came; this process reads version {FRAME_VERSION}"):
+        frame_decoder().feed(framed((0, msgspec.to_builtins(REPORT), []), version=9))
 
 
 def test_fields_of_a_newer_replica_are_ignored() -> None:
     """A rolling update of code loses no stream: new fields are added at the end."""
     report = [*msgspec.to_builtins(REPORT), "new", 5]
     delta = [*msgspec.to_builtins(TokenDelta("one", (6, 7))), {"new": [1]}, 3]
-    assert FrameDecoder().feed(framed([4, report, [delta], "new"])) == [Frame(4, REPORT, (TokenDelta("one", (6, 7)),))]
+    assert frame_decoder().feed(framed([4, report, [delta], "new"])) == [Frame(4, REPORT, (TokenDelta("one", (6, 7)),))]
 
 
 def test_fields_that_an_older_replica_does_not_send_have_their_defaults() -> None:
-    [frame] = FrameDecoder().feed(framed([4, msgspec.to_builtins(REPORT), [["one", [6]]]]))
+    [frame] = frame_decoder().feed(framed([4, msgspec.to_builtins(REPORT), [["one", [6]]]]))
     assert frame.deltas == (TokenDelta("one", (6,)),)
 
 

@@ -28,25 +28,12 @@ def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = (
 def place(registry: ReplicaRegistry, prompt: tuple[int, ...] = (5, 6, 7), **fields: str) -> tuple[str, str]:
     """Place a request where the registry prefers it; its id and the replica's."""
     request = replace(make_request(prompt), **fields)  # type: ignore[arg-type]
-    registry.expect(request)
-    [first, *_] = registry.order(request.request_id, REPLICAS)
-    registry.placed(request.request_id, first)
-    return request.request_id, first
+    return request.request_id, registry.place(request, REPLICAS)
 
 
 def test_requests_of_the_same_moment_see_each_other() -> None:
     registry = make_registry()
     assert sorted(place(registry)[1] for _ in range(8)) == ["a"] * 4 + ["b"] * 4
-
-
-def test_a_request_that_went_elsewhere_is_charged_there() -> None:
-    registry = make_registry()
-    request = make_request((5,) * 100)
-    registry.expect(request)
-    [first, second] = registry.order(request.request_id, REPLICAS)
-    registry.placed(request.request_id, second)
-    assert place(registry)[1] == first
-    registry.end(request.request_id)
 
 
 def test_a_suspect_is_tried_last_until_it_reports() -> None:
@@ -59,10 +46,8 @@ def test_a_suspect_is_tried_last_until_it_reports() -> None:
 
 def test_a_replica_that_has_just_refused_is_tried_last() -> None:
     registry = make_registry()
-    for _ in range(5):
-        request = make_request()
-        registry.expect(request, avoid=frozenset({"b"}))
-        assert registry.order(request.request_id, REPLICAS) == ["a", "b"]
+    assert [registry.place(make_request(), REPLICAS, avoid={"b"}) for _ in range(5)] == ["a"] * 5
+    assert registry.place(make_request(), ["b"], avoid={"b"}) == "b"
 
 
 def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
@@ -93,13 +78,13 @@ def test_when_all_are_full_the_request_is_refused_before_it_is_sent() -> None:
     for replica_id in REPLICAS:
         registry.note(replica_id, make_report(num_requests=10))
     with pytest.raises(Overloaded, match=r"all 2 replicas are full \(20 requests\)") as refused:
-        registry.expect(make_request())
+        registry.place(make_request(), REPLICAS)
     assert refused.value.retry_after_s == pytest.approx(1 / 8)  # two replicas end four a second each
     with pytest.raises(Overloaded) as refused:
-        registry.expect(make_request())
+        registry.place(make_request(), REPLICAS)
     assert refused.value.retry_after_s == pytest.approx(2 / 8)
     registry.note("b", make_report(num_requests=9))
-    registry.expect(make_request())
+    registry.place(make_request(), REPLICAS)
 
 
 def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> None:
@@ -109,10 +94,9 @@ def test_a_request_goes_to_its_group_and_to_any_replica_when_that_is_gone() -> N
     assert {place(registry, group="new")[1] for _ in range(5)} == {"b"}
     assert {place(registry)[1] for _ in range(40)} == {"a", "b"}
     request = replace(make_request(), group="new")
-    registry.expect(request)
-    assert registry.order(request.request_id, ["a"]) == ["a"]
+    assert registry.place(request, ["a"]) == "a"
     with pytest.raises(InvalidRequest, match="there is no group 'newest'; there are old, new"):
-        registry.expect(replace(make_request(), group="newest"))
+        registry.place(replace(make_request(), group="newest"), REPLICAS)
 
 
 def test_it_tells_how_it_sees_every_replica() -> None:

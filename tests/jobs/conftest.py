@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.api import ServedModel
+from app.api import RequestHandler, ServedModel
+from app.config import ApiConfig
 from app.engine.request import ModelFacts
 from app.jobs.items import RowSettings, item_of, row_from_fields
 from app.jobs.job import InvalidItem
-from app.jobs.preparation import PreparedItem, prepare
+from app.jobs.preparation import PreparedItem, prepare_row
 from app.text import Tokenizer
 
 Prepare = Callable[..., PreparedItem | InvalidItem]
@@ -38,6 +39,10 @@ def prepared(model: ServedModel) -> Prepare:
     def prepare_one(fields: dict[str, Any], number: int = 0, **settings: Any) -> PreparedItem | InvalidItem:
         row = row_from_fields(fields, number=number, place=f"input.jsonl:{number + 1}")
         item = item_of(row, RowSettings(**settings))
-        return item if isinstance(item, InvalidItem) else asyncio.run(prepare(item, model))
+        return (
+            item
+            if isinstance(item, InvalidItem)
+            else asyncio.run(prepare_row(item, RequestHandler([model], ApiConfig())))
+        )
 
     return prepare_one

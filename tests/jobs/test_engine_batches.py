@@ -135,9 +135,7 @@ async def service(
     keys = keys or ApiConfig()
     cascade = Cascade(name="careful", small=models[0], large=models[-1], min_mean_logprob=-1.0)
     handler = RequestHandler(models, keys, cascades=[cascade])
-    execution = EngineExecution(
-        handler.accept_item, models, engines.pool, weights={"demo": weights}, max_at_once=max_at_once
-    )
+    execution = EngineExecution(handler, engines.pool, weights={"demo": weights}, max_at_once=max_at_once)
     async with LocalBatchService(folder, BatchesConfig(), execution, limits=limits) as opened:
         yield opened
 

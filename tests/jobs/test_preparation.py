@@ -95,7 +95,7 @@ def test_a_row_without_a_seed_draws_the_same_whenever_it_is_computed(prepared: P
         (batch_line({"messages": TURNS, "return_token_ids": True}), "return_token_ids is not for bulk runs"),
         (batch_line({"prompt": "a", "echo": True}, url="/v1/completions"), "echo is not for bulk runs"),
         (batch_line({"messages": TURNS, "tools": [TOOL]}), "an item of a bulk run has no tools"),
-        (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this run has 'demo'"),
+        (batch_line({"messages": TURNS, "model": "other"}), "there is no model 'other'; this server has demo"),
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
         (batch_line({"messages": TURNS}, method="GET"), "method should be 'POST'"),
         (batch_line("text"), "body should be an object"),

@@ -234,25 +234,22 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
     salt. Raises InvalidRequest for outputs that are too long for the key, and LimitReached.
     """
     account = reservation.account
-    max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
+    call = bounded_call(account, call, body)
     if account.name:
         call = replace(
             call,
             requests=tuple(_owned(each, account.name, share_prefixes=share_prefixes) for each in call.requests),
         )
-    if max_tokens is not None:
-        call = replace(call, requests=tuple(_shortened(each, max_tokens) for each in call.requests))
     reservation.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
     return call
 
 
-def max_output_tokens(account: Account, call: Call, body: QueuedRequest) -> int | None:
-    """How long an output of the call may become where the key bounds it; None where it does not.
-
-    Raises InvalidRequest for outputs that are too long for the key.
-    """
-    cap = account.max_tokens(body.asked_tokens, body.length_param)
-    return None if cap is None else max(_shortened(each, cap).sampling.max_tokens for each in call.requests)
+def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
+    """The call with outputs as long as its key allows. Raises InvalidRequest when it asks for longer ones."""
+    max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
+    if max_tokens is None:
+        return call
+    return replace(call, requests=tuple(_shortened(each, max_tokens) for each in call.requests))
 
 
 def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:

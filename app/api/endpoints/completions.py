@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.api.call import Call, RequestLimits, ServedModel, check_token_ids, off_the_loop
-from app.api.generation import call_of, check_limits
+from app.api.call import Call, RequestLimits, ServedModel, off_the_loop
+from app.api.generation import call_of, check_limits, encode_prompts
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
@@ -28,19 +28,7 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
             param=param,
         )
 
-    def encode() -> list[tuple[int, ...]]:
-        return [
-            model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
-            if isinstance(prompt, str)
-            else tuple(prompt)
-            for prompt in body.prompt
-        ]
-
-    for prompt in body.prompt:
-        if not isinstance(prompt, str):
-            check_token_ids(prompt, model, "prompt")
-    num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-    prompts = await off_the_loop(encode, num_characters)
+    prompts = await encode_prompts(body.prompt, model, "prompt", add_special_tokens=body.add_special_tokens)
     call = call_of("cmpl", body, model, prompts, default_max_tokens=DEFAULT_MAX_TOKENS)
     return replace(call, prompt_texts=await _prompt_texts(body, call)) if body.echo else call
 

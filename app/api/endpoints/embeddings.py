@@ -12,7 +12,8 @@ from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.generation import encode_prompts, scheduling_of
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
@@ -37,36 +38,24 @@ async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits
         raise InvalidRequest(
             f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
         )
-    for text in body.input:
-        if not isinstance(text, str):
-            check_token_ids(text, model, "input")
-
-    def encode() -> list[tuple[int, ...]]:
-        return [
-            model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-            if isinstance(text, str)
-            else tuple(text)
-            for text in body.input
-        ]
-
-    prompts = await off_the_loop(encode, sum(len(text) for text in body.input if isinstance(text, str)))
+    prompts = await encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
+    call_id = f"embd-{uuid.uuid4().hex}"
+    requests: list[Request] = []
     for prompt in prompts:
         _check_length(len(prompt), model.facts.max_model_len)
-    call_id = f"embd-{uuid.uuid4().hex}"
+        request = Request(
+            request_id=f"{call_id}-{len(requests)}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=0),
+            pooling=model.pooling,
+            **scheduling_of(body),
+        )
+        requests.append(request)
     return Call(
         call_id=call_id,
         created=int(time.time()),
         model=model,
-        requests=tuple(_request(body, model, f"{call_id}-{at}", prompt) for at, prompt in enumerate(prompts)),
-        num_samples=1,
-        num_choices=1,
-        prompt_texts=(),
-        stop=(),
-        skip_special_tokens=True,
-        include_stop=False,
-        detail_options=TokenDetailOptions(),
-        include_usage=False,
-        continuous_usage=False,
+        requests=tuple(requests),
         max_at_once=limits.max_prompts,
     )
 
@@ -79,20 +68,6 @@ def _check_length(num_tokens: int, max_model_len: int) -> None:
             f"input has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten it",
             param="input",
         )
-
-
-def _request(body: EmbeddingsRequest, model: ServedModel, request_id: str, prompt: tuple[int, ...]) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=0),
-        pooling=model.pooling,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        tenant=body.user,
-        deadline_s=body.deadline_s,
-        is_background=body.service_tier == "flex",
-    )
 
 
 @dataclass(frozen=True, slots=True)

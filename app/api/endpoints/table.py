@@ -24,14 +24,44 @@ class Endpoint:
     schema: type[QueuedRequest]
     prepare: Callable[[Any, ServedModel, RequestLimits], Awaitable[Call]]  # checks and tokenizes a body of the schema
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
+    summary: str  # what it does, in the OpenAPI document
+    response: str  # the schema of its response there
 
 
 ENDPOINTS = {
     endpoint.path: endpoint
     for endpoint in (
-        Endpoint("/v1/chat/completions", ChatRequest, prepare_chat, lambda _: ChoiceWriter(ChatFormat())),
-        Endpoint("/v1/completions", CompletionRequest, prepare_completion, lambda _: ChoiceWriter(CompletionFormat())),
-        Endpoint("/v1/embeddings", EmbeddingsRequest, prepare_embeddings, EmbeddingsWriter),
-        Endpoint("/v1/responses", ResponsesRequest, prepare_response, ResponsesWriter),
+        Endpoint(
+            "/v1/chat/completions",
+            ChatRequest,
+            prepare_chat,
+            lambda _: ChoiceWriter(ChatFormat()),
+            summary="Generate the next message",
+            response="ChatCompletion",
+        ),
+        Endpoint(
+            "/v1/completions",
+            CompletionRequest,
+            prepare_completion,
+            lambda _: ChoiceWriter(CompletionFormat()),
+            summary="Continue a text",
+            response="Completion",
+        ),
+        Endpoint(
+            "/v1/embeddings",
+            EmbeddingsRequest,
+            prepare_embeddings,
+            EmbeddingsWriter,
+            summary="Vectors for texts",
+            response="Embeddings",
+        ),
+        Endpoint(
+            "/v1/responses",
+            ResponsesRequest,
+            prepare_response,
+            ResponsesWriter,
+            summary="Generate a response",
+            response="Response",
+        ),
     )
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from app.api.call import ServedModel, check_token_ids, off_the_loop
+from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import RequestHandler
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
-from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, template_messages
+from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 
 class TokenizationRoutes:
@@ -31,7 +30,7 @@ class TokenizationRoutes:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
+        """POST /tokenize: the ids of a text or of a conversation in the model's template, beside their number."""
         body = await read_json_object(request, self._handler.limits)
         strict = is_strict(request.headers)
         parsed: TokenizeTextRequest | TokenizeChatRequest
@@ -39,13 +38,30 @@ class TokenizationRoutes:
             parsed = self._handler.parse(body, TokenizeTextRequest, is_strict=strict)
         else:
             parsed = self._handler.parse(body, TokenizeChatRequest, is_strict=strict)
-        return JSONResponse(await tokenize(parsed, self._model(request, parsed.model)))
+        model = self._model(request, parsed.model)
+        if isinstance(parsed, TokenizeTextRequest):
+            special = parsed.add_special_tokens
+            [token_ids] = await encode_prompts([parsed.prompt], model, "prompt", add_special_tokens=special)
+        else:
+            token_ids = await encode_chat(parsed, model, with_tools=True)
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": model.facts.max_model_len,
+            "tokens": list(token_ids),
+            "token_strs": model.tokenizer.token_texts(token_ids) if parsed.return_token_strs else None,
+        }
+        return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
+        """POST /detokenize: the text of token ids, special ones included."""
         body = await read_json_object(request, self._handler.limits)
         parsed = self._handler.parse(body, DetokenizeRequest, is_strict=is_strict(request.headers))
-        return JSONResponse(await detokenize(parsed, self._model(request, parsed.model)))
+        model, token_ids = self._model(request, parsed.model), parsed.tokens
+        check_token_ids(token_ids, model, "tokens")
+        text = await off_the_loop(
+            lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False), num_characters=len(token_ids)
+        )
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""
@@ -53,47 +69,3 @@ class TokenizationRoutes:
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         return self._handler.model(name, reservation_of(request).account)
-
-
-async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> dict[str, Any]:
-    """The ids of a text or of a conversation in the model's template, beside their number. Raises InvalidRequest."""
-    token_ids = await (_of_text(body, model) if isinstance(body, TokenizeTextRequest) else _of_chat(body, model))
-    return {
-        "count": len(token_ids),
-        "max_model_len": model.facts.max_model_len,
-        "tokens": list(token_ids),
-        "token_strs": model.tokenizer.token_texts(token_ids) if body.return_token_strs else None,
-    }
-
-
-async def detokenize(body: DetokenizeRequest, model: ServedModel) -> dict[str, Any]:
-    """The text of token ids, special ones included. Raises InvalidRequest for ids that the model does not have."""
-    check_token_ids(body.tokens, model, "tokens")
-    text = await off_the_loop(
-        lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False), num_characters=len(body.tokens)
-    )
-    return {"prompt": text}
-
-
-async def _of_text(body: TokenizeTextRequest, model: ServedModel) -> tuple[int, ...]:
-    return await off_the_loop(
-        lambda: model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens),
-        num_characters=len(body.prompt),
-    )
-
-
-async def _of_chat(body: TokenizeChatRequest, model: ServedModel) -> tuple[int, ...]:
-    messages = template_messages(body.messages)
-    tools = [tool.for_template() for tool in body.tools]
-    return await off_the_loop(
-        lambda: model.tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-            tools=tools,
-            template_variables=body.chat_template_kwargs,
-        ),
-        num_characters=sum(message.num_characters for message in body.messages)
-        + len(str(tools))
-        + len(str(body.chat_template_kwargs)),
-    )

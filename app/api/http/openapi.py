@@ -1,8 +1,8 @@
-"""The document at /openapi.json: bodies from the typed requests, limits from the settings."""
+"""The document at /openapi.json: endpoints from their table, bodies from typed requests, limits from settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -11,18 +11,16 @@ from app.api.call import RequestLimits
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
+from app.api.endpoints.table import ENDPOINTS
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
-    EmbeddingsRequest,
+    GenerationRequest,
     ModelRequest,
     Schema,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from app.api.schemas.responses import ResponsesRequest
 from app.config import ApiConfig
 from app.jobs import JobState
 from app.versions import versions
@@ -30,10 +28,7 @@ from app.versions import versions
 Json = dict[str, Any]
 
 BODIES: tuple[type[ModelRequest], ...] = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    EmbeddingsRequest,
+    *(endpoint.schema for endpoint in ENDPOINTS.values()),
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
@@ -59,9 +54,8 @@ _OF_GENERATION = (*_OF_A_BODY, "500", "503")
 _OF_A_LIST = (*_OF_A_KEY, "400", "404", "503")
 _OF_AN_UPLOAD = (*_OF_A_LIST, "413")
 
-_TEXT, _WHOLE_NUMBER = {"type": "string"}, {"type": "integer"}
-_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
-_MODEL_QUERY = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
+_TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict: "object"}
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 
 def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: bool = False) -> Json:
@@ -71,99 +65,95 @@ def openapi_document(config: ApiConfig, limits: RequestLimits, *, has_batches: b
     return {
         "openapi": "3.1.0",
         "info": {"title": "Carousel", "version": versions()["carousel"] or "unknown"},
-        "paths": _paths(config) | (_batch_paths() if has_batches else {}),
+        "paths": _computed_paths() | _paths(config) | (_batch_paths() if has_batches else {}),
         "components": {"schemas": _schemas(limits, has_batches=has_batches), "securitySchemes": schemes},
         "security": [{"key": []}] if needs_key else [],
     }
 
 
-def _paths(config: ApiConfig) -> Json:
-    chat, complete = _body(ChatRequest), _body(CompletionRequest)
-    events = {"text/event-stream": {"schema": _object(data=_TEXT)}}  # of each event
-    open_get: Json = {"security": []}
+def _computed_paths() -> Json:
+    """Those of the table of endpoints."""
+    events = {"text/event-stream": {"schema": _object(data=str)}}  # of each event
     return {
-        "/v1/chat/completions": {
-            "post": _operation("Generate the next message", "ChatCompletion", _OF_GENERATION, chat, events)
-        },
-        "/v1/completions": {"post": _operation("Continue a text", "Completion", _OF_GENERATION, complete, events)},
-        "/v1/responses": {
-            "post": _operation("Generate a response", "Response", _OF_GENERATION, _body(ResponsesRequest), events)
-        },
-        "/v1/embeddings": {
-            "post": _operation("Vectors for texts", "Embeddings", _OF_GENERATION, _body(EmbeddingsRequest))
-        },
-        "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
-        "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL) | {"parameters": [_MODEL_ID]}},
-        "/tokenize": {
+        endpoint.path: {
             "post": _operation(
-                "Words to token ids", "Tokens", _OF_A_BODY, _body(TokenizeTextRequest, TokenizeChatRequest)
+                endpoint.summary,
+                endpoint.response,
+                _OF_GENERATION,
+                body=_body(endpoint.schema),
+                content=events if issubclass(endpoint.schema, GenerationRequest) else {},
             )
-        },
-        "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, _body(DetokenizeRequest))},
+        }
+        for endpoint in ENDPOINTS.values()
+    }
+
+
+def _paths(config: ApiConfig) -> Json:
+    model_id = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
+    model = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
+    tokenized, detokenized = _body(TokenizeTextRequest, TokenizeChatRequest), _body(DetokenizeRequest)
+    metrics = _operation(
+        "What is measured, for Prometheus",
+        None,
+        _OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY,
+        content={"text/plain": {"schema": _TEXT}},
+        is_open=config.metrics_for == "public",
+    )
+    return {
+        "/v1/models": {"get": _operation("The models", "ModelList", _OF_A_KEY)},
+        "/v1/models/{model_id}": {"get": _operation("One model", "Model", _OF_A_MODEL, parameters=[model_id])},
+        "/tokenize": {"post": _operation("Words to token ids", "Tokens", _OF_A_BODY, body=tokenized)},
+        "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, body=detokenized)},
         "/tokenizer_info": {
-            "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL)
-            | {"parameters": [_MODEL_QUERY]}
+            "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, parameters=[model])
         },
         "/version": {"get": _operation("The version of the server", "Version", _OF_A_KEY)},
         "/openapi.json": {"get": _operation("This description", "Anything", _OF_A_KEY)},
-        "/health": {"get": _operation("The process lives", "Anything", ()) | open_get},
-        "/ready": {"get": _operation("A request could be served", "Anything", ("503",)) | open_get},
-        "/metrics": {
-            "get": {
-                "summary": "What is measured, for Prometheus",
-                "responses": {"200": {"description": "metrics", "content": {"text/plain": {"schema": _TEXT}}}}
-                | _errors(_OF_AN_ADMIN if config.metrics_for == "admins" else _OF_A_KEY),
-            }
-            | (open_get if config.metrics_for == "public" else {})
-        },
+        "/health": {"get": _operation("The process lives", "Anything", (), is_open=True)},
+        "/ready": {"get": _operation("A request could be served", "Anything", ("503",), is_open=True)},
+        "/metrics": {"get": metrics},
         "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
     }
 
 
 def _batch_paths() -> Json:
-    file_id, batch_id = (
-        {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in ("file_id", "batch_id")
+    of_file, of_batch = (
+        [{"name": name, "in": "path", "required": True, "schema": _TEXT}] for name in ("file_id", "batch_id")
     )
-    of_file, of_batch = {"parameters": [file_id]}, {"parameters": [batch_id]}
-    after = [
-        {"name": "after", "in": "query", "schema": _TEXT, "description": "the id behind which the page begins"},
-    ]
-    file_page = [*after, _limit(MAX_FILES_OF_PAGE)]
-    batch_page = [*after, _limit(MAX_BATCHES_OF_PAGE)]
+    after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the id behind which the page begins"}
     order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
     purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
+    of_files = [after, _limit(MAX_FILES_OF_PAGE), order, purpose]
+    of_batches = [after, _limit(MAX_BATCHES_OF_PAGE), order]
     form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
     upload = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    content = {"application/jsonl": {"schema": _TEXT}}
+    lines = {"application/jsonl": {"schema": _TEXT}}
+    batch, prompts = _body(BatchRequest), _body(PromptListRequest)
     return {
         "/v1/files": {
-            "post": _operation("Upload a file", "File", _OF_AN_UPLOAD, upload),
-            "get": _operation("The files", "FileList", _OF_A_LIST) | {"parameters": [*file_page, order, purpose]},
+            "post": _operation("Upload a file", "File", _OF_AN_UPLOAD, body=upload),
+            "get": _operation("The files", "FileList", _OF_A_LIST, parameters=of_files),
         },
         "/v1/files/{file_id}": {
-            "get": _operation("One file", "File", _OF_A_LIST) | of_file,
-            "delete": _operation("Delete a file", "Anything", _OF_A_LIST) | of_file,
+            "get": _operation("One file", "File", _OF_A_LIST, parameters=of_file),
+            "delete": _operation("Delete a file", "Anything", _OF_A_LIST, parameters=of_file),
         },
         "/v1/files/{file_id}/content": {
-            "get": {
-                "summary": "What is in a file",
-                "responses": {"200": {"description": "its bytes", "content": content}} | _errors(_OF_A_LIST),
-            }
-            | of_file
+            "get": _operation("What is in a file", None, _OF_A_LIST, content=lines, parameters=of_file)
         },
         "/v1/batches": {
-            "post": _operation("Begin a batch over a file", "Batch", _OF_GENERATION, _body(BatchRequest)),
-            "get": _operation("The batches", "BatchList", _OF_A_LIST) | {"parameters": [*batch_page, order]},
+            "post": _operation("Begin a batch over a file", "Batch", _OF_GENERATION, body=batch),
+            "get": _operation("The batches", "BatchList", _OF_A_LIST, parameters=of_batches),
         },
-        "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST) | of_batch},
-        "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST) | of_batch},
+        "/v1/batches/{batch_id}": {"get": _operation("One batch", "Batch", _OF_A_LIST, parameters=of_batch)},
+        "/v1/batches/{batch_id}/cancel": {"post": _operation("Stop a batch", "Batch", _OF_A_LIST, parameters=of_batch)},
         "/v1/batch": {
-            "post": _operation(
-                "Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION, _body(PromptListRequest)
-            )
+            "post": _operation("Answer many prompts, at once or as a job", "BatchResults", _OF_GENERATION, body=prompts)
         },
-        "/v1/batch/{batch_id}": {"get": _operation("A batch and its results", "BatchResults", _OF_A_LIST) | of_batch},
+        "/v1/batch/{batch_id}": {
+            "get": _operation("A batch and its results", "BatchResults", _OF_A_LIST, parameters=of_batch)
+        },
         "/v1/batch/stats": {"get": _operation("What batches have to do and have done", "BatchStats", _OF_A_LIST)},
     }
 
@@ -173,26 +163,38 @@ def _limit(most: int) -> Json:
 
 
 def _operation(
-    summary: str, answer: str, refusals: tuple[str, ...], body: Json | None = None, other_content: Json | None = None
+    summary: str,
+    response: str | None,
+    refusals: tuple[str, ...],
+    *,
+    body: Json | None = None,
+    content: Json | None = None,
+    parameters: Sequence[Json] = (),
+    is_open: bool = False,
 ) -> Json:
-    """`answer` names the schema of a 200, `refusals` are the other statuses."""
-    content = {"application/json": {"schema": _reference(answer)}} | (other_content or {})
+    """`response` names the schema of a JSON response, `content` has other types of it, `refusals` other statuses."""
+    as_json = {} if response is None else {"application/json": {"schema": _reference(response)}}
+    errors = {"application/json": {"schema": _reference("Error")}}
     operation: Json = {
         "summary": summary,
-        "responses": {"200": {"description": "done", "content": content}} | _errors(refusals),
+        "responses": {
+            "200": {"description": "done", "content": as_json | (content or {})},
+            **{status: {"description": _REFUSALS[status], "content": errors} for status in sorted(refusals)},
+        },
     }
-    return operation if body is None else operation | {"requestBody": body}
+    if body is not None:
+        operation["requestBody"] = body
+    if parameters:
+        operation["parameters"] = list(parameters)
+    if is_open:
+        operation["security"] = []
+    return operation
 
 
 def _body(*schemas: type[Schema]) -> Json:
     references = [_reference(schema.__name__) for schema in schemas]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _errors(statuses: tuple[str, ...]) -> Json:
-    content = {"application/json": {"schema": _reference("Error")}}
-    return {status: {"description": _REFUSALS[status], "content": content} for status in sorted(statuses)}
 
 
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
@@ -205,15 +207,8 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
         _accept_null(schema)
     for body in BODIES:
         _leave_out(schemas[body.__name__]["properties"], unavailable(body))
-    for generation in (ChatRequest, CompletionRequest, ResponsesRequest):
-        limited = schemas[generation.__name__]["properties"]
-        for name in ("n", "best_of"):
-            _restrict(limited[name], "integer", maximum=limits.max_choices)
-        for name in ("top_logprobs", "logprobs", "prompt_logprobs"):
-            if name in limited:
-                _restrict(limited[name], "integer", maximum=limits.max_logprobs)
-        _restrict(limited["stop"], "string", maxLength=limits.max_stop_length)
-        _restrict(limited["stop"], "array", maxItems=limits.max_stop_strings)
+        if issubclass(body, GenerationRequest):
+            _publish_limits(schemas[body.__name__]["properties"], limits)
     return schemas | _answers() | (_batch_answers() if has_batches else {})
 
 
@@ -235,6 +230,16 @@ def _leave_out(properties: Json, unavailable: Mapping[str, tuple[Any, ...]]) -> 
 _NOTES = ("title", "default", "description")
 
 
+def _publish_limits(properties: Json, limits: RequestLimits) -> None:
+    for name in ("n", "best_of"):
+        _restrict(properties[name], "integer", maximum=limits.max_choices)
+    for name in ("top_logprobs", "logprobs", "prompt_logprobs"):
+        if name in properties:
+            _restrict(properties[name], "integer", maximum=limits.max_logprobs)
+    _restrict(properties["stop"], "string", maxLength=limits.max_stop_length)
+    _restrict(properties["stop"], "array", maxItems=limits.max_stop_strings)
+
+
 def _restrict(field: Json, kind: str, **limits: int) -> None:
     """Add limits that depend on the settings to those options of a field that are of this kind."""
     for option in field["anyOf"]:
@@ -244,95 +249,84 @@ def _restrict(field: Json, kind: str, **limits: int) -> None:
 
 def _answers() -> Json:
     """The schemas of responses, with the fields that clients may rely on."""
-    usage = _object(prompt_tokens=_WHOLE_NUMBER, completion_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER)
+    usage = _object(prompt_tokens=int, completion_tokens=int, total_tokens=int)
     reason = {"enum": ["stop", "length", "tool_calls"]}
-    or_nothing = {"type": ["string", "null"]}
-    message = _object(role={"const": "assistant"}, content=or_nothing)
-    function = _object(name=_TEXT, arguments=_TEXT)
-    message["properties"]["tool_calls"] = _list(_object(id=_TEXT, type={"const": "function"}, function=function))
-    call = {"id": _TEXT, "created": _WHOLE_NUMBER, "model": _TEXT, "usage": usage}
-    chat_choice = _object(index=_WHOLE_NUMBER, message=message, finish_reason=reason)
-    choice = _object(index=_WHOLE_NUMBER, text=_TEXT, finish_reason=reason)
-    model = _object(id=_TEXT, object={"const": "model"}, created=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER)
+    message = _object(role={"const": "assistant"}, content=_TEXT_OR_NULL)
+    call = _object(id=str, type={"const": "function"}, function=_object(name=str, arguments=str))
+    message["properties"]["tool_calls"] = _list(call)
+    completion: dict[str, type | Json] = {"id": str, "created": int, "model": str, "usage": usage}
+    chat_choice = _object(index=int, message=message, finish_reason=reason)
+    choice = _object(index=int, text=str, finish_reason=reason)
+    item = _object(id=str, type={"enum": ["message", "function_call"]}, status=str)
+    vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
+    embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
     return {
         "Anything": {"type": "object"},
-        "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=or_nothing, code=or_nothing)),
-        "ChatCompletion": _object(**call, object={"const": "chat.completion"}, choices=_list(chat_choice)),
-        "Completion": _object(**call, object={"const": "text_completion"}, choices=_list(choice)),
+        "Error": _object(error=_object(message=str, type=str, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+        "ChatCompletion": _object(**completion, object={"const": "chat.completion"}, choices=_list(chat_choice)),
+        "Completion": _object(**completion, object={"const": "text_completion"}, choices=_list(choice)),
         "Response": _object(
-            id=_TEXT,
+            id=str,
             object={"const": "response"},
-            created_at=_WHOLE_NUMBER,
-            model=_TEXT,
+            created_at=int,
+            model=str,
             status={"enum": ["completed", "incomplete", "failed"]},
-            output=_list(_object(id=_TEXT, type={"enum": ["message", "function_call"]}, status=_TEXT)),
-            usage=_object(input_tokens=_WHOLE_NUMBER, output_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER),
+            output=_list(item),
+            usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
         ),
-        "Embeddings": _object(
-            object={"const": "list"},
-            data=_list(
-                _object(
-                    object={"const": "embedding"},
-                    index=_WHOLE_NUMBER,
-                    embedding={"anyOf": [_list({"type": "number"}), _TEXT]},
-                )
-            ),
-            model=_TEXT,
-            usage=_object(prompt_tokens=_WHOLE_NUMBER, total_tokens=_WHOLE_NUMBER),
-        ),
-        "Model": model,
-        "ModelList": _object(object={"const": "list"}, data=_list(_reference("Model"))),
-        "Tokens": _object(count=_WHOLE_NUMBER, max_model_len=_WHOLE_NUMBER, tokens=_list(_WHOLE_NUMBER)),
-        "Text": _object(prompt=_TEXT),
-        "TokenizerInfo": _object(tokenizer_class=_TEXT, eos_token=or_nothing, chat_template=or_nothing),
-        "Version": _object(version=or_nothing),
-        "AdminKeys": _object(object={"const": "list"}, data=_list(_object(name=_TEXT, requests=_WHOLE_NUMBER))),
-        "AdminFleet": _object(object={"const": "list"}, data=_list(_object(process=_TEXT, model=_TEXT))),
+        "Embeddings": _page(embedding, model=str, usage=_object(prompt_tokens=int, total_tokens=int)),
+        "Model": _object(id=str, object={"const": "model"}, created=int, max_model_len=int),
+        "ModelList": _page(_reference("Model")),
+        "Tokens": _object(count=int, max_model_len=int, tokens=_list({"type": "integer"})),
+        "Text": _object(prompt=str),
+        "TokenizerInfo": _object(tokenizer_class=str, eos_token=_TEXT_OR_NULL, chat_template=_TEXT_OR_NULL),
+        "Version": _object(version=_TEXT_OR_NULL),
+        "AdminKeys": _page(_object(name=str, requests=int)),
+        "AdminFleet": _page(_object(process=str, model=str)),
     }
 
 
 def _batch_answers() -> Json:
-    counts = _object(total=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER)
-    status = {"enum": [status.value for status in JobState]}
-    or_nothing = {"type": ["string", "null"]}
+    statuses = [status.value for status in JobState]
+    batch: dict[str, type | Json] = {
+        "object": {"const": "batch"},
+        "endpoint": str,
+        "status": {"enum": statuses},
+        "request_counts": _object(total=int, completed=int, failed=int),
+        "usage": dict,
+    }
     either: Json = {"type": ["object", "null"]}
-    file = _object(id=_TEXT, object={"const": "file"}, bytes=_WHOLE_NUMBER, filename=_TEXT, purpose=_TEXT)
-    batch: Json = {
-        "object": {"const": "batch"}, "endpoint": _TEXT, "status": status, "request_counts": counts,
-        "usage": {"type": "object"},
-    }  # fmt: skip
-    outcome = _object(
-        index=_WHOLE_NUMBER,
-        custom_id=_TEXT,
-        status_code={"type": ["integer", "null"]},
-        response=either,
-        error=either,
-    )
+    status_code: Json = {"type": ["integer", "null"]}
+    outcome = _object(index=int, custom_id=str, status_code=status_code, response=either, error=either)
     results = {"anyOf": [_list(outcome), {"type": "null"}]}
     return {
-        "File": file,
-        "FileList": _object(object={"const": "list"}, data=_list(_reference("File"))),
-        "Batch": _object(id=_TEXT, **batch, input_file_id=_TEXT, output_file_id=or_nothing, error_file_id=or_nothing),
-        "BatchList": _object(object={"const": "list"}, data=_list(_reference("Batch"))),
-        "BatchResults": _object(id=or_nothing, **batch, progress={"type": "number"}, results=results),
+        "File": _object(id=str, object={"const": "file"}, bytes=int, filename=str, purpose=str),
+        "FileList": _page(_reference("File")),
+        "Batch": _object(**batch, id=str, input_file_id=str, output_file_id=_TEXT_OR_NULL, error_file_id=_TEXT_OR_NULL),
+        "BatchList": _page(_reference("Batch")),
+        "BatchResults": _object(**batch, id=_TEXT_OR_NULL, progress=float, results=results),
         "BatchStats": _object(
             object={"const": "batch.stats"},
-            batches=_object(**{status.value: _WHOLE_NUMBER for status in JobState}),
-            requests=_object(
-                queued=_WHOLE_NUMBER, running=_WHOLE_NUMBER, completed=_WHOLE_NUMBER, failed=_WHOLE_NUMBER
-            ),
-            tokens=_object(input=_WHOLE_NUMBER, output=_WHOLE_NUMBER),
-            output_tokens_per_second={"type": "number"},
+            batches=_object(**dict.fromkeys(statuses, int)),
+            requests=_object(queued=int, running=int, completed=int, failed=int),
+            tokens=_object(input=int, output=int),
+            output_tokens_per_second=float,
         ),
     }
 
 
-def _object(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}
+def _object(**properties: type | Json) -> Json:
+    """An object that has all of these properties."""
+    schemas = {name: {"type": _TYPES[each]} if isinstance(each, type) else each for name, each in properties.items()}
+    return {"type": "object", "properties": schemas, "required": list(properties)}
 
 
 def _list(items: Json) -> Json:
     return {"type": "array", "items": items}
+
+
+def _page(items: Json, **more: type | Json) -> Json:
+    return _object(object={"const": "list"}, data=_list(items), **more)
 
 
 def _reference(name: str) -> Json:

@@ -55,6 +55,9 @@ class WhileConnected:
         except asyncio.CancelledError:
             if not self._is_gone:
                 raise
+        finally:
+            # Its traceback refers to this object: in a circle, all of the request would wait for the garbage collector.
+            del self._watcher
         if self._is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
             raise ClientGone from None
 

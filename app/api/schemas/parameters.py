@@ -9,7 +9,16 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from app.api.schemas.requests import ModelRequest, Schema, as_int, from_validation_error
+from app.api.schemas.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    ModelRequest,
+    Schema,
+    as_int,
+    from_validation_error,
+)
+from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -26,8 +35,8 @@ _UNAVAILABLE_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0, 1),
 }
-_UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
-    "chat": _UNAVAILABLE_EVERYWHERE
+_UNAVAILABLE: dict[type[ModelRequest], dict[str, tuple[Any, ...]]] = {
+    ChatRequest: _UNAVAILABLE_EVERYWHERE
     | {
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -41,8 +50,8 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "echo": (False,),
     },
-    "completion": _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
-    "response": _UNAVAILABLE_EVERYWHERE
+    CompletionRequest: _UNAVAILABLE_EVERYWHERE | {"suffix": ("",), "prompt_embeds": ([],), "max_completion_tokens": ()},
+    ResponsesRequest: _UNAVAILABLE_EVERYWHERE
     | {
         "prompt_logprobs": (),
         "return_token_ids": (False,),
@@ -61,8 +70,7 @@ _UNAVAILABLE: dict[str, dict[str, tuple[Any, ...]]] = {
         "max_completion_tokens": (),
         "response_format": (),
     },
-    "embedding": {"truncate_prompt_tokens": (), "messages": ([],)},
-    "tokenizer": {},
+    EmbeddingsRequest: {"truncate_prompt_tokens": (), "messages": ([],)},
 }
 
 # What to send in place of some of them.
@@ -86,7 +94,7 @@ STRICT_HEADER = "x-strict"
 
 def unavailable(schema: type[ModelRequest]) -> Mapping[str, tuple[Any, ...]]:
     """The fields that ask for something that this version does not do, with the values that do not ask for it."""
-    return _UNAVAILABLE[schema.ENDPOINT]
+    return _UNAVAILABLE.get(schema, {})
 
 
 def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> None:
@@ -102,7 +110,7 @@ def refuse_unavailable(body: Mapping[str, Any], schema: type[ModelRequest]) -> N
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
     """Raise InvalidRequest with the paths of all unknown fields, those inside other fields too."""
-    known = _UNAVAILABLE[schema.ENDPOINT].keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
+    known = unavailable(schema).keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
     refuse_names([path for path in _unknown(body, schema) if path not in known])
 
 
@@ -160,7 +168,7 @@ class UnknownFields:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
             self._seen.add(name)
-            logger.info("ignoring the unknown field %r of a %s request", name, schema.ENDPOINT)
+            logger.info("ignoring the unknown field %r of a %s", name, schema.__name__)
 
 
 def parse(

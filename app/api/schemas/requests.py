@@ -7,7 +7,7 @@ these classes as JSON schemas; where a validator accepts more than the type behi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -86,20 +86,27 @@ def _prompts(value: Any) -> Any:
     return value
 
 
-def _content(value: Any) -> Any:
-    """A message's text: a string, or text parts, which are joined by newlines."""
-    if isinstance(value, str) or value is None:
-        return value
-    if not isinstance(value, list):
-        raise ValueError("should be a string or a list of text parts")
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                'should hold only parts like {"type": "text", "text": "..."}; other parts are not supported'
-            )
-    return "\n".join(part["text"] for part in value)
+def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Makes one text of a string or of parts, joined by newlines. `fields` names the field of each type's text."""
+
+    def text_of(part: Any) -> str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
+        if not isinstance(text, str):
+            example = f'{{"type": "{next(iter(fields))}", "text": "..."}}'
+            raise ValueError(f"should hold only parts like {example}; other parts are not supported")
+        return text
+
+    def join(value: Any) -> Any:
+        if isinstance(value, str) or value is None:
+            return value
+        if not isinstance(value, list):
+            raise ValueError("should be a string or a list of text parts")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
+        return "\n".join([text_of(part) for part in value])
+
+    return join
 
 
 def _bias(value: Any) -> Any:
@@ -114,6 +121,15 @@ def _bias(value: Any) -> Any:
         if type(bias) not in (int, float) or bias != bias:
             raise ValueError(f"has no number for token {key}")
     return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
+
+
+def _tool_choice(value: Any) -> Any:
+    """Checks before the union does: the union's own error would name all of its parts."""
+    if isinstance(value, str) and value not in TOOL_CHOICES:
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
+    if not isinstance(value, str | dict):
+        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
+    return value
 
 
 T = TypeVar("T")
@@ -131,6 +147,12 @@ ListOf = Annotated[list[T], _FirstError()]
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
+AsInt = BeforeValidator(as_int)
+Natural = Annotated[int, Field(ge=0), AsInt]
+NumSamples = Annotated[int, Field(ge=1), AsInt]
+NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
 
 
 class TextPart(BaseModel):
@@ -162,7 +184,7 @@ class OutputSchema(Schema):
     """`response_format.json_schema`, as at OpenAI."""
 
     name: str = Field("", max_length=MAX_ID_LENGTH)
-    description: str = ""
+    description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -256,15 +278,6 @@ class NamedTool(Schema):
     function: ChosenFunction
 
 
-def _tool_choice(value: Any) -> Any:
-    """Checks before the union does: the union's own error would name all of its parts."""
-    if isinstance(value, str) and value not in TOOL_CHOICES:
-        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
-    if not isinstance(value, str | dict):
-        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
-    return value
-
-
 class Message(Schema):
     """One turn of a conversation."""
 
@@ -278,9 +291,9 @@ class Message(Schema):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = (
-        Field(None, validate_default=True)
-    )
+    content: Annotated[
+        str | None, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart] | None)
+    ] = Field(None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: ListOf[MessageToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
@@ -335,9 +348,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ModelRequest(Schema):
-    """A request to a model. `ENDPOINT` is its key in the tables of `parameters.py`."""
-
-    ENDPOINT: ClassVar[str] = "tokenizer"
+    """A request to a model."""
 
     model: str | None = None
 
@@ -347,15 +358,10 @@ class QueuedRequest(ModelRequest):
 
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
     user: str = Field("", max_length=MAX_TENANT_LENGTH)  # the tenant under the policy `fair`
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), AsInt] = 0  # lower goes first
     service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": background work, as at OpenAI
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from the arrival of the request
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
-
-    @field_validator("priority", mode="before")
-    @classmethod
-    def _integer_priority(cls, value: Any) -> Any:
-        return as_int(value)
 
     @property
     def wants_stream(self) -> bool:
@@ -376,9 +382,12 @@ class QueuedRequest(ModelRequest):
 class GenerationRequest(QueuedRequest):
     """The fields of all endpoints that generate text."""
 
+    prompt_param: ClassVar[str] = "prompt"  # the field that the prompt comes from
+    format_param: ClassVar[str] = "response_format"  # the field for the form of the output
+
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=MAX_TOKENS)
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] = 0
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -395,19 +404,21 @@ class GenerationRequest(QueuedRequest):
             }
         ),
     ] = Field(default_factory=dict)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int = Field(1, ge=1)
-    best_of: int | None = Field(None, ge=1)  # the number of samples; the response has the `n` likeliest
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), AsInt] | None = None
+    n: NumSamples = 1
+    best_of: NumSamples | None = None  # the number of samples; the response has the `n` likeliest
+    max_tokens: NumTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt] = 0
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
         default_factory=list
     )
-    stop_token_ids: ListOf[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=MAX_STOP_TOKEN_IDS), AsInt] = Field(default_factory=list)
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: ListOf[int] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKEN_IDS)
+    allowed_token_ids: Annotated[ListOf[int], Field(max_length=MAX_ALLOWED_TOKEN_IDS), AsInt] = Field(
+        default_factory=list
+    )
     bad_words: ListOf[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]] = Field(
         default_factory=list, max_length=MAX_BAD_WORDS
     )
@@ -415,29 +426,13 @@ class GenerationRequest(QueuedRequest):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(  # keep this many at the end; -1: as many as fit
-        None, ge=-1, le=MAX_TOKENS, json_schema_extra={"not": {"const": 0}}
+    # Keep this many at the end; -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] | None = Field(
+        None, json_schema_extra={"not": {"const": 0}}
     )
-    prompt_logprobs: int | None = Field(None, ge=0)
+    prompt_logprobs: Natural | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-
-    @field_validator(
-        "top_k",
-        "seed",
-        "n",
-        "best_of",
-        "max_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "allowed_token_ids",
-        "truncate_prompt_tokens",
-        "prompt_logprobs",
-        mode="before",
-    )
-    @classmethod
-    def _integers(cls, value: Any) -> Any:
-        return as_int(value)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
@@ -468,16 +463,6 @@ class GenerationRequest(QueuedRequest):
         return self.stream
 
     @property
-    def prompt_param(self) -> str:
-        """The field that the prompt comes from."""
-        return "prompt"
-
-    @property
-    def format_param(self) -> str:
-        """The field for the form of the output."""
-        return "response_format"
-
-    @property
     def num_samples(self) -> int:
         """The number of samples for each prompt."""
         return self.n if self.best_of is None else self.best_of
@@ -506,30 +491,27 @@ class GenerationRequest(QueuedRequest):
         )
 
 
-class ChatRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions."""
-
-    ENDPOINT = "chat"
+class Conversation(Schema):
+    """What a chat template makes a prompt of."""
 
     messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: ListOf[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool,
-        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
-    ] = "auto"
-    parallel_tool_calls: bool = True
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0)
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
 
-    @field_validator("max_completion_tokens", "top_logprobs", mode="before")
-    @classmethod
-    def _integer(cls, value: Any) -> Any:
-        return as_int(value)
+
+class ChatRequest(Conversation, GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    prompt_param = "messages"
+
+    tool_choice: ToolChoice[NamedTool] = "auto"
+    parallel_tool_calls: bool = True
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Natural | None = None
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _choice_is_among_tools(self) -> ChatRequest:
@@ -542,10 +524,6 @@ class ChatRequest(GenerationRequest):
                 f"tool_choice names {choice.function.name!r}; tools has {', '.join(names)[:200]}", param="tool_choice"
             )
         return self
-
-    @property
-    def prompt_param(self) -> str:
-        return "messages"
 
     @model_validator(mode="after")
     def _chat_fields_agree(self) -> ChatRequest:
@@ -562,11 +540,6 @@ class ChatRequest(GenerationRequest):
                 param="continue_final_message",
             )
         return self
-
-    @property
-    def begins_message(self) -> bool:
-        """Whether the template opens a new message for the output."""
-        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
@@ -596,10 +569,9 @@ Prompts = Annotated[
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
-    ENDPOINT = "completion"
-
     prompt: Prompts
-    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)  # 0: only the prompt, which is echoed or scored
+    # 0: only the prompt, which is echoed or scored
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt] | None = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
         BeforeValidator(_unless_false, json_schema_input_type=TokenId | Literal[False] | None),
@@ -628,17 +600,10 @@ class CompletionRequest(GenerationRequest):
 class EmbeddingsRequest(QueuedRequest):
     """The body of POST /v1/embeddings."""
 
-    ENDPOINT = "embedding"
-
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)  # keep this many numbers at the start, normalised again
+    dimensions: NumTokens | None = None  # keep this many numbers at the start, normalised again
     add_special_tokens: bool = True
-
-    @field_validator("dimensions", mode="before")
-    @classmethod
-    def _integer(cls, value: Any) -> Any:
-        return as_int(value)
 
 
 class TokenizeTextRequest(ModelRequest):
@@ -649,14 +614,9 @@ class TokenizeTextRequest(ModelRequest):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(ModelRequest):
+class TokenizeChatRequest(Conversation, ModelRequest):
     """The body of POST /tokenize for a conversation."""
 
-    messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: ListOf[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     return_token_strs: bool = False
 
 

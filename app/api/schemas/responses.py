@@ -5,49 +5,31 @@ Responses are not stored: a client that continues a conversation sends all of it
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from app.api.schemas.requests import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOKENS,
     MAX_TOOLS,
-    TOOL_CHOICES,
     ChatRequest,
-    FunctionName,
+    ChosenFunction,
+    FunctionDefinition,
     GenerationRequest,
     ListOf,
+    Natural,
+    NonEmpty,
+    NumTokens,
+    OutputSchema,
     Schema,
-    as_int,
+    TemplateVariables,
+    ToolChoice,
+    joined_text,
 )
 from app.errors import InvalidRequest
 
-_PARTS = ("input_text", "output_text", "refusal")
 _ITEMS = ("message", "function_call", "function_call_output")
-
-
-def _content(value: Any) -> Any:
-    """An item's text: a string, or text parts, which are joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("should be a string or a list of text parts")
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
-    return "\n".join(_part_text(part) for part in value)
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-    if kind not in _PARTS or not isinstance(text, str):
-        raise ValueError(
-            'should hold only parts like {"type": "input_text", "text": "..."}; other parts are not supported'
-        )
-    return text
 
 
 class InputText(Schema):
@@ -57,7 +39,13 @@ class InputText(Schema):
     text: str
 
 
-Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[InputText])]
+Content = Annotated[
+    str,
+    BeforeValidator(
+        joined_text({"input_text": "text", "output_text": "text", "refusal": "refusal"}),
+        json_schema_input_type=str | list[InputText],
+    ),
+]
 
 
 class InputMessage(Schema):
@@ -114,45 +102,33 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Schema):
-    """A function that the model may call. There are no tools that the server runs itself."""
+class _TypedFunction(Schema):
+    type: Literal["function"]  # before the fields of the function: of another type of tool, the error names the type
 
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
+
+class FunctionTool(FunctionDefinition, _TypedFunction):
+    """A function that the model may call. There are no tools that the server runs itself."""
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-class NamedFunctionTool(Schema):
+class NamedFunctionTool(ChosenFunction, _TypedFunction):
     """`tool_choice` as an object: this function and no other."""
 
-    type: Literal["function"]
-    name: FunctionName
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
 
 
-def _tool_choice(value: Any) -> Any:
-    if not isinstance(value, dict) and value not in TOOL_CHOICES:
-        raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function")
-    return value
-
-
-class TextFormat(Schema):
+class TextFormat(OutputSchema):
     """The form of the text: `response_format` of a chat with one level less."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = Field("", max_length=MAX_ID_LENGTH)
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_, "strict": self.strict}}
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
 
 
 class TextOptions(Schema):
@@ -174,35 +150,36 @@ LOGPROBS = "message.output_text.logprobs"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second never has a value
 
 
-class ResponsesRequest(GenerationRequest):
-    """The body of POST /v1/responses."""
+class _FieldNames:
+    """The names of this endpoint's fields in errors of `GenerationRequest` and `ChatRequest`."""
 
-    ENDPOINT = "response"
+    prompt_param: ClassVar[str] = "input"
+    format_param: ClassVar[str] = "text.format"
+
+    @property
+    def length_param(self) -> str:
+        return "max_output_tokens"
+
+
+class ResponsesRequest(_FieldNames, GenerationRequest):
+    """The body of POST /v1/responses."""
 
     input: Annotated[
         ListOf[InputItem],
-        BeforeValidator(_items, json_schema_input_type=Annotated[str, Field(min_length=1)] | list[InputItem]),
+        BeforeValidator(_items, json_schema_input_type=NonEmpty | list[InputItem]),
     ] = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_output_tokens: NumTokens | None = None
     tools: ListOf[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunctionTool,
-        BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunctionTool),
-    ] = "auto"
+    tool_choice: ToolChoice[NamedFunctionTool] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Natural | None = None
     metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # returned unchanged
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
     previous_response_id: Annotated[str | None, _nothing("names a response"), WithJsonSchema({"type": "null"})] = None
-
-    @field_validator("max_output_tokens", "top_logprobs", mode="before")
-    @classmethod
-    def _integer(cls, value: Any) -> Any:
-        return as_int(value)
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
@@ -214,18 +191,6 @@ class ResponsesRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         """Whether the response has the log-probabilities of the text's tokens."""
         return LOGPROBS in self.include
-
-    @property
-    def length_param(self) -> str:
-        return "max_output_tokens"
-
-    @property
-    def prompt_param(self) -> str:
-        return "input"
-
-    @property
-    def format_param(self) -> str:
-        return "text.format"
 
     @property
     def asked_tokens(self) -> int | None:
@@ -240,9 +205,7 @@ class ResponsesRequest(GenerationRequest):
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.for_chat() for tool in self.tools],
-            "tool_choice": choice
-            if isinstance(choice, str)
-            else {"type": "function", "function": {"name": choice.name}},
+            "tool_choice": choice if isinstance(choice, str) else choice.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": self.wants_logprobs,
@@ -265,17 +228,5 @@ class ResponsesRequest(GenerationRequest):
         return messages
 
 
-class _ResponsesChat(ChatRequest):
+class _ResponsesChat(_FieldNames, ChatRequest):
     """A chat with the field names of /v1/responses in its errors."""
-
-    @property
-    def length_param(self) -> str:
-        return "max_output_tokens"
-
-    @property
-    def prompt_param(self) -> str:
-        return "input"
-
-    @property
-    def format_param(self) -> str:
-        return "text.format"

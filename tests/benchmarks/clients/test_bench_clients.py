@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.clients import checks
 from benchmarks.clients.__main__ import check, main, with_tools
-from benchmarks.clients.client import CLIENTS, Client
-from benchmarks.clients.environments import shared_pins
+from benchmarks.clients.environments import CLIENTS, Client, shared_pins
 from tests.benchmarks.servers import simulated_service
 
 

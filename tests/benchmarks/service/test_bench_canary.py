@@ -91,7 +91,7 @@ def searched(engine: AsyncEngine, tokenizer: Tokenizer) -> Callable[..., Finding
 
 
 def test_no_response_has_words_of_another_request(searched: Callable[..., Findings], engine: AsyncEngine) -> None:
-    found = searched(number=130, is_sound=True)
+    found = searched(number=90, is_sound=True)
     assert found.hits == []
     assert found.unexplained == []
     assert set(found.statuses) <= {"200", "left", "429"}, "background is refused while all slots are taken"

@@ -96,14 +96,15 @@ def url(deployed: Deployed, demo_path: Path) -> Iterator[str]:
                 "min_replicas": 0,
                 "max_replicas": 2,
                 "target_tokens": 400,
-                "upscale_delay_s": 0.5,
                 "downscale_delay_s": 1.0,
                 "scale_to_zero_after_s": 2.0,
             },
         },
     }
-    with deployed("elastic", {"models": [elastic]}) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deployments.serve.autoscaling.UPSCALE_DELAY_S", 0.5)
+        with deployed("elastic", {"models": [elastic]}) as url:
+            yield url
 
 
 def states() -> dict[str, int]:

@@ -1,0 +1,290 @@
+"""Rows R1 to R9: processes that are killed or stopped, and a network that loses packets, while streams run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
+from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
+from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
+from benchmarks.chaos.stream import Stream, moment
+from benchmarks.chaos.traffic import Asked, Traffic, alike, mixed, with_reference
+from benchmarks.chaos.verdict import by_kind, in_flight, judged, judged_row, spread
+from benchmarks.harness.command import tell
+
+LASTS_S = 8.0  # a replica that is stopped, a network that loses packets
+_QUIET_S = (1.0, 2.0)  # between the moment when all are there again and the next fault
+_QUIET_AFTER_KILL_S = (0.5, 2.5)
+_AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
+_WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give up after one minute
+_CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
+_NUM_ALIKE = 12  # tokens
+
+Row = dict[str, Any]
+Mend = Callable[[], None]
+Strike = Callable[[], Mend | None]  # makes a fault; returns what ends it, where it lasts
+Choose = Callable[[Stage, random.Random], Strike]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault that is made again and again under traffic, each time when the service is whole again."""
+
+    row: str
+    text: str
+    choose: Choose  # the process or the host that it hits
+    quiet_s: tuple[float, float] = _QUIET_S
+    source: str = ""  # names its random numbers; default: row and text
+    recovery: str = "recovery_s"  # from the fault, or from its end, until all replicas answer
+    replaced: Callable[[Stage], list[int]] | None = None  # another of these processes is awaited first
+    after_s: float = 0.0  # of traffic once the service is whole
+
+    def _replacement(self, running: Stage) -> Callable[[], bool]:
+        """Whether there is another process in the place of those that are there now."""
+        if self.replaced is None:
+            return lambda: True
+        replaced, before = self.replaced, set(self.replaced(running))
+        return lambda: bool(set(replaced(running)) - before)
+
+    async def figures(self, running: Stage, traffic: Traffic, size: Size) -> Row:
+        """`traffic`: without answers yet."""
+        source = size.source(self.source or f"{self.row} {self.text}")
+        struck_s, recoveries_s = [], []
+        async with traffic.flowing():
+            for run in range(size.runs):
+                await asyncio.sleep(source.uniform(*self.quiet_s))
+                strike = self.choose(running, source)
+                is_replaced = self._replacement(running)
+                struck_s.append(time.perf_counter())
+                ended_s = await _lasting(strike)
+                await moment(is_replaced, look_s=0.05)
+                recoveries_s.append(await running.is_whole() - (ended_s or struck_s[-1]))
+                tell(f"{self.row}: {self.text}: run {run + 1} of {size.runs}: whole after {recoveries_s[-1]:.1f} s")
+                await asyncio.sleep(self.after_s)
+        found = {"row": self.row, "fault": self.text, "runs": size.runs}
+        return await judged_row(found, running, traffic, struck_s, spread(self.recovery, recoveries_s))
+
+
+async def _lasting(strike: Strike) -> float | None:
+    """Make a fault, and end it after its time; returns when it ended."""
+    mend = strike()
+    if mend is None:
+        return None
+    try:
+        await asyncio.sleep(LASTS_S)
+    finally:
+        mend()
+    return time.perf_counter()
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _stop(pid: int) -> Mend:
+    os.kill(pid, signal.SIGSTOP)
+    return partial(os.kill, pid, signal.SIGCONT)
+
+
+def _replicas(number: int) -> Choose:
+    """Kill so many replicas at once."""
+    return lambda running, source: partial(_kill, source.sample(running.replicas(), number))
+
+
+async def _all(faults: Sequence[Fault], size: Size, **settings: Any) -> list[Row]:
+    """Faults one after the other in one service."""
+    async with under_traffic(size, **settings) as (running, traffic):
+        return [await fault.figures(running, replace(traffic, answers=[]), size) for fault in faults]
+
+
+async def kill_one_of_three(size: Size) -> list[Row]:
+    """R1: kill -9 one of 3 replicas at random moments, each time when all three are there again."""
+    fault = Fault(row="R1", text="kill -9 one of 3 replicas", choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
+    return await _all([fault], size)
+
+
+async def kill_with_weights(size: Size) -> list[Row]:
+    """R2: the same with the bundled model's weights: here penalties change tokens, which simulated replicas ignore."""
+    text = "kill -9 one of 3 replicas with real weights"
+    fault = Fault(row="R2", text=text, choose=_replicas(1), quiet_s=_QUIET_AFTER_KILL_S)
+    async with under_traffic(size, lengths=(100, 400), weights=True) as (running, traffic):
+        found = await fault.figures(running, traffic, size)
+        return [found | {"by_kind": by_kind(traffic.answers, traffic.reference)}]
+
+
+async def stop_one_of_three(size: Size) -> list[Row]:
+    """R4: SIGSTOP one of 3 replicas, SIGCONT after eight seconds; with two settings of silence_timeout_s."""
+    rows = []
+    for silence_s in (3.0, 0.8):
+        fault = Fault(
+            row="R4", text=f"SIGSTOP one of 3 replicas for {LASTS_S:g} s, silence_timeout_s {silence_s:g}", source="R4",
+            choose=lambda running, source: partial(_stop, source.choice(running.replicas())),
+            recovery="answers_after_sigcont_s",
+        )  # fmt: skip
+        rows += await _all([fault], size, silence_timeout_s=silence_s)
+    return rows
+
+
+async def kill_several(size: Size) -> list[Row]:
+    """R5: two of three at once; then all, with time to wait for new ones and without."""
+    two, all_with_time, all_without = (
+        Fault(row="R5", text=f"kill -9 {text}", choose=_replicas(number), quiet_s=_QUIET_AFTER_KILL_S)
+        for number, text in (
+            (2, "two of 3 replicas"),
+            (3, "all 3 replicas, place_timeout_s 30"),
+            (3, "all 3 replicas, place_timeout_s 1"),
+        )
+    )
+    return await _all([two, all_with_time], size) + await _all([all_without], size, place_timeout_s=1.0)
+
+
+def _infrastructure(row: str, text: str, processes: Callable[[Stage], list[int]]) -> Fault:
+    return Fault(
+        row=row, text=text, choose=lambda running, _: partial(_kill, processes(running)), quiet_s=(1.0, 1.0),
+        replaced=processes, after_s=_AFTER_S,
+    )  # fmt: skip
+
+
+async def kill_ingress(size: Size) -> list[Row]:
+    """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one."""
+    return await _all([_infrastructure("R6", "kill -9 the only ingress", Stage.ingresses)], size)
+
+
+async def kill_controller(size: Size) -> list[Row]:
+    """R7: Serve's controller is killed, which requests need only when replicas come and go; then Ray's head (GCS)."""
+    rows = await _all([_infrastructure("R7", "kill -9 Serve's controller", Stage.controllers)], size)
+    return [*rows, await _kill_head(size)]
+
+
+async def _kill_head(size: Size) -> Row:
+    """Once: a head that has kept its state in memory only cannot come back."""
+    async with under_traffic(size) as (running, traffic):
+        async with traffic.flowing():
+            await asyncio.sleep(1.0)
+            [head] = running.named("gcs_server")
+            struck_s = time.perf_counter()
+            os.kill(head, signal.SIGKILL)
+            ended_s = await _end_of(running, struck_s + _WITHOUT_HEAD_S)
+        under_way = in_flight(traffic.answers, struck_s)
+        served = [each.ended_s for each in traffic.answers if each.is_complete and each.ended_s is not None]
+        return (
+            {"row": "R7", "fault": "kill -9 Ray's GCS, which has no Redis behind it", "runs": 1}
+            | {"in_flight_at_fault": len(under_way), "of_them_completed": sum(each.is_complete for each in under_way)}
+            | judged([each for each in traffic.answers if each.begun_s < max(served)], traffic.reference)
+            | {"last_answer_after_s": round(max(served) - struck_s, 1)}
+            | {"service_ended_after_s": None if ended_s is None else round(ended_s - struck_s, 1)}
+        )
+
+
+async def _end_of(running: Stage, deadline: float) -> float | None:
+    """When the service had ended by itself; None when it has not at the deadline."""
+    while time.perf_counter() < deadline:
+        if set(running.running.processes()) <= {running.running.pid}:
+            return time.perf_counter()
+        await asyncio.sleep(0.2)  # no event announces it
+    return None
+
+
+async def part_from_replicas(size: Size) -> list[Row]:
+    """R8: two hosts with two replicas each; what goes between them is lost for eight seconds. Needs root."""
+    reason = why_no_networks()
+    if reason is not None:
+        return [{"row": "R8", "fault": "a partition between ingress and replicas", "skipped": reason}]
+    with ExitStack() as block:
+        host = block.enter_context(own_network())
+        running = block.enter_context(stage(application(num_replicas=2 * ON_EACH), layout=LAYOUT))
+        block.enter_context(node(running, within=host.command, address=THERE))
+        await running.is_whole()
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
+        ways: dict[str, Mend] = {
+            "both ways": host.lose_both_ways,
+            "replica to ingress": host.lose_what_it_sends,
+            "ingress to replica": host.lose_what_is_sent_to_it,
+        }
+        return [
+            await _parting(host, way, cut).figures(running, replace(traffic, answers=[]), size)
+            for way, cut in ways.items()
+        ]
+
+
+def _parting(host: Host, way: str, cut: Mend) -> Fault:
+    def strike() -> Mend:
+        cut()
+        return host.mend
+
+    return Fault(
+        row="R8", text=f"packets lost for {LASTS_S:g} s between ingress and 2 of 4 replicas, {way}", source=f"R8 {way}",
+        choose=lambda *_: strike, recovery="answers_after_mending_s",
+    )  # fmt: skip
+
+
+async def kill_at_each_phase(size: Size) -> list[Row]:
+    """R3: all streams begin at once and are equally long; one replica of three is killed at one point of that."""
+    phases: dict[str, Callable[[Sequence[Stream]], bool]] = {
+        "prefill": lambda answers: time.perf_counter() - answers[0].begun_s > 0.25,
+        "first token": lambda answers: any(each.arrivals_s for each in answers),
+        "last token": lambda answers: any(len(each.arrivals_s) >= _NUM_ALIKE - 1 for each in answers),
+        "before [DONE]": lambda answers: any(each.finish_reasons for each in answers),
+    }
+    requests = alike(size.streams, num_tokens=_NUM_ALIKE, num_prompt_tokens=200)
+    async with under_traffic(
+        size, requests=requests, step_ms=60, per_token_ms=0.25, end_probability=0
+    ) as (running, traffic):  # fmt: skip
+        return [await _killing_at(running, traffic, size, name, is_now) for name, is_now in phases.items()]
+
+
+async def _killing_at(
+    running: Stage, traffic: Traffic, size: Size, phase: str, is_now: Callable[[Sequence[Stream]], bool]
+) -> Row:
+    source = size.source(phase)
+    fresh = replace(traffic, answers=[])
+    struck_s = []
+    for run in range(size.runs):
+        first = len(fresh.answers)
+        answering = asyncio.ensure_future(fresh.once())
+        await moment(partial(_is_now, fresh.answers, first, is_now))
+        victim = source.choice(running.replicas())
+        struck_s.append(time.perf_counter())
+        _kill([victim])
+        await answering
+        await running.is_whole()
+        tell(f"R3: {phase}: run {run + 1} of {size.runs}")
+    found = {"row": "R3", "fault": f"kill -9 one of 3 replicas: {phase}", "runs": size.runs}
+    return await judged_row(found, running, fresh, struck_s)
+
+
+def _is_now(answers: Sequence[Stream], first: int, is_now: Callable[[Sequence[Stream]], bool]) -> bool:
+    """Whether a condition holds for the answers from `first` on, once there are any."""
+    return len(answers) > first and is_now(answers[first:])
+
+
+async def crash_on_request(size: Size) -> list[Row]:
+    """R9: a request that kills every replica which computes it, among others that do not."""
+    async with under_traffic(size, crash_token_id=_CRASH_TOKEN) as (running, traffic):
+        body = alike(1, num_tokens=20)[0].body
+        deadly = Asked("deadly", "seeded", {**body, "prompt": [*body["prompt"], _CRASH_TOKEN]})
+        culprits = replace(traffic, answers=[])
+        async with traffic.flowing():
+            for run in range(size.runs):
+                await asyncio.sleep(1.0)
+                ended = await culprits.ask(deadly)
+                tell(f"R9: run {run + 1} of {size.runs}: the deadly request: {ended.outcome}")
+                await running.is_whole()
+        seconds = [(each.ended_s or 0.0) - each.begun_s for each in culprits.answers]
+        return [
+            {"row": "R9", "fault": "a request that kills each replica that computes it", "runs": size.runs}
+            | {"culprits": [each.outcome for each in culprits.answers]}
+            | spread("culprit_ended_after_s", seconds, 2)
+            | judged(traffic.answers, traffic.reference)
+            | {"left_over": await running.left_over()}
+        ]
