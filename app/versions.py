@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
@@ -10,6 +11,7 @@ from platform import python_version
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """By package; None for what is not installed."""
     return {"python": python_version()} | {

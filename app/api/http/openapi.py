@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -197,6 +198,7 @@ def _body(*schemas: type[Schema]) -> Json:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
+@cache  # it takes 60 ms, and is the same for all applications of a process with these limits
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     _, document = models_json_schema(
         [(schema, "validation") for schema in BODIES + (BATCH_BODIES if has_batches else ())],
