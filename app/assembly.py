@@ -24,10 +24,9 @@ from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import ModelFacts
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import Header
-from app.engine.trace.log_files import LogFiles
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
-from app.engine.trace.step_log import StepLog
+from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
 from app.versions import commit, versions
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from app.api.auth.limits import Account
 from app.api.call import Call, ServedModel
-from app.api.output.choices import ChoiceDelta, generate_choices
+from app.api.output.choices import ChoiceDelta, generate_choices, token_deltas
 from app.api.output.progress import Json, Progress
 from app.api.output.token_details import LEAST_LOGPROB
 from app.engine.request import Generate, Request, TokenDelta
@@ -82,7 +82,7 @@ class CascadeDecision:
 
 
 async def judge(cascade: Cascade, progress: Progress, large: Call) -> CascadeDecision:
-    """Run the small model, whose call `progress` has, and decide which model answers. The large one has not begun then.
+    """Run the small model on the call of `progress`, and decide which model answers. The large one has not begun then.
 
     Raises what the small model's generation raises, and DeadlineMissed.
     """
@@ -148,13 +148,8 @@ class _Confidence:
         """The model's `generate`, with log-probabilities even if the request asks for none."""
         if request.sampling.logprobs is None:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))
-        deltas = self._generate(request)
-        try:
+        async with token_deltas(self._generate, request) as deltas:
             async for delta in deltas:
                 self._sum += sum([max(each.logprob, LEAST_LOGPROB) for each in delta.logprobs])
                 self._num_tokens += len(delta.logprobs)
                 yield delta
-        finally:
-            aclose = getattr(deltas, "aclose", None)  # generators have it; other iterators do not need it
-            if aclose is not None:
-                await aclose()

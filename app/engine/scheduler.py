@@ -22,7 +22,7 @@ from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
-from app.engine.strategies import BatchingStrategy, SchedulerView, StepPlan, make_strategy
+from app.engine.strategies import SchedulerView, StepPlan, make_strategy
 from app.engine.throughput import Throughput
 from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
@@ -47,13 +47,12 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         eos_token_ids: Iterable[int],
-        strategy: BatchingStrategy | None = None,
         policy: SchedulingPolicy | None = None,
     ) -> None:
-        """`strategy` and `policy` are those of the config, unless others are given."""
+        """`policy` is that of the config, unless another is given."""
         self._config = config
         self._pool = pool
-        self._strategy = strategy or make_strategy(config.strategy)
+        self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_arrived = 0

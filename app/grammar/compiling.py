@@ -1,6 +1,6 @@
-"""From a grammar as its caller wrote it to one that llguidance matches by; a first walk through it, under limits.
+"""Turns a grammar as its caller wrote it into one of llguidance, and tries it under limits.
 
-This code runs in a process of its own first (`sandbox_worker.py`). Only its result reaches the engine's process.
+A separate process runs this code first (`sandbox_worker.py`). Only its result reaches the engine's process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from app.engine.request import GrammarKind
 from app.grammar.tags import Tag, read_tags
 
-# Between the tokens of a JSON document: nothing, a space, or a new line and what it is indented by. More would let a
-# model write white space for ever.
+# Between the tokens of a JSON document: nothing, a space, or a new line and its indentation. With more a model could
+# write white space without end.
 WHITE_SPACE = r"( ?|\n[ \t]{0,40})"
-# Without it llguidance would have fixed texts be encoded by the tokenizer, which is not here.
+# Without it llguidance would encode fixed texts with the tokenizer, which is not available here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# What the search for the allowed tokens of one step may cost: a few milliseconds, where nearly all take microseconds.
+# Limits of the search for the allowed tokens of one step: a few milliseconds. Nearly all searches take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 _WALK_TOKENS = 128
 _MAX_WALK_S = 0.25
@@ -30,13 +30,13 @@ _MAX_REASON_CHARACTERS = 300
 
 
 class Unusable(Exception):
-    """Nothing can be written by this grammar, or not at a bearable price; the message says why."""
+    """No text matches this grammar, or matching takes too long; the message says which."""
 
 
 def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]) -> list[str]:
-    """A grammar in the one language that matchers are made of; one of each tag of those that have tags.
+    """A grammar in the language of matchers (Lark); a grammar of tags becomes one for each of them.
 
-    `special` are the model's special tokens by their texts. Raises Unusable.
+    `special`: the model's special tokens by their texts. Raises Unusable.
     """
     if kind is GrammarKind.TAGS:
         return [tag.lark for tag in tags_of(text, special)]
@@ -44,12 +44,12 @@ def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping
 
 
 def tags_of(text: str, special: Mapping[str, int]) -> list[Tag]:
-    """What a grammar of tags says, one for each trigger."""
+    """The tags of a grammar of tags, one for each trigger."""
     return read_tags(text, special, write_schema=_json_rule, options=_OPTIONS)
 
 
 def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
-    """A grammar without tags in that language. Raises Unusable."""
+    """A grammar without tags, in Lark. Raises Unusable."""
     match kind:
         case GrammarKind.JSON_SCHEMA:
             return f"start: {_json_rule(_schema(text), is_lenient)}{_OPTIONS}"
@@ -61,11 +61,11 @@ def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
         case GrammarKind.TAGS:
-            raise AssertionError("each tag has a grammar of its own")
+            raise AssertionError("each tag has its own grammar")
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
-    """Documents of a schema."""
+    """The rule for documents of a schema."""
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE, 'lenient': is_lenient}})}"
 
 
@@ -84,12 +84,12 @@ def _lark(text: str) -> str:
         raise Unusable("%llguidance is not accepted; leave it out")
     try:
         return any_to_lark(text)
-    except Exception as error:  # a converter of others' making, and any text
+    except Exception as error:  # a third-party converter, and any text
         raise Unusable(f"it is neither Lark nor GBNF: {reason_of(str(error))}") from error
 
 
 def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """A matcher at the beginning of a grammar. Other threads of Python run while it is made. Raises Unusable."""
+    """A matcher at the beginning of a grammar. Other threads of Python run meanwhile. Raises Unusable."""
     limits = LLParserLimits(
         step_lexer_fuel=_STEP_FUEL, step_max_items=_STEP_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False
     )
@@ -100,7 +100,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def walk(matcher: LLMatcher) -> None:
-    """Go some way through a grammar, as a model without sense would. Raises Unusable where it leads nowhere."""
+    """Draw some tokens by a grammar. Raises Unusable where no token is allowed, or where it takes too long."""
     draw, began_at = 1, time.thread_time()
     for _ in range(_WALK_TOKENS):
         allowed = matcher.compute_bitmask()
@@ -118,7 +118,7 @@ def walk(matcher: LLMatcher) -> None:
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
-    """The first allowed token from a drawn place on, round the vocabulary."""
+    """The first allowed token at or after a drawn position; the vocabulary is a ring."""
     size = len(allowed)
     start = draw % size
     for index in chain(range(start, size), range(start)):
@@ -128,7 +128,7 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """What llguidance says, short enough for an answer: its first line, and the error under a picture of its place."""
+    """An error of llguidance, short enough for a response: its first line, and the line that names the error."""
     if "NoExtension" in message:
         return "nothing matches it"
     first, *others = message.strip().splitlines() or [""]

@@ -1,6 +1,6 @@
-"""Text that is free until a trigger is complete in it: which trigger that is, and which tokens would write past one.
+"""Free text between triggers: finds the trigger that is complete, and bans tokens that go on past its end.
 
-All of it is about bytes, so that a text is as free as it is without a grammar: what is no UTF-8 may be written too.
+Everything here works on bytes, so that free text is as free as without a grammar: invalid UTF-8 is allowed too.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
 _BLANKS = b" \t\r\n"
-_MAX_PLACES = 16  # remembered of one grammar: those within one trigger are a dozen
+_MAX_PLACES = 16  # cached for one grammar; there are about a dozen within one trigger
 
 
 class FreePlace(NamedTuple):
-    """Where a text stands: what has begun of triggers."""
+    """The state of a text: how much of each trigger its end has matched."""
 
-    tail: bytes  # the end of the text that is the beginning of a trigger, the longest
-    openings: tuple[tuple[int, int], ...]  # the openings that the whole text may become, and how much of each there is
+    tail: bytes  # the longest end of the text that begins a trigger
+    openings: tuple[tuple[int, int], ...]  # openings that the whole text still matches, and how much of each
 
 
 class TokenTable:
-    """A vocabulary as texts are looked through with it."""
+    """A vocabulary, indexed for searches by text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special_texts
         hidden = set(vocabulary.special_token_ids)
-        # Special tokens are no text: where they are hidden, the texts on both sides of one stand together.
+        # Special tokens have no text: where they are hidden, the texts before and after one are adjacent.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
         self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token_id] for token_id in self._by_text]
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
-        """The tokens that begin so and go on."""
+        """The tokens that begin with this text and are longer."""
         at = bisect_right(self._sorted, beginning)
         while at < len(self._sorted) and self._sorted[at].startswith(beginning):
             yield self._by_text[at]
             at += 1
 
     def going_on_behind(self, part: bytes) -> list[int]:
-        """The tokens that have this within them, and more behind it. Takes a look at each."""
+        """The tokens that contain this text before their end. Reads every token."""
         return [token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1]]
 
     @cached_property
     def going_on_behind_quotes(self) -> list[int]:
-        """The tokens that go on behind a quote."""
+        """The tokens that contain a quote before their end."""
         return self.going_on_behind(b'"')
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text at which a piece begins; an opening only at the beginning of the text, with blanks in between."""
+    """The text that begins a piece; an opening only begins the whole text, and may contain blanks."""
 
     text: bytes
     is_opening: bool
 
 
 class FreeText:
-    """Says for each place in a text which tokens may be drawn, and where one leads."""
+    """For each place in a text: which tokens are allowed, and the place after each of them."""
 
     def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
         self._table = table
@@ -73,16 +73,16 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        # Whatever came before, these write past a trigger that is wholly in them.
+        # After any text, these tokens go on past the end of a trigger that they contain.
         whole = {token_id for _, text in self._triggers for token_id in table.going_on_behind(text)}
         self._middle = without_tokens(table.all, whole)
         self._names = {number: each.names_in(table) for number, each in self._openings.items()}
         self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
-        self.middle = FreePlace(b"", ())  # behind a piece
+        self.middle = FreePlace(b"", ())  # after a piece
 
     def allowed(self, place: FreePlace) -> bytes:
-        """All tokens but those that write past the end of a trigger, where its content would have begun within them."""
+        """All tokens but those that go on past the end of a trigger: its content would begin within them."""
         allowed = self._allowed.get(place)
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
@@ -91,7 +91,7 @@ class FreeText:
         return allowed
 
     def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
-        """The place behind a token, or the number of the trigger that it completes."""
+        """The place after a token, or the number of the trigger that it completes."""
         if token_id in self._by_token:
             return self._by_token[token_id]
         text = self._table.texts[token_id]
@@ -122,7 +122,7 @@ class FreeText:
         return longest
 
     def _writing_past(self, place: FreePlace) -> set[int]:
-        """The tokens that write past the end of a trigger that the text has begun."""
+        """The tokens that go on past the end of a trigger that the text has begun."""
         table, tail = self._table, place.tail
         found: set[int] = set()
         for _, trigger in self._triggers:
@@ -138,16 +138,16 @@ class FreeText:
 
 
 class _Opening:
-    """A text that may have blanks wherever it is not in quotes."""
+    """The text of an opening, which may contain blanks outside quotes."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
         quotes = [text[:position].count(b'"') for position in range(len(text))]
         self._may_be_blank = [count % 2 == 0 for count in quotes]
-        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote behind it
+        self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote after it
 
     def advance(self, position: int, text: bytes) -> int | None:
-        """How much of it there is behind more text, of which nothing goes beyond it; None where it is none."""
+        """How much of the opening matches after more text; None where the text does not match or is longer."""
         for index in range(len(text)):
             if position == len(self.text):
                 return None
@@ -158,9 +158,9 @@ class _Opening:
         return position
 
     def names_in(self, table: TokenTable) -> list[int]:
-        """The tokens that have its last word in them, and more."""
+        """The tokens that contain its last word before their end."""
         return [each for each in table.going_on_behind_quotes if self.last_word in table.texts[each][:-1]]
 
     def ends_within(self, position: int, text: bytes) -> bool:
-        """Whether it is complete before the text ends."""
+        """Whether the opening is complete before the end of the text."""
         return any(self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text)))

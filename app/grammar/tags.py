@@ -1,17 +1,16 @@
-"""Free text with marked pieces that keep to a form: what the kind TAGS of a grammar says.
+"""Grammars of the kind TAGS: free text, in which each trigger begins a piece that must match a grammar.
 
-Its text is a JSON object of two lists. `schemas` has objects of a `schema` and whether it `is_lenient`. `tags` has
-what begins at a trigger:
+The text of such a grammar is a JSON object of two lists. `schemas` has objects with a `schema` and `is_lenient`. `tags`
+has objects with
 
-    trigger     the text that a piece is known by; where it is complete, the rest of the piece must follow. A single
-                tag may have none: then there is no free text
-    is_opening  only at the very beginning of the output, and with white space between what is not in quotes
+    trigger     the text that begins the piece; once it is complete, the rest of the piece must follow. A grammar of one
+                tag may have an empty trigger: then there is no free text
+    is_opening  the piece may only begin the output; white space is allowed outside quotes
     content     what follows the trigger: a list of parts
-    is_last     behind it comes nothing more; else free text does, and other pieces
+    is_last     the output ends after the piece; otherwise free text and other pieces may follow
 
-A part is a text, or {"pattern": regular expression}, {"schema": number}, {"any": [content, …]} or
-{"repeat": content}, which is none or several. Wherever a text names special tokens, these tokens or the text itself
-may be written.
+A part is a text, {"pattern": regular expression}, {"schema": number}, {"any": [content, …]}, or {"repeat": content}
+(zero or more times). Where a text contains the text of a special token, the token or its text may be generated.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WriteSchema = Callable[[Json, bool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """What all pieces with one trigger have in common; its content is one of several, in Lark."""
+    """All pieces with one trigger; `lark` matches the content of any of them."""
 
     trigger: str
     is_opening: bool
@@ -39,7 +38,7 @@ class Tag:
 def read_tags(text: str, special: Mapping[str, int], *, write_schema: WriteSchema, options: str) -> list[Tag]:
     """The tags of a grammar's text, one for each trigger.
 
-    `special` are the special tokens by their texts, `write_schema` writes a schema that may be lenient in Lark, and
+    `special`: the special tokens by their texts. `write_schema` turns a schema, which may be lenient, into a Lark rule.
     `options` end each Lark grammar.
     """
     document = json.loads(text)
@@ -58,7 +57,7 @@ def read_tags(text: str, special: Mapping[str, int], *, write_schema: WriteSchem
 
 
 class _Lark:
-    """Writes contents in Lark, and beside them the schemas that they name."""
+    """Turns contents, and the schemas that they name, into Lark."""
 
     def __init__(self, schemas: list[Json], special: Mapping[str, int], write_schema: WriteSchema) -> None:
         self._schemas = schemas

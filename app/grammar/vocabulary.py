@@ -1,7 +1,7 @@
-"""The bytes of every token: what a grammar has to know of a tokenizer.
+"""The bytes of every token, from which grammars are matched.
 
-To read a large tokenizer takes a second, in which a process can do nothing else. So it is read in a process of its own
-(`python -m app.grammar.vocabulary`), which writes what it finds to its standard output.
+Reading a large tokenizer blocks a process for a second. So a separate process reads it (`python -m
+app.grammar.vocabulary`) and writes the vocabulary to its standard output.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
 
     def for_matching(self) -> LLTokenizer:
-        """As llguidance has it. Takes 0.2 s for 128,000 tokens, and no other thread of Python runs meanwhile."""
+        """The same for llguidance. Takes 0.2 s for 128,000 tokens, and no other thread of Python runs meanwhile."""
         return LLTokenizer(_Tokens(self), eos_token=list(self.eos_token_ids))
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """The special tokens that have a text, by it."""
+        """The ids of the special tokens that have a text, by their texts."""
         found = ((self.tokens[token_id].decode(errors="replace"), token_id) for token_id in self.special_token_ids)
         return {text: token_id for text, token_id in found if text}
 
     def write(self, file: IO[bytes]) -> None:
-        """As a line of JSON and the bytes of all tokens."""
+        """Write a line of JSON and the bytes of all tokens."""
         header = {
             "lengths": [len(token) for token in self.tokens],
             "special_token_ids": self.special_token_ids,
@@ -54,7 +54,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: IO[bytes]) -> Vocabulary:
-        """What `write` has written."""
+        """Read the output of `write`."""
         header = json.loads(file.readline())
         ends = [0, *accumulate(header["lengths"])]
         content = file.read(ends[-1])
@@ -66,10 +66,10 @@ class Vocabulary:
 
 
 class _Tokens(TokenizerWrapper):
-    """What llguidance asks of a tokenizer that it does not know."""
+    """The interface that llguidance expects of a tokenizer it does not know."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Not that of TokenizerWrapper, which would look for a way to encode.
+        # `TokenizerWrapper.__init__` is not called: it requires an encoder.
         self.is_tokenizer_wrapper = True
         self.bos_token_id = None
         self.tokens = vocabulary.tokens
@@ -106,12 +106,12 @@ def read_vocabulary(
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """A command that runs a module of ours in another process."""
+    """A command that runs one of our modules in another process."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """Such a process finds our code wherever it is started."""
+    """The environment of that process: it finds our code in every working directory."""
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -68,7 +68,7 @@ class Execution(Protocol):
         """Return when every item has ended. Cancelled, it leaves what has not ended to a later run."""
 
 
-class FleetExecution:
+class FleetExecution(Execution):
     """`Execution` by the replicas of this service, in their lowest class."""
 
     endpoints: Sequence[str] | None = None
@@ -81,11 +81,9 @@ class FleetExecution:
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
-        """See `Execution`."""
         return sum(executor.num_sent for each, executor in self._executors.values() if each == owner)
 
     async def run(self, work: BatchWork) -> None:
-        """See `Execution`."""
         job = work.job
         run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
         executor = RequestExecutor(

@@ -19,14 +19,13 @@ from app.api.call import Call
 from app.api.schemas.requests import QueuedRequest
 from app.disk import write_atomically
 from app.errors import CarouselError, InvalidRequest
-from app.jobs.batch_runner import BatchWork
-from app.jobs.executors import Executor
+from app.jobs.batch_runner import BatchWork, Execution
 from app.jobs.items import GENERATION_URLS, seed_of
 from app.jobs.job import Answered, InvalidItem, Item, ItemResult
 from app.jobs.outputs import BatchFormat
 from app.jobs.preparation import PreparedItem, check_fits_engines, prepared, response_of
 from app.jobs.results import ItemSet, ResultStore
-from app.jobs.runner import JobRun
+from app.jobs.runner import Executor, JobRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ _MODELS = "models.json"  # in a batch's store of results: the models that its pa
 MakePool = Callable[[str, JobRun[PreparedItem], ResultStore], Executor[PreparedItem]]
 
 
-class EngineExecution:
+class EngineExecution(Execution):
     """`Execution` by pools of engines that are started for a batch and end with it."""
 
     endpoints: Sequence[str] | None = GENERATION_URLS
@@ -64,7 +63,7 @@ class EngineExecution:
         self._running: dict[str, BatchWork] = {}  # by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
-        """See `Execution`: all items of batches that have engines."""
+        """All items of batches that have engines."""
         return sum(
             work.results.num_items - len(work.results.ended)
             for work in self._running.values()
@@ -72,7 +71,6 @@ class EngineExecution:
         )
 
     async def run(self, work: BatchWork) -> None:
-        """See `Execution`."""
         async with self._places:
             self._running[work.job.id] = work
             try:

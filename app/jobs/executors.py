@@ -1,7 +1,6 @@
-"""What computes the items of a job: an `Executor` takes them from a backlog and reports what becomes of them.
+"""Computes the items of a job by requests: to the fleet of this service, or to a remote service.
 
-`RequestExecutor` sends each item as a request of its own, to the fleet of this service or to a remote service. The
-other one, a pool of engines, is in `deployments/bulk/pool.py`: it needs Ray.
+The other executor, a pool of engines, is in `deployments/bulk/pool.py`: it needs Ray.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 
 from app.errors import EngineStopped, Failure, Overloaded, Unavailable
-from app.jobs.backlog import Backlog, ItemT, Loss
-from app.jobs.job import Answer, Answered, EngineOutput, Item
+from app.jobs.job import Answer, Answered, Item
 from app.jobs.outputs import ITEM_ATTEMPTS
+from app.jobs.runner import Executor, JobRun
 
 logger = logging.getLogger(__name__)
 
@@ -33,78 +31,6 @@ TRY_EVERY_S = 0.2
 MAX_OUTAGE_PAUSE_S = 5.0
 _MIN_READ_AHEAD = 16  # items
 _SERVICE = 0  # the one engine that the backlog of a `RequestExecutor` knows
-
-
-class RunReports(Protocol):
-    """Where executors report: the run of a job."""
-
-    backlog: Backlog[Any]
-
-    def ready(self) -> None:
-        """Items are computed from now on."""
-
-    def begun(self, items: Sequence[int]) -> None:
-        """Items are computed; some may have been named before."""
-
-    def answered(self, item: Item, answered: Answered) -> None:
-        """A response has come. Raises ResultsUnwritable when it cannot be kept."""
-
-    def generated(self, output: EngineOutput) -> None:
-        """Outputs and tokens have come from an engine. Raises ResultsUnwritable when they cannot be kept."""
-
-    def lost(self, loss: Loss) -> None:
-        """An engine has died. Raises ResultsUnwritable when that cannot be kept."""
-
-    def interrupted(self, items: Sequence[int]) -> None:
-        """Items that had begun begin again: the service that computed them is gone and comes back."""
-
-
-class Executor(ABC, Generic[ItemT]):
-    """Computes the items of a run. Everything happens in one event loop."""
-
-    def __init__(self, run: RunReports) -> None:
-        self._run = run
-        self._backlog: Backlog[ItemT] = run.backlog
-        self._input_is_over = False
-        self._changed = asyncio.Condition()
-
-    @abstractmethod
-    def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs side by side until the run is over. The first error of any ends the run."""
-
-    @property
-    @abstractmethod
-    def state(self) -> str:
-        """In words, for the line of progress."""
-
-    @property
-    @abstractmethod
-    def num_wanted(self) -> int:
-        """As many items should wait in the backlog, so that no engine waits for the input."""
-
-    async def wait_for_room(self) -> None:
-        """Return when the backlog is shorter than what is taken next."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.num_wanted)
-
-    async def has_changed(self) -> None:
-        """Wake what waits: items were added or taken, or the input is over."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def end_of_input(self) -> None:
-        """No more items will be added."""
-        self._input_is_over = True
-        await self.has_changed()
-
-    async def over(self) -> None:
-        """Return when the input is over and no item waits or is under way."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_over)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._input_is_over and self._backlog.is_empty
 
 
 class ServiceFull(Exception):
@@ -129,7 +55,7 @@ class RequestClient(Protocol):
         """
 
 
-class FleetClient:
+class FleetClient(RequestClient):
     """The replicas of this service, by the handler of its requests."""
 
     def __init__(self, answer: Answer, owner: str) -> None:
@@ -137,7 +63,6 @@ class FleetClient:
         self._owner = owner
 
     async def answer(self, item: Item) -> Answered:
-        """See `RequestClient`."""
         try:
             return await self._answer(self._owner, item.url, item.body)
         except Overloaded as error:
@@ -193,7 +118,7 @@ class RequestExecutor(Executor[Item]):
 
     def __init__(
         self,
-        run: RunReports,
+        run: JobRun[Item],
         client: RequestClient,
         *,
         window: Window,
@@ -216,17 +141,14 @@ class RequestExecutor(Executor[Item]):
         self._trouble = ""
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """See `Executor`."""
         return [self._send()]
 
     @property
     def num_wanted(self) -> int:
-        """See `Executor`."""
         return max(_MIN_READ_AHEAD, self._window.limit)
 
     @property
     def state(self) -> str:
-        """See `Executor`."""
         if self._window.gone_since is not None:
             return f"waiting for the service: {self._trouble}"
         return f"{self.num_sent:,} under way"

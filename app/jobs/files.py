@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
+
+import fsspec
 
 from app.disk import sync_folder
+from app.errors import InvalidSetup
 from app.jobs.job import new_file_id
-from app.jobs.remote_contents import RemoteContents
+
+_BUFFER_BYTES = 1024 * 1024
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class FileStore:
@@ -112,7 +119,7 @@ class Contents(Protocol):
         """Of all that are there."""
 
 
-class LocalContents:
+class LocalContents(Contents):
     """A folder of this machine, or one that is mounted on it."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,27 +128,103 @@ class LocalContents:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def keep(self, draft: Path, file_id: str) -> None:
-        """See `Contents`."""
         draft.replace(self._folder / file_id)
         sync_folder(self._folder)
 
     def open(self, file_id: str) -> BinaryIO:
-        """See `Contents`."""
         return (self._folder / file_id).open("rb")
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
-        """See `Contents`."""
         with self.open(file_id) as file:
             file.seek(offset)
             return file.read(num_bytes)
 
     def delete(self, file_id: str) -> None:
-        """See `Contents`."""
         (self._folder / file_id).unlink(missing_ok=True)
 
     def ids(self) -> Iterator[str]:
-        """See `Contents`."""
         return (path.name for path in self._folder.iterdir())
+
+
+class RemoteContents(Contents):
+    """A folder of this service's own below a URL that fsspec opens: what is beside it is never touched."""
+
+    def __init__(self, url: str, own_name: str) -> None:
+        """`own_name` is the folder's. Raises InvalidSetup for a URL that nothing installed here can open."""
+        self._filesystem, root = filesystem_at(url)
+        self._folder = f"{root.rstrip('/')}/{own_name}"
+        with _as_os_errors():
+            self._filesystem.makedirs(self._folder, exist_ok=True)
+
+    def keep(self, draft: Path, file_id: str) -> None:
+        """Where the storage does not take files whole, the catalog does not know what a crash leaves."""
+        with _as_os_errors():
+            self._filesystem.put_file(str(draft), self._path(file_id))
+        draft.unlink()
+
+    def open(self, file_id: str) -> BinaryIO:
+        with _as_os_errors():
+            file = _Read(self._filesystem.open(self._path(file_id), "rb"))
+        return cast(BinaryIO, io.BufferedReader(file, _BUFFER_BYTES))
+
+    def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
+        with _as_os_errors():
+            return bytes(self._filesystem.cat_file(self._path(file_id), start=offset, end=offset + num_bytes))
+
+    def delete(self, file_id: str) -> None:
+        with _as_os_errors():
+            if self._filesystem.exists(self._path(file_id)):
+                self._filesystem.rm_file(self._path(file_id))
+
+    def ids(self) -> Iterator[str]:
+        with _as_os_errors():
+            self._filesystem.invalidate_cache()
+            names = [str(path).rpartition("/")[2] for path in self._filesystem.ls(self._folder, detail=False)]
+        return (name for name in names if _FILE_ID.fullmatch(name))
+
+    def _path(self, file_id: str) -> str:
+        return f"{self._folder}/{file_id}"
+
+
+def filesystem_at(url: str) -> tuple[Any, str]:
+    """The filesystem of a URL, and the path in it. Raises InvalidSetup, which does not show the URL."""
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        protocol = url.partition("://")[0]
+        raise InvalidSetup(f"batches.files: {protocol[:40]}:// cannot be opened here: {error}") from None
+    return filesystem, str(path)
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Each storage's client has exceptions of its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"the storage of files failed: {error!r}") from error
+
+
+class _Read(io.RawIOBase):
+    """A file of fsspec's as one of Python's, for the buffer that finds line ends in C."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_errors():
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _own_name(folder: Path) -> str:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from app.errors import Failure, InvalidSetup
-from app.jobs.executors import ServiceFull, ServiceGone
+from app.jobs.executors import RequestClient, ServiceFull, ServiceGone
 from app.jobs.job import LOWEST_CLASS, Answered, Item, Json
 from app.jobs.outputs import error_message
 
@@ -30,7 +30,7 @@ SILENCE_S, PROBE_S, PROBES = 30, 10, 3
 REPLICAS_LOST = "replicas_lost"  # the code of an error: several replicas were lost while they computed this request
 
 
-class HttpClient:
+class HttpClient(RequestClient):
     """An OpenAI-compatible service; used as an async context manager, in one event loop."""
 
     def __init__(self, base_url: str, api_key: str | None, *, model: str | None = None) -> None:
@@ -68,7 +68,7 @@ class HttpClient:
         return frozenset(str(model["id"]) for model in body.get("data", ()))
 
     async def answer(self, item: Item) -> Answered:
-        """See `RequestClient`. One that the service refuses as it stands is answered with the refusal."""
+        """An item that the service refuses as it stands is answered with the refusal."""
         status, headers, body = await self._exchange("POST", item.url, {**self._defaults, **item.body, **LOWEST_CLASS})
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             raise ServiceFull(_retry_after_s(headers))

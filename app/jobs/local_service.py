@@ -31,7 +31,7 @@ from app.jobs.job import (
     new_job_id,
     stats_object,
 )
-from app.jobs.service import BatchLimits, NewBatch, NewFile, PageOf
+from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver
@@ -66,7 +66,7 @@ class _Open:
     dispatcher: WebhookDispatcher
 
 
-class LocalBatchService:
+class LocalBatchService(BatchService):
     """`BatchService` on a folder. Only one process at a time has it; another waits, and answers Unavailable."""
 
     def __init__(
@@ -210,7 +210,6 @@ class LocalBatchService:
     # Files
 
     async def begin_upload(self) -> str:
-        """See `BatchService`."""
         if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files are being sent now; try again", retry_after_s=RETRY_AFTER_S)
         draft = await self._run(self._opened_now().files.draft)
@@ -218,14 +217,12 @@ class LocalBatchService:
         return draft.id
 
     async def append(self, upload_id: str, data: bytes) -> None:
-        """See `BatchService`."""
         upload = self._upload(upload_id)
         upload.touched_at = time.monotonic()
         self._check_size(upload.draft.num_bytes + len(data))
         await self._run(upload.draft.write, data)
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
-        """See `BatchService`."""
         upload = self._upload(upload_id)
         opened = self._opened_now()
         stored = await self._run(opened.catalog.total_bytes) + opened.runner.num_result_bytes
@@ -275,28 +272,23 @@ class LocalBatchService:
             logger.exception("the content of %s could not be deleted", file_id)
 
     async def abandon_upload(self, upload_id: str) -> None:
-        """See `BatchService`."""
         upload = self._uploads.pop(upload_id, None)
         if upload is not None:
             await self._run(upload.draft.abandon)
 
     async def file(self, owner: str, file_id: str) -> Json:
-        """See `BatchService`."""
         return file_object(await self._file(owner, file_id))
 
     async def files(self, page: PageOf) -> Json:
-        """See `BatchService`."""
         files = await self._run(self._opened_now().catalog.files, page, self._clock())
         return _list([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
-        """See `BatchService`."""
         if offset >= (await self._file(owner, file_id)).bytes:
             return b""
         return await self._translated(asyncio.to_thread(_read, self._opened_now().files, file_id, offset, max_bytes))
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
-        """See `BatchService`."""
         await self._file(owner, file_id)
         opened = self._opened_now()
         # The catalog first: after a crash between the two the content is swept away.
@@ -307,7 +299,6 @@ class LocalBatchService:
     # Batches
 
     async def create_batch(self, new: NewBatch) -> Json:
-        """See `BatchService`."""
         opened = self._opened_now()
         if opened.runner.num_batches >= self._limits.max_batches:
             raise Overloaded(
@@ -341,17 +332,14 @@ class LocalBatchService:
         return await self.batch(new.owner, job.id)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
-        """See `BatchService`."""
         catalog = self._opened_now().catalog
         [shown] = await self._shown([await self._run(catalog.job, batch_id, owner)])
         return shown
 
     async def batches(self, page: PageOf) -> Json:
-        """See `BatchService`."""
         return _list(await self._shown(await self._run(self._opened_now().catalog.jobs, page)), page)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
-        """See `BatchService`."""
         opened = self._opened_now()
         job = await self._run(_cancel, opened.catalog, owner, batch_id, self._now())
         if job.status not in (JobState.CANCELLING, JobState.CANCELLED):
@@ -361,7 +349,6 @@ class LocalBatchService:
         return shown
 
     async def stats(self, owner: str) -> Json:
-        """See `BatchService`."""
         opened = self._opened_now()
         ended = await self._run(opened.catalog.ended_counts, owner)
         unfinished = [job for job in await self._run(opened.catalog.unfinished) if job.owner == owner]

@@ -51,7 +51,7 @@ class ResultFormat(Protocol):
 # Batches
 
 
-class BatchFormat:
+class BatchFormat(ResultFormat):
     """Lines as OpenAI's batches have them. Anything but a 200 belongs into the error file."""
 
     def __init__(self, as_response: Callable[[ItemOutput], Json] | None = None) -> None:
@@ -59,7 +59,6 @@ class BatchFormat:
         self._as_response = as_response
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """See `ResultFormat`."""
         response = {"status_code": answered.status_code, "request_id": uuid.uuid4().hex, "body": answered.body}
         try:
             line = _batch_line(item.id, response, None)
@@ -79,7 +78,6 @@ class BatchFormat:
         )
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """See `ResultFormat`."""
         if output.error is not None:
             return self.invalid(InvalidItem(number=output.number, id=output.id, reason=output.error))
         assert self._as_response is not None, "only engines of the job's own generate"
@@ -87,7 +85,6 @@ class BatchFormat:
         return self.answered(item, Answered(200, self._as_response(output)))
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """See `ResultFormat`."""
         line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
         return ItemResult(number=item.number, is_error=True, line=line)
 
@@ -139,11 +136,10 @@ def _kept(draft: FileDraft) -> KeptFile | None:
 # Bulk runs
 
 
-class RecordFormat:
+class RecordFormat(ResultFormat):
     """Records with one text each: see COLUMNS."""
 
     def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """See `ResultFormat`."""
         if answered.status_code == 200:
             try:
                 return self.generated(_output_of(item, answered.body))
@@ -158,7 +154,6 @@ class RecordFormat:
         return self.invalid(InvalidItem(number=item.number, id=item.id, reason=reason))
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """See `ResultFormat`."""
         columns = {"row": output.number} | asdict(output)
         record = {name: columns[name] for name in COLUMNS}
         return ItemResult(
@@ -170,7 +165,6 @@ class RecordFormat:
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """See `ResultFormat`."""
         return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,10 +15,9 @@ from app.jobs.input_files import InputRows, read_piece
 from app.jobs.items import RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.outputs import RecordFormat
-from app.jobs.progress import RunProgress, Summary
 from app.jobs.results import ItemSet
-from app.jobs.run_folder import RunFolder, finish_run
-from app.jobs.runner import JobRun, ReadingBroke, read_in_thread
+from app.jobs.run_folder import RunFolder, Summary, finish_run
+from app.jobs.runner import JobRun, ReadingBroke, RunProgress, read_in_thread
 
 ITEMS_IN_A_PIECE = 128
 LOOK_EVERY_S = 1.0
@@ -59,13 +57,7 @@ async def _run(
             slots=asyncio.Semaphore(settings.max_in_flight),
             patience_s=settings.patience_s,
         )
-
-        async def source() -> AsyncGenerator[list[Item | InvalidItem], None]:
-            async with aclosing(read_in_thread(_items(found, folder.results.ended, rows))) as pieces:
-                async for piece in pieces:
-                    yield piece
-
-        await run.run(executor, source)
+        await run.run(executor, lambda: read_in_thread(_items(found, folder.results.ended, rows)))
 
 
 async def _models(client: HttpClient, patience_s: float) -> frozenset[str]:

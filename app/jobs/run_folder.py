@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,43 @@ from app.disk import hidden_name, take_lock, write_atomically
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import Counts
 from app.jobs.outputs import write_records
-from app.jobs.progress import Summary
 from app.jobs.results import FILES, ResultStore, ResultsUnwritable
 from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
 OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
 FORMAT_VERSION = 2  # of the files of the store; a change of theirs needs another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The end of a run, as summary.json has it. Rates are of the last run on the folder, the rest of all."""
+
+    rows: int
+    ok: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float  # of the last run, from the first engine's readiness to the last record
+    rows_per_s: float
+    tokens_per_s: float  # generated
+    runs: int
+    engines_lost: int
+    continued_rows: int
+    recomputed_rows: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.rows:,} rows: {self.ok:,} ok, {self.failed:,} failed",
+            f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated; "
+            f"{self.rows_per_s:,.1f} rows/s, {self.tokens_per_s:,.0f} tokens/s in {self.seconds:,.1f} s",
+        ]
+        if self.engines_lost or self.runs > 1 or self.recomputed_rows:
+            lines.append(
+                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows went on where "
+                f"they were, {self.recomputed_rows:,} began again ({self.recomputed_rows / self.rows:.2%})"
+            )
+        return "\n".join(lines)
 
 
 class RunFolder:

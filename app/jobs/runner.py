@@ -8,6 +8,8 @@ import math
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from queue import SimpleQueue
@@ -15,16 +17,15 @@ from typing import Any, Generic, TypeVar
 
 from app.errors import Failure
 from app.jobs.backlog import Backlog, ItemT, Loss
-from app.jobs.executors import Executor
 from app.jobs.job import Answered, EngineOutput, InvalidItem, Item, ItemResult
 from app.jobs.outputs import ResultFormat
-from app.jobs.progress import RunProgress
 from app.jobs.results import ItemSet, ResultStore
 
 MAX_FRUITLESS_PASSES = 3
 SYNC_EVERY_S = 1.0
 LINE_EVERY_S = 10.0
 READER_PATIENCE_S = 20.0
+RATE_WINDOW_S = 30.0
 
 PieceT = TypeVar("PieceT")
 
@@ -85,38 +86,38 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ what becomes of items
 
     def ready(self) -> None:
-        """See `RunReports`."""
+        """Items are computed from now on."""
         if self.began_at is None:
             self.began_at = time.monotonic()
             if self._progress is not None:
                 self._progress.begin(self.began_at, self._num_before)
 
     def begun(self, items: Sequence[int]) -> None:
-        """See `RunReports`."""
+        """Items are computed; some may have been named before."""
         self._results.begun.update(items)
 
     def answered(self, item: Item, answered: Answered) -> None:
-        """See `RunReports`."""
+        """A response has come. Raises ResultsUnwritable when it cannot be kept."""
         self.begun([item.number])
         result = self._form.answered(item, answered)
         self._append([result])
         self._count_tokens(result.num_output_tokens)
 
     def generated(self, output: EngineOutput) -> None:
-        """See `RunReports`."""
+        """Outputs and tokens have come from an engine. Raises ResultsUnwritable when they cannot be kept."""
         self.begun(output.begun)
         self._append(map(self._form.generated, output.outputs))
         self._results.progress(output.token_ids)
         self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
-        """See `RunReports`."""
+        """An engine has died. Raises ResultsUnwritable when that cannot be kept."""
         self._append(map(self._form.invalid, loss.given_up))
         self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
     def interrupted(self, items: Iterable[int]) -> None:
-        """See `RunReports`."""
+        """Items that had begun begin again: the service that computed them is gone and comes back."""
         self._results.note_interrupted(items)
 
     def _append(self, results: Iterable[ItemResult]) -> None:
@@ -180,6 +181,86 @@ class JobRun(Generic[ItemT]):
             await asyncio.sleep(SYNC_EVERY_S)
             self._results.progress({})  # what was not saved because it was written often
             await asyncio.to_thread(self._results.sync)
+
+
+class Executor(ABC, Generic[ItemT]):
+    """Computes the items of a run. Everything happens in one event loop."""
+
+    def __init__(self, run: JobRun[ItemT]) -> None:
+        self._run = run
+        self._backlog: Backlog[ItemT] = run.backlog
+        self._input_is_over = False
+        self._changed = asyncio.Condition()
+
+    @abstractmethod
+    def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What runs side by side until the run is over. The first error of any ends the run."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """In words, for the line of progress."""
+
+    @property
+    @abstractmethod
+    def num_wanted(self) -> int:
+        """As many items should wait in the backlog, so that no engine waits for the input."""
+
+    async def wait_for_room(self) -> None:
+        """Return when the backlog is shorter than what is taken next."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._backlog.num_waiting < self.num_wanted)
+
+    async def has_changed(self) -> None:
+        """Wake what waits: items were added or taken, or the input is over."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end_of_input(self) -> None:
+        """No more items will be added."""
+        self._input_is_over = True
+        await self.has_changed()
+
+    async def over(self) -> None:
+        """Return when the input is over and no item waits or is under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_over)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._input_is_over and self._backlog.is_empty
+
+
+class RunProgress:
+    """How fast a run is now, over the last half minute, and when it will be done."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._num_tokens = 0
+        self._marks: deque[tuple[float, int, int]] = deque()  # (time, rows, tokens)
+
+    def begin(self, now: float, num_ended: int) -> None:
+        """The clock runs from here on."""
+        self._marks.append((now, num_ended, self._num_tokens))
+
+    def generated(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def line(self, now: float, num_ended: int) -> str:
+        """One line of progress. `now` is in seconds, on any clock that does not go back."""
+        self._marks.append((now, num_ended, self._num_tokens))
+        while len(self._marks) > 2 and now - self._marks[0][0] > RATE_WINDOW_S:
+            self._marks.popleft()
+        began, rows, tokens = self._marks[0]
+        seconds = max(now - began, 1e-9)
+        rows_per_s, tokens_per_s = (num_ended - rows) / seconds, (self._num_tokens - tokens) / seconds
+        left = self._num_rows - num_ended
+        eta = f"{_duration(left / rows_per_s)} left" if rows_per_s > 0 else "pace not known yet"
+        share = num_ended / self._num_rows
+        return (
+            f"{num_ended:,} of {self._num_rows:,} rows ({share:.0%}), "
+            f"{rows_per_s:,.1f} rows/s, {tokens_per_s:,.0f} tokens/s, {eta}"
+        )
 
 
 async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerator[PieceT, None]:
@@ -247,3 +328,9 @@ async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any,
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

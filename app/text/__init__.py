@@ -1,9 +1,8 @@
-"""Words: tokenizers, chat templates, incremental decoding, stop strings. No torch here."""
+"""Text: tokenizers, chat templates, incremental decoding, stop strings. No torch here."""
 
-from app.text.detokenizer import Detokenizer
+from app.text.detokenizer import Detokenizer, TokenOffsets
 from app.text.generated_text import GeneratedText, TextDelta
 from app.text.stop_strings import StopStrings
-from app.text.token_offsets import TokenOffsets
 from app.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "GeneratedText", "StopStrings", "TextDelta", "TokenOffsets", "Tokenizer"]

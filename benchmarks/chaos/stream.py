@@ -108,7 +108,7 @@ class _StreamReader:
         self._events = EventStream()
         self._refusal = b""
 
-    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
         self._stream.status, self._stream.headers = status, headers
 
     def body(self, data: bytes, *, at_s: float) -> None:

@@ -96,34 +96,19 @@ class Contender(Protocol):
         ...
 
 
-class FirstTokenWatch:
-    """A contender that notes when its first run, the warm-up, delivered its first token."""
-
-    def __init__(self, contender: Contender) -> None:
-        self._contender = contender
-        self._has_served = False
-        self.start_to_first_token_s: float | None = None
-
-    def serve(self, workload: Workload) -> Run:
-        age_s = None if self._has_served else machine.seconds_since_start()
-        run = self._contender.serve(workload)
-        if age_s is not None:
-            first_s = min(timeline.delivered_s[0] for timeline in run.timelines.values() if timeline.delivered_s)
-            self.start_to_first_token_s = age_s + first_s
-        self._has_served = True
-        return run
-
-    def forget(self) -> None:
-        self._contender.forget()
+def warmed_up(contender: Contender, workload: Workload) -> float:
+    """Serve the beginning of a workload; returns the seconds from then to the first token."""
+    run = contender.serve(workload.warm_up())
+    tell(f"warm-up: {run}")
+    return min(timeline.delivered_s[0] for timeline in run.timelines.values() if timeline.delivered_s)
 
 
 def measured_runs(contender: Contender, workload: Workload, *, repeat: int) -> list[Run]:
-    """Warm up, then serve the workload `repeat` times; one line of progress on stderr for each.
+    """Serve the workload `repeat` times, each from the same state; one line of progress on stderr for each.
 
     Raises:
         BenchmarkError: a request ended without a token.
     """
-    tell(f"warm-up: {contender.serve(workload.warm_up())}")
     runs: list[Run] = []
     for number in range(1, repeat + 1):
         contender.forget()

@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ttft-s", type=_seconds, metavar="S", help="first token within so many seconds")
     parser.add_argument("--slo-latency-s", type=_seconds, metavar="S", help="last token within so many seconds")
     parser.add_argument("--deadline-s", type=_seconds, metavar="S", help="a deadline for requests that have none")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and which request held which slot")
+    parser.add_argument("--plot", metavar="OUT.png", help="draw the figures, and which request was in which slot")
     return parser
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.engine_setup import load_engine
-from benchmarks.engine.run import FirstTokenWatch, measured_runs, summed_up, write_outputs
+from benchmarks.engine.run import measured_runs, summed_up, warmed_up, write_outputs
 from benchmarks.harness.command import command_parser, run_command
+from benchmarks.harness.machine import seconds_since_start
 from benchmarks.harness.options import Options, add_run_options
 
 
@@ -26,11 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: Options) -> dict[str, Any]:
     """Load, warm up, repeat, sum up."""
     loaded = load_engine(options)
-    contender = FirstTokenWatch(Carousel(loaded.engine))
+    contender, age_s = Carousel(loaded.engine), seconds_since_start()
+    first_token_s = warmed_up(contender, loaded.workload)
     runs = measured_runs(contender, loaded.workload, repeat=options.repeat)
     if options.outputs is not None:
         write_outputs(options.outputs, loaded.workload, runs[-1])
-    return summed_up(loaded.setup, loaded.workload, runs, start_to_first_token_s=contender.start_to_first_token_s)
+    start_to_first_token_s = None if age_s is None else age_s + first_token_s
+    return summed_up(loaded.setup, loaded.workload, runs, start_to_first_token_s=start_to_first_token_s)
 
 
 if __name__ == "__main__":

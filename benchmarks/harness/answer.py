@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ class Answer:
     begun_s: float  # when the client turned to it; the connection is made after that
     status: int | None = None  # None: no answer at all
     headers: Mapping[str, str] = field(default_factory=dict)
-    answered_s: float | None = None  # when the status came
     delivered_s: list[float] = field(default_factory=list)  # once for each arrival of one or more pieces of text
     num_pieces: int = 0
     num_reported_tokens: int | None = None  # as the server's usage says
@@ -53,57 +52,37 @@ class Answer:
         return "no_text" if self.is_whole and self.failure is None else "broken_stream"
 
     @property
-    def retry_after_s(self) -> float | None:
-        """When a refused client was told to come back, in seconds after the refusal; None: it was not told."""
-        try:
-            if "retry-after-ms" in self.headers:
-                return float(self.headers["retry-after-ms"]) / 1000
-            return float(self.headers["retry-after"])
-        except (KeyError, ValueError):  # a date, or nothing
-            return None
-
-    @property
     def gaps_s(self) -> list[float]:
         """Seconds between one delivery and the next."""
         return [after - before for before, after in zip(self.delivered_s, self.delivered_s[1:], strict=False)]
 
 
-async def ask(
-    target: Target,
-    request: bytes,
-    *,
-    timeout_s: float,
-    on_status: Callable[[Answer], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Answer:
+async def ask(target: Target, request: bytes, *, timeout_s: float) -> Answer:
     """Send a streaming request of the OpenAI API and follow its answer to the end. Never raises for the server's part.
 
-    request: as `Target.request` makes it. on_status: called as soon as the status is known.
+    request: as `Target.request` makes it.
     """
-    answer = Answer(begun_s=clock())
+    answer = Answer(begun_s=time.perf_counter())
     try:
         async with asyncio.timeout(timeout_s):
-            await call(target, request, _AnswerReader(answer, on_status), clock=clock)
+            await call(target, request, _AnswerReader(answer))
     except TimeoutError:
         answer.failure = TIMEOUT
     except OSError as error:
         answer.failure = str(error) or type(error).__name__
-    answer.ended_s = clock()
+    answer.ended_s = time.perf_counter()
     return answer
 
 
 class _AnswerReader:
     """Fills in an answer from its bytes."""
 
-    def __init__(self, answer: Answer, on_status: Callable[[Answer], None] | None) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._on_status = on_status
         self._events = EventStream()
 
-    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
-        self._answer.status, self._answer.headers, self._answer.answered_s = status, headers, at_s
-        if self._on_status is not None:
-            self._on_status(self._answer)
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self._answer.status, self._answer.headers = status, headers
 
     def body(self, data: bytes, *, at_s: float) -> None:
         answer = self._answer

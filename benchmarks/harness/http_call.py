@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -23,9 +23,9 @@ class CutOff(OSError):
 
 
 class Reader(Protocol):
-    """Receives a response and its times."""
+    """Receives a response, and the times of its body."""
 
-    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
         """The status and the headers, by their names in small letters."""
 
     def body(self, data: bytes, *, at_s: float) -> None:
@@ -82,9 +82,7 @@ class Target:
         return head.encode() + body
 
 
-async def call(
-    target: Target, request: bytes, reader: Reader, *, clock: Callable[[], float] = time.perf_counter
-) -> None:
+async def call(target: Target, request: bytes, reader: Reader) -> None:
     """Send a request and return when its answer has ended. A new connection each time, as new clients make it.
 
     Raises:
@@ -93,7 +91,7 @@ async def call(
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     transport, _ = await loop.create_connection(
-        lambda: _Exchange(request, reader, ended, clock), target.host, target.port, ssl=target.is_encrypted or None
+        lambda: _Exchange(request, reader, ended), target.host, target.port, ssl=target.is_encrypted or None
     )
     try:
         await ended
@@ -104,11 +102,10 @@ async def call(
 class _Exchange(asyncio.Protocol):
     """One connection: what is sent at once, and the answer's framing."""
 
-    def __init__(self, request: bytes, reader: Reader, ended: asyncio.Future[None], clock: Callable[[], float]) -> None:
+    def __init__(self, request: bytes, reader: Reader, ended: asyncio.Future[None]) -> None:
         self._request = request
         self._reader = reader
         self._ended = ended
-        self._clock = clock
         self._head = b""
         self._framing: _Framing | None = None
 
@@ -117,7 +114,7 @@ class _Exchange(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        at_s = self._clock()
+        at_s = time.perf_counter()
         try:
             self._receive(data, at_s)
         except (ValueError, IndexError) as error:
@@ -136,7 +133,7 @@ class _Exchange(asyncio.Protocol):
                 return
             status, headers = _parse_head(head)
             self._framing = _Framing.of(headers)
-            self._reader.head(status, headers, at_s=at_s)
+            self._reader.head(status, headers)
         content = self._framing.feed(data)
         if content:
             self._reader.body(content, at_s=at_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.engine.engine_setup import resolve_device
-from benchmarks.engine.run import Contender, Setup, measured_runs, summed_up, write_outputs
+from benchmarks.engine.run import Contender, Setup, measured_runs, summed_up, warmed_up, write_outputs
 from benchmarks.harness.command import command_parser, run_command, tell
 from benchmarks.harness.options import Options, add_run_options
 from benchmarks.harness.workload import read_workload
@@ -38,7 +38,9 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     workload = read_workload(options.workload)
     check_greedy(workload)
     tell(f"loading {options.model} for {name}")
-    runs = measured_runs(PEERS[name](load_hf_model(options)), workload, repeat=options.repeat)
+    contender = PEERS[name](load_hf_model(options))
+    warmed_up(contender, workload)
+    runs = measured_runs(contender, workload, repeat=options.repeat)
     if options.outputs is not None:
         write_outputs(options.outputs, workload, runs[-1])
     setup = Setup(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from app.model.loader import eos_token_ids
-from benchmarks.engine.run import Clock, MonotonicClock, Run, Timeline
+from benchmarks.engine.run import MonotonicClock, Run, Timeline
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.workload import TimedRequest, Workload
 
@@ -16,17 +16,16 @@ from benchmarks.harness.workload import TimedRequest, Workload
 class StaticBatches:
     """Batches of a fixed size in order of arrival; a batch starts when its last request is there."""
 
-    def __init__(self, model: Any, *, batch_size: int, start_clock: Callable[[], Clock] = MonotonicClock) -> None:
+    def __init__(self, model: Any, *, batch_size: int) -> None:
         self._model = model
         self._batch_size = batch_size
-        self._start_clock = start_clock
         self._eos_token_ids = list(eos_token_ids(model))
         model.generation_config.eos_token_id = None  # given with each batch instead
 
     def serve(self, workload: Workload) -> Run:
         requests = workload.requests
         timelines = {timed.request.request_id: Timeline(timed.arrival_s) for timed in requests}
-        clock = self._start_clock()
+        clock = MonotonicClock()
         for start in range(0, len(requests), self._batch_size):
             batch = requests[start : start + self._batch_size]
             clock.wait_until(batch[-1].arrival_s)

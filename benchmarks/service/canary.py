@@ -216,7 +216,7 @@ class _Answer:
     def has_enough(self) -> bool:
         return self._leaves_after is not None and len(self.data) >= self._leaves_after
 
-    def head(self, status: int, headers: Mapping[str, str], *, at_s: float) -> None:
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
 
     def body(self, data: bytes, *, at_s: float) -> None:

@@ -14,9 +14,8 @@ from contextlib import closing
 
 from app.errors import CarouselError
 from app.jobs.input_files import find_files, look_through
-from app.jobs.progress import Summary
 from app.jobs.remote_run import ServiceSettings, run_through_service
-from app.jobs.run_folder import OUTPUTS, finished_summary, open_run
+from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
 from deployments.bulk.options import Options, PoolSettings, read_options
 
 ROWS_FAILED = 3  # the exit status that --fail-on-row-errors asks for

@@ -18,10 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
-from app.jobs.executors import Executor, RunReports
 from app.jobs.job import EngineOutput
 from app.jobs.preparation import PreparedItem
 from app.jobs.results import PartialOutputs
+from app.jobs.runner import Executor, JobRun
 from deployments.bulk.engine_actor import EngineActor
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ MAX_DEATHS_IN_A_ROW = 8
 class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(self, served: ServedModelConfig, run: RunReports, partial: PartialOutputs) -> None:
+    def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
         """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
         super().__init__(run)
         self._served = served
@@ -45,17 +45,15 @@ class EnginePool(Executor[PreparedItem]):
         self._facts: Any = None  # reference to a ModelFacts
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """See `Executor`: the engines."""
+        """The engines."""
         return [self._work(number) for number in range(self._size)]
 
     @property
     def state(self) -> str:
-        """See `Executor`."""
         return f"{self._num_ready} of {self._size} engines are ready"
 
     @property
     def num_wanted(self) -> int:
-        """See `Executor`."""
         return self._size * self._window
 
     @property

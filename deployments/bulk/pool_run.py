@@ -17,9 +17,8 @@ from app.jobs.items import RowSettings
 from app.jobs.job import InvalidItem
 from app.jobs.outputs import RecordFormat
 from app.jobs.preparation import PreparedItem
-from app.jobs.progress import RunProgress, Summary
-from app.jobs.run_folder import RunFolder, finish_run
-from app.jobs.runner import JobRun, ReadingBroke, read_in_thread
+from app.jobs.run_folder import RunFolder, Summary, finish_run
+from app.jobs.runner import JobRun, ReadingBroke, RunProgress, read_in_thread
 from deployments.bulk.options import PoolSettings
 from deployments.bulk.pipeline import Preparation, prepared_items
 from deployments.bulk.pool import EnginePool

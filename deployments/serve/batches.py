@@ -15,11 +15,10 @@ from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
 from app.errors import Unavailable
 from app.jobs.batch_runner import Execution, FleetExecution
-from app.jobs.executors import Executor
 from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
 from app.jobs.results import ResultStore
-from app.jobs.runner import JobRun
+from app.jobs.runner import Executor, JobRun
 from app.metrics import BatchCounts
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
@@ -14,9 +16,10 @@ from app.api import RequestHandler, batch_routes, build_app
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
+from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
-from deployments.serve.batch_calls import RemoteBatchService
+from deployments.serve.errors import to_carousel_error
 from deployments.serve.garbage import freeze_loaded
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
@@ -93,7 +96,7 @@ class Ingress:
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:
             return []
-        return batch_routes(RemoteBatchService(self._batches), handler, owner_of=owner_of)
+        return batch_routes(cast(BatchService, _RemoteService(self._batches)), handler, owner_of=owner_of)
 
     async def _is_ready(self) -> bool:
         """Whether every model has a replica that answers, or may sleep until the first request wakes it.
@@ -107,3 +110,19 @@ class Ingress:
                 answers = await asyncio.gather(*(client.answers() for client in awake))
                 self._ready_until = time.monotonic() + READY_CACHE_S if all(answers) else 0.0
             return time.monotonic() < self._ready_until
+
+
+class _RemoteService:
+    """`BatchService` over the handle of the batches deployment: each method is one call to it."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._call, method)
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            return await self._handle.call.remote(method, *arguments)
+        except Exception as error:
+            raise to_carousel_error(error) from error

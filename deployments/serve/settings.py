@@ -25,7 +25,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
-from app.jobs.remote_contents import filesystem_at
+from app.jobs.files import filesystem_at
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 

@@ -36,7 +36,7 @@ async def served(
     client: WebhookClient | None = None,
     **settings: Any,
 ) -> AsyncIterator[Any]:
-    """The app; with API keys, those of `api`, whose limits count for lines by themselves, as in their own process."""
+    """The app with the API keys of `api`. Their limits count for lines by themselves, as in a process of their own."""
     config, api = BatchesConfig(**settings), api or ApiConfig()
     handler, of_items = (
         RequestHandler(service.models, api, cascades=service.cascades, limits=limits or RequestLimits())
@@ -56,7 +56,7 @@ def client_of(app: Any) -> httpx.AsyncClient:
 def with_http(
     service: Service, folder: Path, use: Callable[[httpx.AsyncClient], Awaitable[None]], **settings: Any
 ) -> None:
-    """Let somebody use it."""
+    """Call `use` with a client of the app."""
 
     async def main() -> None:
         async with served(service, folder, **settings) as app, client_of(app) as client:

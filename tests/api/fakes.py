@@ -17,7 +17,7 @@ from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
 MAX_MODEL_LEN = 200
-WAIT = "wait"  # a step of a script: nothing more comes until somebody closes the stream
+WAIT = "wait"  # a step of a script: nothing more comes until the stream is closed
 Step = tuple[int, ...] | TokenDelta | Exception | str
 Script = Callable[[Request], Iterable[Step]]
 

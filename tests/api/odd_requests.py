@@ -1,4 +1,4 @@
-"""Requests as bytes, in forms that no HTTP client would send: for whoever listens on a socket."""
+"""Requests as bytes, in forms that no HTTP client would send: for a server behind a socket."""
 
 from __future__ import annotations
 

@@ -356,13 +356,13 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
     ("schema", "body"),
     [
         (DetokenizeRequest, {"tokens": [-1] * 9999}),
-        (ChatRequest, {"messages": [{"role": "nobody"}] * 9999}),
+        (ChatRequest, {"messages": [{"role": "unknown"}] * 9999}),
         (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [7] * 9999}]}),
         (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [7] * 9999}),
         (CompletionRequest, {"prompt": "Hi", "stop_token_ids": ["x"] * 9999}),
         (CompletionRequest, {"prompt": "Hi", "bad_words": [7] * 9999}),
         (CompletionRequest, {"prompt": "Hi", "structured_outputs": {"choice": [7] * 9999}}),
-        (ResponsesRequest, {"input": [{"role": "nobody", "content": "Hi"}] * 9999}),
+        (ResponsesRequest, {"input": [{"role": "unknown", "content": "Hi"}] * 9999}),
     ],
 )
 def test_a_list_of_mistakes_costs_no_more_than_its_first(schema: type[BaseModel], body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A cascade: who answers, what is said of it, and what it costs."""
+"""A cascade: which model answers, what the response says of it, and what it costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import until
 
 
 def unsure(tokenizer: Tokenizer, logprob: float, text: str = "3 4") -> Any:
-    """Says a text, each of its tokens as likely as that where somebody wants to know."""
+    """Says a text, with this log-probability for each of its tokens where the request asks for it."""
 
     def script(request: Request) -> Iterable[Step]:
         for token_id in tokenizer.encode(text, add_special_tokens=False):

@@ -1,4 +1,4 @@
-"""The auth matrix: every route, every odd way to ask for it or to show a key. Nobody gets in without one."""
+"""The auth matrix: every route, every odd way to ask for it or to send a key. No request gets in without one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.benchmarks.servers import serving
 
 OPEN = {"/health", "/ready"}
 ADMIN = {"/admin/keys", "/admin/fleet"}
-# Whoever adds a route says here who may use it.
+# A new route is listed here with the callers that may use it.
 WHO_MAY = {
-    "everybody": {"GET /health", "GET /ready"},
+    "all": {"GET /health", "GET /ready"},
     "keys": {
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
@@ -177,7 +177,7 @@ def test_with_a_key_every_route_answers_and_odd_forms_are_still_no_routes(guarde
 def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     api = ApiConfig.model_validate({"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]})
-    visitors = [("nobody", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
+    visitors = [("no key", {}), ("a stranger", bearer("sk-wrong")), ("key", bearer()), ("admin", bearer(ADMIN_KEY))]
 
     async def statuses(app: Any, route: str) -> dict[str, int]:
         method, _, path = route.partition(" ")
@@ -188,14 +188,14 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
             return all_routes(app), {route: await statuses(app, route) for route in set().union(*WHO_MAY.values())}
 
     routes, found = asyncio.run(run())
-    assert routes == set(found), "a route that nobody has said of who may use it"
+    assert routes == set(found), "a route that is not listed with the callers that may use it"
     for who, theirs in WHO_MAY.items():
         for route in theirs:
             inside = [name for name, status in found[route].items() if status not in (401, 403)]
-            assert inside == [name for name, _ in visitors][{"everybody": 0, "keys": 2, "admins": 3}[who] :], route
+            assert inside == [name for name, _ in visitors][{"all": 0, "keys": 2, "admins": 3}[who] :], route
             assert not any(status >= 500 for status in found[route].values()), route
-            assert [found[route][name] for name in ("nobody", "a stranger")] == (
-                [200] * 2 if who == "everybody" else [401] * 2
+            assert [found[route][name] for name in ("no key", "a stranger")] == (
+                [200] * 2 if who == "all" else [401] * 2
             )
     assert [found[route]["key"] for route in WHO_MAY["admins"]] == [403, 403]
     assert [found[route]["admin"] for route in WHO_MAY["admins"]] == [200, 200]
@@ -209,7 +209,7 @@ def test_no_form_of_an_admin_route_answers_an_ordinary_key(guarded_service: Serv
         assert len(statuses) > 400
         return [f"{method} {form!r}" for (form, method), status in statuses.items() if status < 400]
 
-    # Some forms of these paths are /health in its own right, which asks nobody for a key.
+    # Some forms of these paths are /health in its own right, which needs no key.
     assert asyncio.run(run()) == []
 
 

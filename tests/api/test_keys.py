@@ -1,4 +1,4 @@
-"""Who somebody is, by the key that a request shows."""
+"""The account of a request, by its key."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def test_a_known_key_names_its_account(value: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        (), ("",), ("Bearer",), ("Bearer ",), (KEY,), (f"Basic {KEY}",), (f"Token {KEY}",), ("Bearer nobody",),
+        (), ("",), ("Bearer",), ("Bearer ",), (KEY,), (f"Basic {KEY}",), (f"Token {KEY}",), ("Bearer unknown",),
         (f"Bearer {KEY}x",), (f"Bearer {KEY[:-1]}",), (f"Bearer {KEY.upper()}",), (f"Bearer {KEY} {KEY}",),
-        (f"Bearer {entry()['sha256']}",), (f"Bearer {KEY}", f"Bearer {KEY}"), ("Bearer nobody", f"Bearer {KEY}"),
+        (f"Bearer {entry()['sha256']}",), (f"Bearer {KEY}", f"Bearer {KEY}"), ("Bearer unknown", f"Bearer {KEY}"),
         ("Bearer ключ",), ("Bearer " + "x" * 100_000,),
     ],
 )  # fmt: skip
 def test_every_other_header_is_unauthenticated(values: tuple[str, ...]) -> None:
     with pytest.raises(Unauthenticated) as caught:
         ring(entry()).account_of(headers(*values))
-    for secret in (KEY, "nobody", "ключ"):
+    for secret in (KEY, "unknown", "ключ"):
         assert secret not in str(caught.value), "what was sent is not repeated"
 
 
@@ -53,12 +53,12 @@ def test_every_hash_is_compared_in_constant_time_whichever_matches(monkeypatch: 
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", compare)
     known = ring(entry(KEY, "alice"), entry(OTHER_KEY, "bob"), entry("third", "carol"))
-    for key in (KEY, OTHER_KEY, "third", "nobody"):
+    for key in (KEY, OTHER_KEY, "third", "unknown"):
         compared.clear()
         try:
             known.account_of(headers(f"Bearer {key}"))
         except Unauthenticated:
-            assert key == "nobody"
+            assert key == "unknown"
         assert len(compared) == 3
 
 
@@ -87,6 +87,6 @@ def test_what_a_key_has_left_here_is_counted_on_its_own_account() -> None:
     assert known.account_named("alice") is known.account_of(headers(f"Bearer {KEY}"))
     with pytest.raises(Unauthenticated):
         known.account_named("eve")
-    nobody = known.account_named("")
-    assert (nobody.name, nobody.key) == ("", None)
+    unnamed = known.account_named("")
+    assert (unnamed.name, unnamed.key) == ("", None)
     assert NoAuthentication().account_named("alice").name == ""

@@ -33,7 +33,7 @@ async def begin(client: httpx.AsyncClient, key: str, num: int, **fields: Any) ->
 
 
 async def ended(service: Service, client: httpx.AsyncClient, key: str, job_id: str, num: int) -> dict[str, Any]:
-    """A job of which the fleet has seen so many lines; until then nobody asks, for that counts for the key too."""
+    """A job once the fleet has seen so many of its lines. It is not asked for before: that counts for the key too."""
     await until(lambda: num_seen(service) >= num)
     url, headers = f"/v1/batch/{job_id}", bearer(key)
     shown = await until(

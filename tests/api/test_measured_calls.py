@@ -43,7 +43,7 @@ def test_refusals_are_counted_by_reason_and_model(tokenizer: Tokenizer) -> None:
     assert service.chat(model="demo").status == 429
     assert service.chat(model="demo", stream=True).status == 429
     assert service.chat(model="other", max_tokens=10_000).status == 400
-    assert service.chat(model="nobody").status == 404
+    assert service.chat(model="unknown").status == 404
     assert service.call("POST", "/v1/completions", b"{").status == 400
     text = metrics_of(service)
     assert value(text, "vllm:admission_rejections_total", model_name="demo", reason="overloaded") == 2

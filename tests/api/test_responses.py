@@ -269,7 +269,7 @@ def test_a_line_of_a_batch_may_ask_for_a_response(service: Service) -> None:
 
 
 def likely(tokenizer: Tokenizer, text: str, **wanted: Any) -> Service:
-    """Says a text whose tokens have log-probabilities: each its place, below zero."""
+    """Says a text; the log-probability of each token is its place, below zero."""
 
     def script(request: Request) -> Iterable[Step]:
         token_ids = (*tokenizer.encode(text, add_special_tokens=False), 4)

@@ -378,7 +378,7 @@ def num_comments(connection: Connection) -> int:
 
 
 def heard(service: Service, listen: Callable[[Connection], Awaitable[None]]) -> Answer:
-    """A stream to its end, with somebody who hears every message of it."""
+    """A stream to its end; its reader sees each message."""
 
     async def main() -> Answer:
         body = {"prompt": "Hi", "stream": True}

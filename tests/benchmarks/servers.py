@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -89,8 +89,3 @@ def stream(*, num_tokens: int, first_after_s: float = 0.0, gap_s: float = 0.0) -
         yield b'data: {"choices":[],"usage":%s}\n\ndata: [DONE]\n\n' % usage
 
     return StreamingResponse(events(), media_type="text/event-stream")
-
-
-def refusal(*, retry_after_s: float) -> Response:
-    headers = {"Retry-After": "1", "retry-after-ms": str(round(retry_after_s * 1000))}
-    return JSONResponse({"error": {"message": "full"}}, status_code=429, headers=headers)

@@ -16,6 +16,7 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
     "pictures": ("matplotlib",),
+    "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "with_langchain": ("langchain_openai",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),

@@ -1,4 +1,4 @@
-"""Free text with marked pieces: what is free is wholly free, what is marked keeps to its form."""
+"""Grammars of tags: free text allows every token, and each marked piece matches its grammar."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_piece_begins_where_its_trigger_is_complete_however_it_is_written(smal
         [TOKENS.index(b"<tool"), TOKENS.index(b"_call>")],
         [TOKENS.index(b"x<tool_call>")],
         [*ids(b"<tool_<tool"), TOKENS.index(b"_call>")],
-        [*ids(b"<tool"), OTHER, *ids(b"_call>")],  # whoever hides special tokens reads it as the trigger
+        [*ids(b"<tool"), OTHER, *ids(b"_call>")],  # with special tokens hidden it reads as the trigger
     ]
     for way in ways:
         text = matcher(small, tags(CALL))

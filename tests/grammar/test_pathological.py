@@ -1,4 +1,4 @@
-"""Whatever a caller sends is refused or compiled within the limits, and nobody else notices."""
+"""Every grammar is refused or compiled within the limits, and other requests are not affected."""
 
 from __future__ import annotations
 

@@ -16,12 +16,11 @@ from app.config import ApiConfig, BatchesConfig
 from app.errors import Failure, InvalidRequest
 from app.jobs import BatchLimits, NewBatch
 from app.jobs.engine_batches import EngineExecution
-from app.jobs.executors import Executor
 from app.jobs.job import EngineOutput, ItemOutput
 from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
 from app.jobs.results import PARTIAL, PartialOutputs, ResultStore
-from app.jobs.runner import JobRun
+from app.jobs.runner import Executor, JobRun
 from tests import waiting
 from tests.api.keys import entry
 from tests.jobs.lives import CHAT, OWNER, begin, ends, jsonl, until, upload

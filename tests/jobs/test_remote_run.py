@@ -21,9 +21,8 @@ from starlette.routing import Route
 from app.errors import Failure, InvalidSetup
 from app.jobs.input_files import find_files, look_through
 from app.jobs.items import RowSettings
-from app.jobs.progress import Summary
 from app.jobs.remote_run import ServiceSettings, run_through_service
-from app.jobs.run_folder import open_run
+from app.jobs.run_folder import Summary, open_run
 from tests.benchmarks.servers import serving, simulated_service, stream, told_server
 from tests.unclosed import nothing_unclosed
 

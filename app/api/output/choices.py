@@ -57,8 +57,8 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
         shown_token_ids=call.tools.token_ids if call.tools else frozenset(),
         include_stop=call.include_stop,
     )
-    collector = _collector(call, index)
-    async with _token_deltas(call.model.generate, request) as deltas:
+    collector = LogprobsCollector(call, index) if call.detail_options else None
+    async with token_deltas(call.model.generate, request) as deltas:
         async for delta in deltas:
             added = text.push(delta)
             if delta.finish_reason is None and added.finish_reason is None:
@@ -74,19 +74,6 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
             yield piece if collector is None else _with_details(piece, collector, delta)
             return
     raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
-
-
-def _collector(call: Call, index: int) -> LogprobsCollector | None:
-    """The collector of a choice's token details, where the call asks for them."""
-    if not call.detail_options:
-        return None
-    return LogprobsCollector(
-        call.detail_options,
-        call.requests[index],
-        call.model.tokenizer,
-        prompt_text=call.prompt_text(index),
-        skip_special_tokens=call.skip_special_tokens,
-    )
 
 
 def _with_details(piece: ChoiceDelta, collector: LogprobsCollector, delta: TokenDelta) -> ChoiceDelta:
@@ -126,7 +113,7 @@ async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse)
 
 
 @asynccontextmanager
-async def _token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
+async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
     """The deltas of `generate`, closed at the end of the block. A cancellation inside `generate` becomes Unavailable.
 
     A context manager around the loop, as another generator in it would cost time for every token.

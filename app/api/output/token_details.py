@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from app.api.call import Call, TokenDetailOptions
-from app.engine.request import Request, TokenDelta, TokenLogprobs
+from app.api.call import Call
+from app.engine.request import TokenDelta, TokenLogprobs
 from app.text import Tokenizer, TokenOffsets
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
@@ -36,23 +36,16 @@ class TokenDetails:
 class LogprobsCollector:
     """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""
 
-    def __init__(
-        self,
-        detail_options: TokenDetailOptions,
-        request: Request,
-        tokenizer: Tokenizer,
-        *,
-        prompt_text: str,
-        skip_special_tokens: bool,
-    ) -> None:
-        """`prompt_text` is the text of a prompt that is echoed."""
-        self._detail_options = detail_options
-        self._prompt = request.prompt_token_ids if detail_options.echo else ()
-        self._prompt_text = prompt_text if detail_options.echo else ""
-        self._has_echoed = not detail_options.echo
+    def __init__(self, call: Call, index: int) -> None:
+        """`index` is that of the choice's request in the call."""
+        options, tokenizer = call.detail_options, call.model.tokenizer
+        self._detail_options = options
+        self._prompt = call.requests[index].prompt_token_ids if options.echo else ()
+        self._prompt_text = call.prompt_text(index)
+        self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
-        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._offsets = TokenOffsets(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=call.skip_special_tokens)
+        self._offsets = TokenOffsets(tokenizer, skip_special_tokens=call.skip_special_tokens)
 
     def push(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, TokenDetails] | None:
         """The text that goes before the delta's own, and the details of its first `num_tokens` tokens.
@@ -183,14 +176,8 @@ class ChoiceDetails:
     token_ids: list[int] = field(default_factory=list)
     sum_logprobs: float = 0.0
     logprobs: Json | None = None  # as the endpoint has them
-    prompt_logprobs: list[Json | None] = field(
-        default_factory=lambda: [None]
-    )  # a prompt's first token has no prediction
-
-    @property
-    def mean_logprob(self) -> float:
-        """The mean over its generated tokens."""
-        return self.sum_logprobs / len(self.token_ids) if self.token_ids else 0.0
+    # A prompt's first token has no prediction.
+    prompt_logprobs: list[Json | None] = field(default_factory=lambda: [None])
 
 
 class DetailsWriter:
@@ -225,7 +212,8 @@ class DetailsWriter:
 
     def mean_logprob(self, index: int) -> float:
         """The mean over the generated tokens of one of the requests."""
-        return self._kept[index].mean_logprob
+        kept = self._kept[index]
+        return kept.sum_logprobs / len(kept.token_ids) if kept.token_ids else 0.0
 
     def of_choice(self, index: int) -> Json:
         """The fields of a finished choice."""

@@ -8,14 +8,16 @@ at most the entries of that moment.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import io
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
 
 from app.engine.trace.entries import DroppedEntries, Entry, Header, to_line
 from app.engine.trace.redaction import Redactor
@@ -27,21 +29,11 @@ _GATHER_S = 0.2
 _CLOSE_S = 10.0  # how long an engine that ends waits for the disk
 
 
-class Files(Protocol):
-    """The files of a log."""
-
-    file_bytes: int  # after which the log continues in another file
-
-    def open_part(self, part: int) -> io.BufferedWriter:
-        """The file number `part`, from 1. Raises OSError."""
-        ...
-
-
 class StepLog:
     """Takes entries from one thread and writes them to files in another."""
 
     def __init__(
-        self, files: Files, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
+        self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = MAX_PENDING
     ) -> None:
         """Open the first file and start the thread. Raises OSError when that file cannot be written."""
         self._files = files
@@ -136,3 +128,48 @@ class StepLog:
                 file.close()
             raise
         return file
+
+
+class LogFiles:
+    """The files of one run, one after the other, in a folder that keeps a bounded number of them.
+
+        steps-20261120T200325-9f2c01d7-00001.jsonl    the first file of the run that began then
+        steps-20261120T200325-9f2c01d7-00002.jsonl
+
+    Engines may share a folder: a file that is being written is never deleted.
+    """
+
+    def __init__(self, folder: Path, *, run: str, file_bytes: int, max_files: int) -> None:
+        self.folder = folder
+        self._run = run
+        self.file_bytes = file_bytes  # after which the log continues in another file
+        self._max_files = max_files
+
+    def open_part(self, part: int) -> io.BufferedWriter:
+        """A new file that only its owner may read: it may hold prompts. Deletes the oldest others. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = open(self.folder / f"steps-{self._run}-{part:05d}.jsonl", "xb", opener=_open_private)  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or its process ends
+        self._prune()
+        return file
+
+    def _prune(self) -> None:
+        """Delete the oldest files, except those being written, until the limit holds."""
+        files = sorted(self.folder.glob("steps-*.jsonl"))  # by the time at which their runs began
+        num_too_many = len(files) - self._max_files
+        for path in files:
+            if num_too_many <= 0:
+                return
+            with suppress(OSError):  # another process has deleted it, or it is being written
+                _delete_unless_locked(path)
+                num_too_many -= 1
+
+
+def _delete_unless_locked(path: Path) -> None:
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
+def _open_private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)

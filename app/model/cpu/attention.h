@@ -17,7 +17,7 @@ namespace carousel {
 
 constexpr int MAX_ROWS = 12;  // query rows of a tile: tokens of one sequence × heads that share a KV head
 
-// Mirrored field by field in Python, as all structures here that cross over.
+// library.py declares the same fields, as for all structures that Python passes.
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     float scaling, softcap;  // softcap 0: none
@@ -25,7 +25,7 @@ struct AttentionShape {
     const float* sinks;      // [num_heads] or null
 };
 
-struct Segment {  // some neighbouring tokens of one sequence in the packed row
+struct Segment {  // consecutive tokens of one sequence in the packed row
     int32_t first_token, num_tokens;
     int32_t start;         // position of the first
     int32_t table_offset;  // of the sequence's block ids in `tables`
@@ -93,8 +93,8 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     for (int row = 0; row < ROWS; ++row) std::memcpy(scores + row * row_stride, sums[row], sizeof(sums[row]));
 }
 
-// Adds the weighted values of `num_units` units of tokens to WIDTH vectors of each row's sums; `mask` blanks the second
-// token of a unit that is not there.
+// Adds the weighted values of `num_units` units of tokens to WIDTH vectors of each row's sums; `mask` zeroes the second
+// token of an incomplete unit.
 template <typename T, int ROWS, int WIDTH>
 inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t* values, const uint32_t* next,
                   int64_t value_dim, int64_t num_units, uint32_t mask, float* sums) {
@@ -120,8 +120,8 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
     for (int row = 0; row < ROWS; ++row) std::memcpy(sums + row * value_dim, totals[row], sizeof(totals[row]));
 }
 
-// Scores of one row that sees tokens [first, end) of [begin, padded) to weights, all relative to the greatest; returns
-// what their sum is to be divided by.
+// Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
+// greatest; returns the divisor of the weighted sum.
 template <typename T>
 inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, int64_t end, int64_t padded,
                      const AttentionShape& shape, int64_t head) {
@@ -166,7 +166,7 @@ void attend_tile(const AttentionShape& shape, const Pages<T>& pages, const int32
     scratch.sums.assign(ROWS * shape.value_dim, 0.0f);
     float* scores = scratch.scores.data();
     T* weights = reinterpret_cast<T*>(scratch.weights.data());
-    const auto group_at = [&](int64_t at) {  // past the end: some address to fetch
+    const auto group_at = [&](int64_t at) {  // past the end: any valid address
         at = std::min(at, padded - LANES);
         return pages.key_group(table[at / size], at % size, kv_head);
     };

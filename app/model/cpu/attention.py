@@ -12,7 +12,7 @@ import torch
 from app.engine.batch import Batch
 from app.model.attention import AttentionRules, AttentionStep
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, library
+from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team
 from app.model.inputs import ModelInputs, Segments, build_segments
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
@@ -24,9 +24,7 @@ class NativeAttention:
     def __init__(self, pages: NativeKVCache, team: Team) -> None:
         self.block_size = pages.block_size
         self.pages = pages
-        code = library()
-        assert code is not None, "NativeKVCache.fits held"
-        self.function = getattr(code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
+        self.function = getattr(team.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.team = team
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:

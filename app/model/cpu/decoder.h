@@ -70,7 +70,7 @@ class Decoder {
     const DecoderTimes& times() const { return times_; }
 
   private:
-    // Adds the time since it was last asked to one of the counters.
+    // Adds the time since its last call to one of the counters.
     class Watch {
       public:
         explicit Watch(DecoderTimes* times) : times_(times), last_(Clock::now()) {}
@@ -87,7 +87,7 @@ class Decoder {
         Clock::time_point last_;
     };
 
-    // What every member of the team does; all loops in it are shared.
+    // The work of every member of the team; all loops in it are shared.
     void work(const DecoderStep& step, Watch watch) {
         team_.share(step.num_tokens, [&](int64_t token) {
             std::memcpy(residual(token), embedding_ + step.token_ids[token] * shape_.hidden_size,
@@ -96,7 +96,7 @@ class Decoder {
         int64_t num_rows = step.num_tokens;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             attention(step, layers_[layer], watch);
-            if (layer + 1 == shape_.num_layers) {  // from here on only what is wanted counts
+            if (layer + 1 == shape_.num_layers) {  // from here on only the wanted rows are computed
                 keep_rows(step);
                 num_rows = step.num_rows;
             }
@@ -188,7 +188,7 @@ class Decoder {
         });
     }
 
-    // Hands out all normed rows, then keeps those whose logits are wanted.
+    // Copies all normed rows to the step's `hidden`, then keeps those whose logits are wanted.
     void give_hidden(const DecoderStep& step) {
         const int64_t size = shape_.hidden_size;
         team_.share(step.num_rows, [&](int64_t row) {

@@ -15,7 +15,7 @@ import torch
 from app.engine.batch import Batch
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team, library
+from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team
 from app.model.cpu.weights import NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
@@ -27,13 +27,11 @@ class NativeDecoder:
 
     def __init__(self, weights: NativeWeights, pages: NativeKVCache, team: Team, *, num_layers: int = 0) -> None:
         """num_layers: only the first few (then norm and head as always); 0 for all."""
-        code = library()
-        assert code is not None, "NativeKVCache.fits held"
         self.block_size = pages.block_size
         self._weights, self._pages, self._team = weights, pages, team
         suffix = DTYPES[weights.dtype]
-        self._run = getattr(code, f"carousel_decoder_run_{suffix}")
-        self._times = getattr(code, f"carousel_decoder_times_{suffix}")
+        self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
+        self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
         shape = DecoderShape(
             weights.hidden_size, weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.head_dim,
@@ -43,11 +41,11 @@ class NativeDecoder:
         layers = (LayerWeights * num_layers)(
             *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
         )
-        self._decoder = getattr(code, f"carousel_decoder_new_{suffix}")(
+        self._decoder = getattr(team.code, f"carousel_decoder_new_{suffix}")(
             ctypes.byref(shape), layers, weights.embedding.data_ptr(), weights.final_norm.data_ptr(),
             weights.head.data_ptr(), team.handle,
         )  # fmt: skip
-        weakref.finalize(self, getattr(code, f"carousel_decoder_delete_{suffix}"), self._decoder)
+        weakref.finalize(self, getattr(team.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
         self._preparer = MatcherPreparer()
 

@@ -1,5 +1,5 @@
-// What Python calls, through ctypes, which holds no interpreter lock meanwhile. No torch here: plain pointers, so that
-// it compiles in seconds.
+// The functions that Python calls through ctypes, which releases the interpreter lock. No torch here: plain pointers,
+// so that it compiles in seconds.
 
 #include "attention.h"
 #include "decoder.h"
@@ -11,9 +11,9 @@ using namespace carousel;
 
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers: fewer are read before the others have been woken
+constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers: fewer are read before the other threads wake
 
-// Row number `at` of those that a call is for; without a list they are all.
+// The row with index `at` of a call; without a list, the rows are all in order.
 int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }
 
 struct Strides {  // in elements; the innermost stride is 1
@@ -93,7 +93,7 @@ void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, cons
     members.run([&] { members.share(num_rows, compute); });
 }
 
-// Row rows[n] of logits [..][vocab_size] keeps what the n-th of `num_bytes` bytes allow.
+// In row rows[n] of logits [..][vocab_size], tokens that the n-th mask of `num_bytes` bytes does not allow become -inf.
 void carousel_mask(void* team, float* logits, int64_t vocab_size, const int64_t* rows, const uint8_t* allowed,
                    int64_t num_bytes, int64_t num_rows) {
     Team& members = *static_cast<Team*>(team);

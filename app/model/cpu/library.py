@@ -135,6 +135,7 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         code = library()
         assert code is not None, "a caller that needs a team has checked the library"
+        self.code = code
         self.handle = code.carousel_team_new(num_threads)
         weakref.finalize(self, code.carousel_team_delete, self.handle)
 

@@ -1,4 +1,4 @@
-// The log-softmax of a row of logits at one token and at the likeliest ones, without writing the others down.
+// The log-softmax of a row of logits at one token and at the likeliest ones, without storing the others.
 #pragma once
 
 #include <limits>
@@ -14,7 +14,7 @@ struct RowLogprobs {
     float* top_logprobs;  // [num_top]
 };
 
-// The numbers from `at` on, behind the last of them -infinity.
+// The numbers from `at` on; lanes past the end are -infinity.
 inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     if (at + LANES <= vocab_size) return load(logits + at);
     float numbers[LANES];
@@ -23,7 +23,7 @@ inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     return load(numbers);
 }
 
-// Puts a logit among the greatest so far, which are in order; the last of them falls out.
+// Inserts a logit into the greatest so far, which are sorted; the last of them is dropped.
 inline void insert_logit(float logit, int64_t token, int64_t num_top, const RowLogprobs& row) {
     int64_t place = num_top - 1;
     for (; place > 0 && row.top_logprobs[place - 1] < logit; --place) {

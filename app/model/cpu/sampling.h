@@ -127,7 +127,7 @@ inline Edge find_edge(DrawScratch& scratch, const float* weights, float most, fl
     return bracket.empty() ? NO_EDGE : Edge{-bracket.back().first, bracket.back().second};
 }
 
-// Which of 16 tokens stand before an edge or on it.
+// Which of 16 tokens are before an edge or on it.
 inline Integers within(Vector scores, int64_t token, const Edge& edge) {
     const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t left = std::min<int64_t>(edge.token - token, LANES);  // tokens from here on that ties let through
@@ -135,8 +135,8 @@ inline Integers within(Vector scores, int64_t token, const Edge& edge) {
     return (scores > edge.score) | ((scores == edge.score) & has_part);
 }
 
-// What top-k, top-p (Holtzman et al., 2020) and min-p (Nguyen et al., 2024) take away gets score -inf. top-p counts
-// within what top-k leaves; the likeliest token always stays.
+// Tokens that top-k, top-p (Holtzman et al., 2020) or min-p (Nguyen et al., 2024) remove get score -inf. top-p is
+// computed over what top-k leaves; the likeliest token always stays.
 inline void filter(const Draw& draw, float most, DrawScratch& scratch) {
     auto &scores = scratch.scores, &weights = scratch.weights;
     weights.resize(scores.size());

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.cpu.library import Team, library
+from app.model.cpu.library import Team
 from app.model.logprobs import Logprobs
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
@@ -22,9 +22,7 @@ class NativeDraw:
     """Replaces `sampler.draw` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
-        code = library()
-        assert code is not None, "there is a team"
-        self._team, self._draw = team, code.carousel_draw
+        self._team, self._draw = team, team.code.carousel_draw
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """logits: [_, vocab_size] float32; one token for each of its `rows` → [len(rows)] int64."""
@@ -48,9 +46,7 @@ class NativeMask:
     """Replaces `sampler.mask` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
-        code = library()
-        assert code is not None, "there is a team"
-        self._team, self._mask = team, code.carousel_mask
+        self._team, self._mask = team, team.code.carousel_mask
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
         """See `sampler.Mask`."""
@@ -68,9 +64,7 @@ class NativeLogprobs:
     """Replaces `logprobs.compute_logprobs` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
-        code = library()
-        assert code is not None, "there is a team"
-        self._team, self._compute = team, code.carousel_logprobs
+        self._team, self._compute = team, team.code.carousel_logprobs
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
         """logits: [_, vocab_size]; token_ids: [len(rows)] int64, one for each of the `rows`."""

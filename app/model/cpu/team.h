@@ -1,7 +1,7 @@
-// Threads that work through one step together: each phase of it is a loop that they share, with a barrier behind it.
+// Threads that compute one step together: each phase is a loop that they share, with a barrier at its end.
 //
-// Our own instead of OpenMP's, whose threads wait in busy loops: two processes with as many threads as cores then slow
-// each other down a hundredfold. These spin for some microseconds and then make room.
+// Not OpenMP: its threads wait in busy loops, and two processes with as many threads as cores then slow each other down
+// a hundredfold. These threads spin for some microseconds and then yield.
 #pragma once
 
 #include <atomic>
@@ -99,8 +99,8 @@ class Team {
         }
     }
 
-    // A team with a thread for every CPU of this process gets one each: the kernel else puts two on one now and then,
-    // and all the others wait. A smaller team is one of several on this machine, which know nothing of each other.
+    // A team with a thread for every CPU of this process is pinned: otherwise the kernel puts two threads on one CPU
+    // now and then, and the others wait. A smaller team is not: other teams on this machine would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__

@@ -1,4 +1,4 @@
-// Vectors of 16 lanes and the one multiplication everything here is made of.
+// Vectors of 16 lanes, and the multiplication that all code here uses.
 //
 // A *unit* is 32 bits of numbers that are multiplied with 32 bits of others and summed into one float: one float32, or
 // two bfloat16. Matrices and KV memory are laid out in units, so the same code serves both types.
@@ -117,7 +117,7 @@ inline float sum_of(Vector x) {
     return total;
 }
 
-// Where the greatest of some numbers stands, the first of several. NaNs count for nothing.
+// The index of the greatest number, the first among equals. NaNs are ignored.
 inline int64_t first_greatest(const float* from, int64_t count) {
     Vector greatest = Vector{} - INFINITY;
     Integers where = {}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

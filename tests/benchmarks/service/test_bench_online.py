@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
 
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
@@ -17,7 +18,7 @@ from benchmarks.harness.workload import Workload, read_workload
 from benchmarks.service import online
 from benchmarks.service.arrivals import Arrivals
 from benchmarks.service.open_loop import Extent, completion_request, schedule
-from tests.benchmarks.servers import refusal, serving, simulated_service, stream, told_server
+from tests.benchmarks.servers import serving, simulated_service, stream, told_server
 
 
 @pytest.fixture
@@ -78,7 +79,9 @@ def test_goodput_counts_the_pace_of_tokens_too(workload_path: Path, capsys: pyte
 
 def test_errors_are_counted_by_what_they_were(workload_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(number: int) -> Any:
-        return refusal(retry_after_s=1) if number % 2 else stream(num_tokens=0 if number == 0 else 3)
+        return (
+            JSONResponse({"error": {}}, status_code=429) if number % 2 else stream(num_tokens=0 if number == 0 else 3)
+        )
 
     with serving(told_server(answer)) as url:
         found = run(url, workload_path, "--rate", "100", "--warm-up", "0", capsys=capsys)

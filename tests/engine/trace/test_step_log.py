@@ -14,8 +14,7 @@ from app.assembly import log_header, recorder_of
 from app.config import EngineConfig, StepLogConfig
 from app.engine.request import ModelFacts
 from app.engine.trace.entries import Abort, DroppedEntries, Header, parse
-from app.engine.trace.log_files import LogFiles
-from app.engine.trace.step_log import StepLog
+from app.engine.trace.step_log import LogFiles, StepLog
 from app.errors import InvalidSetup
 from tests.fakes import CountingRunner, build_fake_engine, make_request, run_to_end
 
@@ -88,12 +87,11 @@ def test_a_file_that_is_being_written_is_not_deleted(tmp_path: Path) -> None:
     assert entries_of(tmp_path / "steps-1-00001.jsonl") == [Abort(7)]
 
 
-class Pipe:
+class Pipe(LogFiles):
     """Files that take 64 kB and then block until they are read, as a disk that cannot keep up."""
 
-    file_bytes = 10**9
-
     def __init__(self) -> None:
+        super().__init__(Path(), run="run", file_bytes=10**9, max_files=1)
         self._reading, self._writing = os.pipe()
 
     def open_part(self, part: int) -> io.BufferedWriter:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from app.jobs.progress import RATE_WINDOW_S, RunProgress, Summary
+from app.jobs.runner import RATE_WINDOW_S, RunProgress
 
 
 def test_a_line_of_progress_has_rates_of_now_and_what_is_left() -> None:
@@ -24,13 +24,3 @@ def test_the_pace_forgets_what_was_long_ago() -> None:
         line = pace.line(float(second), 100 if second <= 50 else 100 + 20 * (second - 50))
     assert second > 2 * RATE_WINDOW_S
     assert "20.0 rows/s" in line
-
-
-def test_a_summary_tells_of_deaths_only_if_there_were_any() -> None:
-    settings = {"rows": 10, "ok": 9, "failed": 1, "prompt_tokens": 5, "completion_tokens": 6, "seconds": 2.0}
-    rates = {"rows_per_s": 5.0, "tokens_per_s": 3.0}
-    smooth = Summary(**settings, **rates, runs=1, engines_lost=0, continued_rows=0, recomputed_rows=0)  # type: ignore[arg-type]
-    rough = Summary(**settings, **rates, runs=2, engines_lost=1, continued_rows=3, recomputed_rows=1)  # type: ignore[arg-type]
-    assert "9 ok, 1 failed" in str(smooth)
-    assert "lost" not in str(smooth)
-    assert "2 runs, 1 engines lost; 3 rows went on where they were, 1 began again (10.00%)" in str(rough)
