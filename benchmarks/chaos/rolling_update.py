@@ -31,7 +31,7 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
     async with under_traffic(size, with_dashboard=True) as (running, traffic):
         two_replicas = {f"replica-{MODEL_NAME}": 2}
         scale_down = partial(running.running.deploy, application(), num_replicas=two_replicas)
-        update = partial(running.running.deploy, application(max_resumes=2))
+        update = partial(running.running.deploy, application(place_timeout_s=20.0))
         text = "rolling update of replicas and ingress to other settings, 2 replicas to 3"
         return [
             await _changing(running, traffic, "scale-down from 3 replicas to 2", scale_down, has_scaled),

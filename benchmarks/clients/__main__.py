@@ -104,7 +104,7 @@ def application(model: str) -> dict[str, Any]:
     replicas = {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5}
     return {
         "models": [{"name": MODEL_NAME, "engine": {"model": {"path": model}}, "replicas": replicas, "pooling": "last"}],
-        "batches": {"num_cpus": 0.1},
+        "batches": {},
     }
 
 

@@ -265,7 +265,7 @@ def application(model: str, keys: Sequence[str], folder: str, *, num_blocks: int
             }
         ],
         "api": {"keys": entries, "metrics_for": "public"},
-        "batches": {"path": folder, "num_cpus": 0.1},
+        "batches": {"path": folder},
     }
 
 

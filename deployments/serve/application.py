@@ -75,8 +75,9 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=deployment_name(model),
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
-        # The engine refuses what is beyond its limits. Calls for control of each ingress and of the batches count
-        # too; while one is replaced there are twice as many.
+        # Requests come over sockets, and the engine refuses what is beyond its limits. Serve counts calls for control,
+        # of each ingress and of the batches, twice as many while one is replaced, and one call for each request that
+        # waits for the first replica.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
         # The router refuses when all are full; this bounds those that wait while no replica is there at all.
         max_queued_requests=max_requests * replicas.max_replicas,

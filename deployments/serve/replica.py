@@ -1,4 +1,7 @@
-"""The replica deployment: one engine behind Serve's handle. Thin: it adds no behaviour to the engine."""
+"""The replica deployment: one engine behind a socket for requests. Thin: it adds no behaviour to the engine.
+
+Calls through Serve's handle are for control only.
+"""
 
 from __future__ import annotations
 
