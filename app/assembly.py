@@ -88,7 +88,12 @@ def _build_torch(config: EngineConfig) -> Engine:
     from app.model.loader import load_model, run_full_step
 
     torch.set_num_threads(config.model.num_threads)
-    model = load_model(config.model, resolve_model_path(config.model.path), block_size=config.cache.block_size)
+    model = load_model(
+        config.model,
+        resolve_model_path(config.model.path),
+        block_size=config.cache.block_size,
+        checks=Path.home() / ".cache" / "carousel",
+    )
     if model.device.type == "cuda" and config.cache.num_blocks is None:
         limits = config.scheduler
         num_rows = limits.max_running + MAX_SCORED_TOKENS

@@ -445,7 +445,7 @@ class WebhooksConfig(Settings):
     allowed_networks: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="webhooks: networks, as 10.1.0.0/16, whose receivers may be told too, over http and on any port",
+        description="webhooks: networks, as 10.1.0.0/16, in which receivers are allowed too, over http and on any port",
     )
 
     @field_validator("allowed_networks")

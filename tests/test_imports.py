@@ -28,6 +28,7 @@ ALLOWED = {
     "app.model": {
         "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",
     },
+    "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {

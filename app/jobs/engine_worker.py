@@ -1,7 +1,7 @@
 """Runs any number of items on one engine at once, in a thread that steps it: each item ends when it is done.
 
-`AsyncEngine` wakes a task for every token of every request, which readers of streams need. No client reads along here:
-items are handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
+`AsyncEngine` wakes a task for every token of every request, which streams need. Nothing is streamed here: items are
+handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EngineWorker:
                 self._changed.notify_all()
 
     def _next_items(self) -> list[_Entering] | None:
-        """What has come, waiting for it while there is nothing to compute; None to stop."""
+        """The items that were added; waits for some while there is nothing to compute. None to stop."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
@@ -149,7 +149,7 @@ class EngineWorker:
                 self._answers[item.request.request_id] = answer
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
-        """What a step has brought. `collect` sees all of it or nothing: `_changed` is held."""
+        """Record the deltas of a step. `_changed` is held, so `collect` sees all of them or none."""
         for delta in deltas:
             answer = self._answers[delta.request_id]
             self._num_tokens += len(delta.token_ids)
@@ -167,7 +167,7 @@ class EngineWorker:
 
 @dataclass(frozen=True, slots=True)
 class _Entering:
-    """A item on its way to the engine, or why it cannot get there."""
+    """An item before the engine has it, or why the engine cannot take it."""
 
     item: PreparedItem
     matcher: Matcher | None = None
@@ -224,7 +224,7 @@ class _Answer:
     def output(self, tokenizer: Tokenizer) -> ItemOutput:
         if self._error is not None:
             return self.item.failed(self._error)
-        assert self._finish_reason is not None, "a item without an error ends with a reason"
+        assert self._finish_reason is not None, "an item without an error ends with a reason"
         return ItemOutput(
             number=self.item.number,
             id=self.item.id,

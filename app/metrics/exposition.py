@@ -139,7 +139,7 @@ _ENGINE_GAUGES: Sequence[tuple[str, str, Callable[[EngineReport], float]]] = (
     ),
     (
         "length_error_tokens",
-        "By how much output lengths are predicted wrong, of late.",
+        "Mean error of predicted output lengths, recently.",
         lambda each: each.stats.mean_length_error_tokens,
     ),
 )

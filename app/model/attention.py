@@ -1,4 +1,4 @@
-"""Attention over paged KV memory, registered with transformers so that its models run unmodified.
+"""Attention over paged KV memory; the loader registers it with transformers, whose models run unmodified.
 
 A model calls `attend` in every layer; the step's data are the forward keyword argument `paged`, so nothing is
 set before a call and read inside it. The attention below is plain torch: correct on CPU and CUDA, the reference for the
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface
 
 from app.engine.batch import Batch
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
@@ -63,7 +62,7 @@ class AttentionRules:
         self.sinks = sinks  # [num_heads], a score per head that takes part in the softmax and carries no value
 
 
-def _paged_attention(
+def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, key_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
@@ -98,9 +97,6 @@ def _paged_attention(
     )
     output = paged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
     return output[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, _paged_attention)
 
 
 class PagedAttention(Protocol):

@@ -45,6 +45,7 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
         return _in_native_code(config, model, num_blocks)
     if model.device.type == "cuda":
         logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
+    assert model.module is not None, "weights are native only where NativeKVCache fits"
     cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
 
@@ -53,6 +54,7 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -
     pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
     team = Team(config.model.num_threads)
     if model.native is None:
+        assert model.module is not None, "a model has its weights in one of both"
         forward = TransformersForward(model.module, NativeAttention(pages, team))
         return _native_runner(forward, model.device, team)
     torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the team's

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.hub import cached_file
-
 from app.config import ModelConfig
 from app.engine.request import ModelFacts
 from app.errors import InvalidSetup
@@ -78,6 +75,8 @@ def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
 
 def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
     """Token id → its text when decoded alone; empty for a special token."""
+    from transformers import PreTrainedTokenizerFast
+
     try:
         pretrained = PreTrainedTokenizerFast.from_pretrained(
             location, revision=config.revision, trust_remote_code=False
@@ -96,6 +95,8 @@ def _is_text(shown: str) -> bool:
 
 def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
     """One of the folder's JSON files; empty without such a file."""
+    from transformers.utils.hub import cached_file
+
     try:
         file = cached_file(location, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
         found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from app.engine.batch import Batch
 from app.model.attention import PagedAttention
 from app.model.inputs import ModelInputs
 from app.model.pooling import LastHiddenStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Prediction(NamedTuple):

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from app.config import ModelConfig
 from app.engine.request import ModelFacts
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention
+from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention, paged_attention
 from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.kept_check import CheckedModel, Checkpoint, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
-from app.model.cpu.weights import NativeWeights, read_weights, why_not_native
+from app.model.cpu.weights import NativeWeights, pack_weights, settings_of, why_not_native
 from app.model.description import as_token_ids, max_model_len
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
+
+if TYPE_CHECKING:  # it takes longer to import than torch, and a model whose check is kept needs none of it
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ _PROBE_TOKENS = 24
 class LoadedModel:
     """A model that can be served, and its measured facts."""
 
-    module: PreTrainedModel  # without its weights where `native` has them
+    module: PreTrainedModel | None  # None where the weights are in `native`
     native: NativeWeights | None
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
@@ -40,10 +45,11 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> LoadedModel:
+def load_model(config: ModelConfig, location: str, *, block_size: int = 16, checks: Path | None = None) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
     block_size: of the KV memory; native code supports only some sizes.
+    checks: a folder that keeps which models in local folders have passed; they are not tried again.
 
     Raises:
         InvalidSetup: there is no such model, or no such device.
@@ -51,32 +57,58 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16) -> L
     """
     device = _device(config)
     dtype = _dtype(config, device)
+    may_be_native = device.type == "cpu" and config.backend == "auto"
+    check = _kept_check(checks, Path(location), dtype, block_size) if may_be_native else None
+    checked = None if check is None else check.read()
+    if checked is not None:
+        return _load_checked(config, location, checked, dtype)
     _check_architecture(config, location)
     module = _from_pretrained(config, location, dtype).eval().to(device)
     probe = _probe(config, module)
-    native = (
-        _native_weights(config, module, probe, block_size)
-        if device.type == "cpu" and config.backend == "auto"
-        else None
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    facts = ModelFacts(
+        max_model_len=max_model_len(config, limit),
+        vocab_size=probe.vocab_size,
+        eos_token_ids=eos_token_ids(module),
+        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
     )
-    if native is not None:
-        _release_weights(module)
-    elif device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
+    native = _native_weights(config, module, probe, block_size) if may_be_native else None
+    if native is None and device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
+    if native is not None and limit is not None and check is not None and _is_read_alike(module, location):
+        check.write(CheckedModel(settings=native.settings, facts=replace(facts, max_model_len=limit)))
     return LoadedModel(
-        module=module,
+        module=module if native is None else None,
         native=native,
-        facts=ModelFacts(
-            max_model_len=max_model_len(
-                config, getattr(module.config.get_text_config(), "max_position_embeddings", None)
-            ),
-            vocab_size=probe.vocab_size,
-            eos_token_ids=eos_token_ids(module),
-            embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
-        ),
+        facts=facts,
         layers=probe.layers,
         dtype=dtype,
         device=device,
+    )
+
+
+def _is_read_alike(module: PreTrainedModel, location: str) -> bool:
+    """Whether its files have the weights as transformers has read them, neither converted nor renamed."""
+    return Checkpoint(Path(location), module.dtype).is_equal(module.state_dict())
+
+
+def _kept_check(checks: Path | None, location: Path, dtype: torch.dtype, block_size: int) -> KeptCheck | None:
+    """None where checks are not kept: of models on a hub, or without native code."""
+    if checks is None or not location.is_dir() or not is_fast(dtype):
+        return None
+    return KeptCheck(checks, location, dtype=dtype, block_size=block_size)
+
+
+def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
+    settings = checked.settings
+    shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
+    return LoadedModel(
+        module=None,
+        native=pack_weights(Checkpoint(Path(location), dtype), settings),
+        facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
+        layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
+        dtype=dtype,
+        device=torch.device("cpu"),
     )
 
 
@@ -86,6 +118,7 @@ def run_full_step(model: LoadedModel, *, num_tokens: int, num_rows: int) -> None
 
     `num_rows`: of logits.
     """
+    assert model.module is not None, "native code has no such step"
     num_tokens = min(num_tokens, model.facts.max_model_len)
     token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=model.device)
     model.module(
@@ -112,6 +145,8 @@ def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def _check_architecture(config: ModelConfig, location: str) -> None:
     """Refuse by its configuration, before any weight is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     try:
         found = AutoConfig.from_pretrained(location, revision=config.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -132,6 +167,9 @@ def _check_architecture(config: ModelConfig, location: str) -> None:
 
 
 def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
     try:
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             location,
@@ -224,10 +262,10 @@ def _native_weights(
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes."""
     fits = NativeKVCache.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=module.device)
     reason = why_not_native(module, probe.rules)
-    if not fits or not is_fast(module.dtype) or reason is not None:
+    if not fits or reason is not None:
         logger.info("%s runs on transformers' code: %s", config.path, reason or "no fast native code on this machine")
         return None
-    weights = read_weights(module, probe.rules)
+    weights = pack_weights(module.state_dict().get, settings_of(module, probe.rules))
     pages = NativeKVCache(
         probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
     )
@@ -254,12 +292,6 @@ def _native_weights(
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
     return weights
-
-
-def _release_weights(module: PreTrainedModel) -> None:
-    """Free the weights that have been packed; tensors that are in use elsewhere stay."""
-    for parameter in module.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from app.engine.batch import Batch
 from app.engine.request import Pooling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LastHiddenStates:

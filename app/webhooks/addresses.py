@@ -81,7 +81,7 @@ class AddressGate:
     def check(self, url: WebhookUrl, address: Address | None) -> None:
         """Raise InvalidRequest when nothing may be sent to a URL, as far as that is known now.
 
-        `address` is the URL's own; None where it has a name, whose addresses may be others when a message goes out.
+        `address` is the URL's own; None where it has a name: a name's addresses may change before a message goes out.
         """
         if self._allowed and (address is None or self._is_in_allowed_network(address)):
             return

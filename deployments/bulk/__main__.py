@@ -1,8 +1,8 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-With --through fleet the rows go to a service that runs, in its lowest class. Otherwise to engines of their own: without
-a cluster to join (`ray job submit --working-dir . -- python -m deployments.bulk ...`) it starts one. Mistakes are told
-before Ray is even imported. Killed at any moment, it goes on with --resume.
+With --through fleet the rows go to a running service, in its lowest class, otherwise to engines of the run's own.
+Without a cluster to join (`ray job submit --working-dir . -- python -m deployments.bulk ...`) it starts one. Mistakes
+are reported before Ray is imported. A run that was killed at any moment goes on with --resume.
 """
 
 from __future__ import annotations

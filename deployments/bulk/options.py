@@ -1,4 +1,4 @@
-"""The command line of a bulk run. No Ray here: mistakes are told at once."""
+"""The command line of a bulk run. No Ray here: mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Raises InvalidSetup for what is wrong in the config file; argparse answers for the rest, with status 2."""
+    """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
     parser = _parser()
     given = parser.parse_args(arguments)
     _check_they_go_together(parser, given)

@@ -17,6 +17,9 @@ import urllib.request
 from pathlib import Path
 from typing import NoReturn
 
+import deployments.preload  # noqa: F401  # before Serve
+
+# isort: split
 import ray
 import yaml
 from ray import serve
@@ -28,7 +31,7 @@ from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 from deployments.ray_internals import deploy
 from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, ServeFile, read_serve_file
 
-STARTING_POLL_S = 0.5
+STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 5.0
 REMINDER_S = 15.0
 

@@ -6,10 +6,8 @@ The environment is the launcher's own, set before Ray is imported anywhere: Ray 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import time
 import warnings
@@ -57,6 +55,9 @@ os.environ.update(environment(_FILE, RUN_FOLDER, PLAIN_ENVIRONMENT) | _TESTS_ONL
 with warnings.catch_warnings():
     # Ray 2.60 declares its pydantic fields in a way that pydantic 2.14 calls deprecated; only while it is imported.
     warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`")
+    import deployments.preload  # noqa: F401  # before Serve
+
+    # isort: split
     import ray
     from ray import serve
 
@@ -86,19 +87,13 @@ class Service:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy. Its dashboard runs jobs."""
-    with socket.socket() as another_clusters:
-        # Where the agent that begins jobs would be; or another cluster is there already.
-        with contextlib.suppress(OSError):
-            another_clusters.bind(("127.0.0.1", 52365))
-            another_clusters.listen()
-        start_own_cluster(
-            num_cpus=4,  # reservations of all applications at once; a number, not cores
-            namespace="serve",
-            include_dashboard=True,
-            dashboard_port=free_port(),
-            _temp_dir=str(RUN_FOLDER),
-        )
+    """A Ray cluster that nothing else uses; gives the address of its HTTP proxy."""
+    start_own_cluster(
+        num_cpus=4,  # reservations of all applications at once; a number, not cores
+        namespace="serve",
+        include_dashboard=False,
+        _temp_dir=str(RUN_FOLDER),
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": HTTP_PORT})
         yield f"http://127.0.0.1:{HTTP_PORT}"

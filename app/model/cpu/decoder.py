@@ -33,10 +33,11 @@ class NativeDecoder:
         self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
         self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
+        settings = weights.settings
         shape = DecoderShape(
-            weights.hidden_size, weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.head_dim,
-            weights.intermediate_size, weights.vocab_size, pages.block_size, num_layers,
-            weights.epsilon, weights.scaling,
+            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
+            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers,
+            settings.epsilon, settings.scaling,
         )  # fmt: skip
         layers = (LayerWeights * num_layers)(
             *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
@@ -46,7 +47,6 @@ class NativeDecoder:
             weights.head.data_ptr(), team.handle,
         )  # fmt: skip
         weakref.finalize(self, getattr(team.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
-        self._dtype_of_positions = torch.empty(0, dtype=weights.dtype)
         self._preparer = MatcherPreparer()
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
@@ -55,13 +55,13 @@ class NativeDecoder:
         return self.compute(inputs, segments, batch.matchers)
 
     def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
-        cosine, sine = self._weights.rotary(self._dtype_of_positions, inputs.positions)
+        cosine, sine = self._weights.rotary(inputs.positions)
         cosine, sine = cosine.contiguous(), sine.contiguous()
         num_logits = inputs.logits_indices.shape[0]
-        logits = torch.empty(num_logits, self._weights.vocab_size)
+        logits = torch.empty(num_logits, self._weights.settings.vocab_size)
         likeliest = torch.empty(num_logits, dtype=torch.long)
         wanted = _wanted_rows(inputs)
-        hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.hidden_size)
+        hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
         step = DecoderStep(
             inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
             inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),

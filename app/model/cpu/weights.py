@@ -1,24 +1,30 @@
-"""Reads a Llama-like transformers model into the packed weights of the C++ decoder.
+"""Packs the weights of a Llama-like transformers model for the C++ decoder.
 
-Only the architectures named here are read. The loader compares the decoder's output with the model's own before use.
+Only the architectures named here are packed. The loader compares the decoder's output with the model's own before use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from app.model.attention import AttentionRules
 from app.model.cpu.library import LANES, in_large_pages
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The weight of a name in the model's checkpoint; None where the model has none.
+Weights = Callable[[str], torch.Tensor | None]
+
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 
 
@@ -40,15 +46,9 @@ class NativeLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeWeights:
-    """A whole model."""
+class DecoderSettings:
+    """A Llama-like model without its weights, in plain values."""
 
-    layers: tuple[NativeLayer, ...]
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
-    final_norm: torch.Tensor
-    head: torch.Tensor
-    rotary: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    dtype: torch.dtype
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -57,6 +57,29 @@ class NativeWeights:
     vocab_size: int
     epsilon: float
     scaling: float
+    sliding_windows: tuple[int, ...]  # by layer; 0: none
+    rotary_frequencies: tuple[float, ...]  # [head_dim / 2]
+    rotary_scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeWeights:
+    """A whole model."""
+
+    settings: DecoderSettings
+    layers: tuple[NativeLayer, ...]
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    rotary_frequencies: torch.Tensor  # [head_dim / 2]
+    dtype: torch.dtype
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines by which heads are turned, each [1, num_tokens, head_dim]. positions: [1, num_tokens]."""
+        angles = positions[..., None].float() * self.rotary_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        scaling = self.settings.rotary_scaling
+        return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
 
 
 def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
@@ -80,17 +103,10 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
     return None
 
 
-@torch.inference_mode()
-def read_weights(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> NativeWeights:
-    """Pack a model's weights. `why_not_native` must be None. Does not change the model."""
-    config = model.config
-    return NativeWeights(
-        layers=tuple(_read_layer(layer, rules[index]) for index, layer in enumerate(_layers(model))),
-        embedding=model.get_input_embeddings().weight.detach(),
-        final_norm=model.model.norm.weight.detach(),
-        head=_packed([model.lm_head.weight]),
-        rotary=model.model.rotary_emb,
-        dtype=model.dtype,
+def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
+    """`why_not_native` must be None."""
+    config, rotary = model.config, model.model.rotary_emb
+    return DecoderSettings(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -99,24 +115,55 @@ def read_weights(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Na
         vocab_size=model.lm_head.weight.shape[0],
         epsilon=config.rms_norm_eps,
         scaling=rules[0].scaling,
+        sliding_windows=tuple(rules[index].sliding_window or 0 for index in range(len(_layers(model)))),
+        rotary_frequencies=tuple(rotary.inv_freq.tolist()),
+        rotary_scaling=rotary.attention_scaling,
     )
 
 
-def _read_layer(layer: Any, rules: AttentionRules) -> NativeLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+@torch.inference_mode()
+def pack_weights(weights: Weights, settings: DecoderSettings) -> NativeWeights:
+    """Pack weights that are all of one type. Does not change them."""
+    embedding = _given(weights, EMBEDDING)
+    return NativeWeights(
+        settings=settings,
+        layers=tuple(
+            _pack_layer(partial(_named, weights, f"model.layers.{index}."), window)
+            for index, window in enumerate(settings.sliding_windows)
+        ),
+        embedding=embedding,
+        final_norm=_given(weights, "model.norm.weight"),
+        head=_packed([_given(weights, HEAD)]),
+        rotary_frequencies=torch.tensor(settings.rotary_frequencies),
+        dtype=embedding.dtype,
+    )
+
+
+def _named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
+    return weights(prefix + name)
+
+
+def _given(weights: Weights, name: str) -> torch.Tensor:
+    weight = weights(name)
+    assert weight is not None, f"a Llama-like model has {name}"
+    return weight
+
+
+def _pack_layer(weights: Weights, sliding_window: int) -> NativeLayer:
+    queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
+    gate, up = _given(weights, "mlp.gate_proj.weight"), _given(weights, "mlp.up_proj.weight")
     return NativeLayer(
-        input_norm=layer.input_layernorm.weight.detach(),
-        query_key_value=_packed([projection.weight for projection in projections]),
-        query_key_value_bias=_bias(projections),
-        query_norm=_optional_norm(attention, "q_norm"),
-        key_norm=_optional_norm(attention, "k_norm"),
-        output=_packed([attention.o_proj.weight]),
-        output_bias=_bias([attention.o_proj]),
-        post_attention_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_packed(_in_turn(mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=_packed([mlp.down_proj.weight]),
-        sliding_window=rules.sliding_window or 0,
+        input_norm=_given(weights, "input_layernorm.weight"),
+        query_key_value=_packed([_given(weights, f"{name}.weight") for name in queries_keys_values]),
+        query_key_value_bias=_bias(weights, queries_keys_values),
+        query_norm=weights("self_attn.q_norm.weight"),
+        key_norm=weights("self_attn.k_norm.weight"),
+        output=_packed([_given(weights, "self_attn.o_proj.weight")]),
+        output_bias=_bias(weights, ["self_attn.o_proj"]),
+        post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
+        gate_up=_packed(_in_turn(gate, up)),
+        down=_packed([_given(weights, "mlp.down_proj.weight")]),
+        sliding_window=sliding_window,
     )
 
 
@@ -125,7 +172,7 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     weights: each [outputs, inputs].
     """
-    weight = torch.cat([weight.detach() for weight in weights])
+    weight = torch.cat(list(weights))
     num_outputs, num_inputs = weight.shape
     num_panels = -(-num_outputs // _PANEL)
     per_unit = 4 // weight.element_size()
@@ -145,18 +192,16 @@ def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
     return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
 
 
-def _bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
-    if all(linear.bias is None for linear in linears):
+def _bias(weights: Weights, linears: Sequence[str]) -> torch.Tensor | None:
+    biases = [weights(f"{linear}.bias") for linear in linears]
+    if all(bias is None for bias in biases):
         return None
-    biases = [
-        torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float() for linear in linears
-    ]
-    return torch.cat(biases)
-
-
-def _optional_norm(attention: Any, name: str) -> torch.Tensor | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else norm.weight.detach()
+    return torch.cat(
+        [
+            torch.zeros(_given(weights, f"{linear}.weight").shape[0]) if bias is None else bias.float()
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
+    )
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:

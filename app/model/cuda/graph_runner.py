@@ -47,7 +47,9 @@ class GraphModelRunner:
         self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
     ) -> None:
         """Capture every size up to `max_rows` sequences; takes seconds. Without a capture steps run eagerly."""
+        assert model.module is not None, "native code is for CPUs"
         self._model = model
+        self._module = model.module
         self._last_hidden = LastHiddenStates(model.module)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -97,7 +99,7 @@ class GraphModelRunner:
     ) -> torch.Tensor:
         """token_ids, positions: [1, num_tokens] → [num_kept, vocab_size]."""
         with self._arithmetic():
-            logits: torch.Tensor = self._model.module(
+            logits: torch.Tensor = self._module(
                 input_ids=token_ids,
                 position_ids=positions,
                 use_cache=False,

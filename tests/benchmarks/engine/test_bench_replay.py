@@ -117,10 +117,8 @@ class RecordedMachine(EngineMachine):
     def clear_the_prefix_cache(self) -> None:
         self.engine.clear_prefix_cache()
 
-    def teardown(self) -> None:
-        super().teardown()
-        if not hasattr(self, "engine"):
-            return
+    def run_to_the_end(self) -> None:
+        super().run_to_the_end()
         pool = self.engine._scheduler._pool
         cache = CacheConfig(block_size=pool.block_size, prefix_caching=pool._prefix_caching)
         header = header_of(self.runner, num_blocks=pool.num_blocks, cache=cache, scheduler=self.first_settings)

@@ -117,11 +117,12 @@ def test_rotary_positions_that_follow_the_batch_are_left_to_transformers(tmp_pat
 
 
 def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
-    right = loader.read_weights
+    right = loader.settings_of
     monkeypatch.setattr(
-        loader, "read_weights", lambda *given: dataclasses.replace(right(*given), scaling=1.3 * right(*given).scaling)
+        loader, "settings_of", lambda *given: dataclasses.replace(right(*given), scaling=1.3 * right(*given).scaling)
     )
     model = load(tiny_model_path("llama"), "float32")
     assert model.native is None
     assert "the first layer's output differs by" in caplog.text
+    assert model.module is not None
     assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"

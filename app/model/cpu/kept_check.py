@@ -1,0 +1,99 @@
+"""Keeps the fact that a model has passed the loader's checks, so that its next start can do without transformers.
+
+The model code of transformers takes longer to import than torch, and a Llama-like model needs it only for the checks:
+the C++ decoder computes with packed weights. A kept check holds for the same files of the model, the same native
+library and the same versions; with any other, the model is checked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import safe_open
+
+from app.engine.request import ModelFacts
+from app.model.cpu.library import library
+from app.model.cpu.weights import EMBEDDING, HEAD, DecoderSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedModel:
+    """The results of the checks: with them and the weights, a decoder can be built."""
+
+    settings: DecoderSettings
+    facts: ModelFacts  # with the model's own limit of length
+
+
+_CHECKED_MODEL = TypeAdapter(CheckedModel)
+
+
+class KeptCheck:
+    """The check of one model on this machine, in a file."""
+
+    def __init__(self, folder: Path, location: Path, *, dtype: torch.dtype, block_size: int) -> None:
+        """`folder` has the files of all checks, `location` is the folder of the model."""
+        code = library()
+        assert code is not None, "only models that native code can compute"
+        what = hashlib.sha256()
+        for part in (code._name, torch.__version__, version("transformers"), location.resolve(), dtype, block_size):
+            what.update(f"{part}\0".encode())
+        for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
+            what.update(path.read_bytes())
+        for path in sorted(location.glob("*.safetensors")):
+            stat = path.stat()
+            what.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\0".encode())
+        self._file = folder / f"checked-{what.hexdigest()[:32]}.json"
+
+    def read(self) -> CheckedModel | None:
+        """The results, if the model has passed."""
+        try:
+            return _CHECKED_MODEL.validate_json(self._file.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def write(self, checked: CheckedModel) -> None:
+        """The model has passed."""
+        temporary = self._file.with_suffix(f".{id(self)}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(_CHECKED_MODEL.dump_json(checked))
+            temporary.replace(self._file)
+        except OSError as error:
+            logger.warning("the model's next start will check it again: %s cannot be written: %s", self._file, error)
+
+
+class Checkpoint:
+    """The weights in a model's safetensors files, each read when it is asked for."""
+
+    def __init__(self, location: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._files: dict[str, Any] = {}  # by the name of a weight
+        for path in sorted(location.glob("model*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """The weight of this name. A head that is tied to the embedding is not in the files."""
+        if name == HEAD and name not in self._files:
+            name = EMBEDDING
+        file = self._files.get(name)
+        if file is None:
+            return None
+        weight: torch.Tensor = file.get_tensor(name)
+        return weight.to(self._dtype)
+
+    def is_equal(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Whether these are the weights in the files, under the same names."""
+        return self._files.keys() <= weights.keys() and all(
+            (read := self(name)) is not None and read.dtype is weight.dtype and torch.equal(read, weight)
+            for name, weight in weights.items()
+        )

@@ -1,0 +1,32 @@
+"""What each process of a service imports, and what it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from deployments.launcher.supervisor import environment
+from deployments.serve.settings import ServeFile
+
+PROJECT = Path(__file__).parents[2]
+CODE = """
+import sys, deployments.preload, deployments.serve.replica, deployments.serve.ingress, deployments.launcher.foreground
+found = {"pandas", "pyarrow", "torch", "transformers", "aiohttp", "fsspec", "ray.data"} & sys.modules.keys()
+assert not found, found
+import pandas
+pandas.DataFrame()
+"""
+
+
+def test_the_processes_of_a_service_import_serve_without_pandas() -> None:
+    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(PROJECT)})
+
+
+def test_workers_import_it_before_they_have_work(tmp_path: Path) -> None:
+    file = ServeFile(host="127.0.0.1", port=1, applications={})
+    module = environment(file, tmp_path, {})["RAY_preload_python_modules"]
+    assert module == "deployments.preload"
+    assert find_spec(module) is not None
