@@ -16,7 +16,7 @@ from app.engine.request import Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import ReplicaConnection
 from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
-from app.fleet.frames import Abort, Submit
+from app.fleet.frames import AbortRequest, SubmitRequest
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
 from app.fleet.suspect_queue import SuspectQueue
@@ -176,7 +176,7 @@ class Fleet:
         decision = self._registry.decision(in_flight.attempt_id)
         assert decision is not None, "a placed request has a decision"
         self._metrics.dispatched(decision.policy)
-        self._connections[replica_id].send(Submit(sent))
+        self._connections[replica_id].send(SubmitRequest(sent))
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = self._registry.decision(in_flight.attempt_id)
@@ -189,7 +189,7 @@ class Fleet:
         in_flight.has_ended = True
         replica_id = in_flight.replica_id
         if not in_flight.is_done and replica_id in self._connections:
-            self._connections[replica_id].send(Abort(in_flight.attempt_id))
+            self._connections[replica_id].send(AbortRequest(in_flight.attempt_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
         self._registry.end(in_flight.attempt_id, num_generated=num_generated)
         if replica_id not in self._registry.replica_ids:

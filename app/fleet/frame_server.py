@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import Abort, Frame, InvalidFrame, encode, message_decoder
+from app.fleet.frames import AbortRequest, Frame, InvalidFrame, encode, message_decoder
 from app.fleet.outbox import Outbox, ServingEngine
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             return
         for message in messages:
-            if isinstance(message, Abort):
+            if isinstance(message, AbortRequest):
                 outbox.abort(message.request_id)
             else:
                 outbox.submit(message.request)

@@ -38,19 +38,19 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
 
 
-class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """An ingress has a request served. The request's deltas come back in frames, an error as its last delta."""
 
     request: Request
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """An ingress needs no more of a request. Nothing happens when the replica does not have it."""
 
     request_id: str
 
 
-Message = Submit | Abort
+Message = SubmitRequest | AbortRequest
 ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 

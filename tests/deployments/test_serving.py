@@ -29,7 +29,7 @@ from app.config import IngressConfig
 from app.engine.request import Request, SamplingParams
 from app.errors import InvalidSetup
 from app.fleet import Address, connect
-from app.fleet.frames import Submit, encode, frame_decoder
+from app.fleet.frames import SubmitRequest, encode, frame_decoder
 from deployments.launcher.foreground import reason
 from deployments.launcher.supervisor import session_members
 from deployments.serve.application import _ingress_deployment, _replica_deployment, build
@@ -76,7 +76,7 @@ def received_tokens(addresses: Sequence[Address], requests: Sequence[Request]) -
     async def receive(is_over: asyncio.Event) -> None:
         streams = [await connect(each, "test", Receiver(), heartbeat_s=10) for each in addresses]
         for number, request in enumerate(requests):
-            streams[number % len(streams)].write(encode(Submit(request)))
+            streams[number % len(streams)].write(encode(SubmitRequest(request)))
         await is_over.wait()
         for stream in streams:
             stream.close()

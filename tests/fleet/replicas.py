@@ -24,7 +24,7 @@ from app.fleet import (
     report_of,
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
-from app.fleet.frames import Submit, encode, message_decoder
+from app.fleet.frames import SubmitRequest, encode, message_decoder
 from tests.fakes import CountingRunner, build_fake_engine
 from tests.waiting import until
 
@@ -148,7 +148,7 @@ class LocalStream(asyncio.Transport):
             data = await self._to_replica.get()
             await self._replica.is_heard.wait()
             for message in self._messages.feed(data):
-                if isinstance(message, Submit):
+                if isinstance(message, SubmitRequest):
                     self._outbox.submit(message.request)
                 else:
                     self._outbox.abort(message.request_id)

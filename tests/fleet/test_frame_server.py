@@ -13,7 +13,7 @@ from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Reque
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
-from app.fleet.frames import Abort, Message, Submit, encode, frame_decoder
+from app.fleet.frames import AbortRequest, Message, SubmitRequest, encode, frame_decoder
 from tests.fakes import make_request
 from tests.fleet.test_frames import REPORT
 from tests.waiting import until
@@ -98,7 +98,7 @@ class Frames(asyncio.Protocol):
 
     async def submit(self, *request_ids: str) -> None:
         """Send requests; returns when the first frame about each has come."""
-        self.send(*(Submit(make_request(request_id=each)) for each in request_ids))
+        self.send(*(SubmitRequest(make_request(request_id=each)) for each in request_ids))
         waiting = set(request_ids)
         while waiting:
             waiting -= {delta.request_id for delta in (await self.next()).deltas}
@@ -145,7 +145,7 @@ def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:
 def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_queued() -> None:
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "one") as frames:
-            frames.send(Submit(make_request(request_id="a")), Submit(make_request(request_id="b")))
+            frames.send(SubmitRequest(make_request(request_id="a")), SubmitRequest(make_request(request_id="b")))
             [first, *others] = await frames.deltas()
             assert (first.request_id, first.queued) == ("a", Queued(1, 0.5))
             [second] = others or await frames.deltas()
@@ -168,7 +168,7 @@ def test_a_request_that_is_refused_ends_with_the_error_and_the_connection_stays(
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "one") as frames:
             replica.refusal = refusal
-            frames.send(Submit(make_request(request_id="a")))
+            frames.send(SubmitRequest(make_request(request_id="a")))
             [delta] = await frames.deltas()
             assert (delta.request_id, delta.finish_reason, type(delta.error)) == ("a", FinishReason.ERROR, kind)
             replica.refusal = None
@@ -182,9 +182,11 @@ def test_a_request_with_a_grammar_waits_for_it_and_holds_up_no_other() -> None:
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "one") as frames:
             grammar = Grammar(GrammarKind.REGEX, "a+")
-            frames.send(*(Submit(make_request(request_id=each, grammar=grammar)) for each in ("slow", "given up")))
+            frames.send(
+                *(SubmitRequest(make_request(request_id=each, grammar=grammar)) for each in ("slow", "given up"))
+            )
             await frames.submit("quick")
-            frames.send(Abort("given up"))
+            frames.send(AbortRequest("given up"))
             await frames.submit("another")
             assert list(replica.outboxes) == ["quick", "another"]
             replica.compiled.set()
@@ -200,7 +202,7 @@ def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run() -> No
         async with frames_from(address, "one") as frames:
             await frames.submit("a", "b")
             replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
-            frames.send(Abort("a"), Abort("a"), Abort("b"), Abort("of another time"))
+            frames.send(AbortRequest("a"), AbortRequest("a"), AbortRequest("b"), AbortRequest("of another time"))
             await frames.submit("c")
             assert replica.aborted == ["a"]
 
@@ -312,7 +314,9 @@ def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_o
 
     async def scene(replica: Replica, address: Address) -> None:
         slow, slow_writer = await asyncio.open_connection(address.host, address.port, limit=1024)
-        slow_writer.write(Hello(address.secret, "slow", 60.0).line() + encode(Submit(make_request(request_id=long_id))))
+        slow_writer.write(
+            Hello(address.secret, "slow", 60.0).line() + encode(SubmitRequest(make_request(request_id=long_id)))
+        )
         async with frames_from(address, "quick") as quick:
             await quick.submit("b")
             await until(lambda: long_id in replica.outboxes)

@@ -14,7 +14,15 @@ from app.engine.request import FinishReason, Grammar, GrammarKind, Pooling, Queu
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import FRAME_VERSION, Abort, InvalidFrame, Submit, encode, frame_decoder, message_decoder
+from app.fleet.frames import (
+    FRAME_VERSION,
+    AbortRequest,
+    InvalidFrame,
+    SubmitRequest,
+    encode,
+    frame_decoder,
+    message_decoder,
+)
 from tests.fakes import make_request
 from tests.fleet.reports import make_report
 
@@ -114,7 +122,7 @@ REQUEST = make_request(
 
 def test_a_request_arrives_as_it_was_sent() -> None:
     request = replace(REQUEST, generated_token_ids=(8,), pooling=Pooling.MEAN, is_background=True, session="mine")
-    messages = [Submit(request), Abort("one")]
+    messages = [SubmitRequest(request), AbortRequest("one")]
     assert message_decoder().feed(b"".join(map(encode, messages))) == messages
 
 
@@ -123,7 +131,7 @@ def test_fields_of_a_newer_ingress_are_ignored_and_those_that_an_older_one_does_
     del plain["session"]
     del plain["sampling"]["bad_words"]
     [found] = message_decoder().feed(framed([0, plain | {"new": 5}, "new"]))
-    assert found == Submit(replace(REQUEST, sampling=replace(REQUEST.sampling, bad_words=())))
+    assert found == SubmitRequest(replace(REQUEST, sampling=replace(REQUEST.sampling, bad_words=())))
 
 
 def framed(body: object, *, version: int = FRAME_VERSION) -> bytes:
