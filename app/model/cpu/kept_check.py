@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -62,7 +63,7 @@ class KeptCheck:
 
     def write(self, checked: CheckedModel) -> None:
         """The model has passed."""
-        temporary = self._file.with_suffix(f".{id(self)}")
+        temporary = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(_CHECKED_MODEL.dump_json(checked))
