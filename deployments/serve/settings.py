@@ -170,8 +170,8 @@ def retuned(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
         raise InvalidSetup("\n".join(mistakes).replace(_path(place), "user_config.scheduler")) from error
     if config.max_requests > deployed.max_requests:
         raise InvalidSetup(
-            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; the replicas were deployed for "
-            f"{deployed.max_requests:,}: change it in the application's args"
+            f"user_config.scheduler: max_running + max_waiting is {config.max_requests:,}; the replicas were deployed "
+            f"for {deployed.max_requests:,}: change it in the application's args"
         )
     return config
 

@@ -169,7 +169,10 @@ def test_a_user_config_changes_what_it_names_and_always_means_the_same() -> None
         ({"scheduler": "static"}, "user_config.scheduler: got 'static'; must be settings by name"),
         ({"scheduler": {"strategy": "magic"}}, "user_config.scheduler.strategy: got 'magic'; must be one of static"),
         ({"scheduler": {"max_running": 0}}, "user_config.scheduler.max_running: got 0; must be greater than"),
-        ({"scheduler": {"max_waiting": 9}}, "user_config.scheduler: max_running + max_waiting is 13; the replicas were deployed for 12"),
+        (
+            {"scheduler": {"max_waiting": 9}},
+            "user_config.scheduler: max_running + max_waiting is 13; the replicas were deployed for 12",
+        ),
     ],
 )
 def test_a_user_config_that_cannot_be_is_refused_in_words(user_config: object, message: str) -> None:
