@@ -1,4 +1,4 @@
-"""Attention over paged KV memory; the loader registers it with transformers, whose models run unmodified.
+"""Attention over paged KV memory; the loader registers it with transformers. Its models run unmodified.
 
 A model calls `attend` in every layer; the step's data are the forward keyword argument `paged`, so nothing is
 set before a call and read inside it. The attention below is plain torch: correct on CPU and CUDA, the reference for the

@@ -23,7 +23,7 @@ from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
 
-if TYPE_CHECKING:  # it takes longer to import than torch, and a model whose check is kept needs none of it
+if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
