@@ -122,8 +122,12 @@ class EngineExecution(Execution):
         async def source() -> AsyncGenerator[list[PreparedItem | ItemResult], None]:
             async with aclosing(work.pieces()) as pieces:
                 async for piece in pieces:
-                    own = [item for item in piece if not self._is_of_another(item, model)]
-                    others.update(item.number for item in piece if self._is_of_another(item, model))
+                    own: list[Item] = []
+                    for item in piece:
+                        if self._is_of_another(item, model):
+                            others.add(item.number)
+                        else:
+                            own.append(item)
                     calls = [await self._call(work, item) for item in own]
                     yield [
                         prepared(item, call) if isinstance(call, Call) else form.answered(item, call)

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, cast
 
-import fsspec
-
 from app.disk import sync_folder
 from app.errors import InvalidSetup
 from app.jobs.job import new_file_id
@@ -188,8 +186,10 @@ class RemoteContents(Contents):
 
 def filesystem_at(url: str) -> tuple[Any, str]:
     """The filesystem of a URL, and the path in it. Raises InvalidSetup, which does not show the URL."""
+    from fsspec.core import url_to_fs  # here: few services keep files behind a URL, and the import takes 0.1 s
+
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = url_to_fs(url)
     except (ValueError, ImportError) as error:
         protocol = url.partition("://")[0]
         raise InvalidSetup(f"batches.files: {protocol[:40]}:// cannot be opened here: {error}") from None

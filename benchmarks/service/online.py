@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, or of all runs of a sweep, whose table is printed.
+    """The figures of one run, or of all runs of a sweep, which are printed as a table.
 
     Raises:
         BenchmarkError: an option is wrong, or no server answers.

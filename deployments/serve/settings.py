@@ -25,6 +25,7 @@ from app.config import (
     names_of,
 )
 from app.errors import InvalidSetup
+from app.jobs.files import filesystem_at
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
@@ -137,9 +138,6 @@ def check(config: ApplicationConfig) -> None:
     if config.batches is not None:
         check_default(config.batches.webhooks)
         if config.batches.files is not None:
-            # Here, as fsspec would be imported in each process of a service.
-            from app.jobs.files import filesystem_at
-
             filesystem_at(config.batches.files)
 
 

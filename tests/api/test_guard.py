@@ -189,13 +189,13 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
 
     routes, found = asyncio.run(run())
     assert routes == set(found), "a route that is not listed with the callers that may use it"
-    for who, theirs in WHO_MAY.items():
+    for callers, theirs in WHO_MAY.items():
         for route in theirs:
             inside = [name for name, status in found[route].items() if status not in (401, 403)]
-            assert inside == [name for name, _ in visitors][{"all": 0, "keys": 2, "admins": 3}[who] :], route
+            assert inside == [name for name, _ in visitors][{"all": 0, "keys": 2, "admins": 3}[callers] :], route
             assert not any(status >= 500 for status in found[route].values()), route
             assert [found[route][name] for name in ("no key", "a stranger")] == (
-                [200] * 2 if who == "all" else [401] * 2
+                [200] * 2 if callers == "all" else [401] * 2
             )
     assert [found[route]["key"] for route in WHO_MAY["admins"]] == [403, 403]
     assert [found[route]["admin"] for route in WHO_MAY["admins"]] == [200, 200]

@@ -1,4 +1,4 @@
-"""Requests that kill whoever computes them, among others that only were there: who is given up, and who is not."""
+"""Requests that kill the replica that computes them, among others that were only there: which are given up."""
 
 from __future__ import annotations
 

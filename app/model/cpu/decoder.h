@@ -188,7 +188,7 @@ class Decoder {
         });
     }
 
-    // Copies all normed rows to the step's `hidden`, then keeps those whose logits are wanted.
+    // Copies all normed rows to the step's `hidden`, then keeps those of which logits are wanted.
     void give_hidden(const DecoderStep& step) {
         const int64_t size = shape_.hidden_size;
         team_.share(step.num_rows, [&](int64_t row) {

@@ -11,7 +11,7 @@ namespace carousel {
 
 constexpr int PANEL = 2 * LANES;     // columns computed together
 constexpr int TILE_ROWS = 12;        // rows computed together: 2 × 12 sums stay in registers
-constexpr int64_t CHUNK_ROWS = 192;  // rows whose inputs stay in the L2 cache while the panels are read
+constexpr int64_t CHUNK_ROWS = 192;  // the inputs of so many rows stay in the L2 cache while the panels are read
 constexpr int64_t AHEAD = 128;       // units of the weights fetched ahead of their use; reads past the end do no harm
 
 // [num_columns / PANEL][num_units][PANEL] units; the last panel is padded with zeros.
