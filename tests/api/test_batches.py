@@ -21,10 +21,11 @@ from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
-from tests.api.batch_services import ENDED, Stalls, served, with_http
+from tests.api.batch_services import ENDED, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
+from tests.stalls import stalls_of_loop
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -269,17 +270,15 @@ def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_
     ]
 
     async def use(client: httpx.AsyncClient) -> None:
-        stalls = Stalls()
-        watch = asyncio.create_task(stalls.watch())
-        for request in hostile:
-            body, headers = request["content"], request["headers"]
+        async with stalls_of_loop() as stalls:
+            for request in hostile:
+                body, headers = request["content"], request["headers"]
 
-            async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
-                for start in range(0, len(body), 1_000_000):
-                    yield body[start : start + 1_000_000]
+                async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
+                    for start in range(0, len(body), 1_000_000):
+                        yield body[start : start + 1_000_000]
 
-            assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
-        watch.cancel()
+                assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
         assert stalls.longest_s < 0.1
 
     with_http(service, tmp_path, use)
