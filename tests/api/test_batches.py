@@ -21,10 +21,12 @@ from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
-from tests.api.batch_services import ENDED, Stalls, served, with_http
+from app.text.tool_calls import FORMATS
+from tests.api.batch_services import ENDED, Stalls, job_ended, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -406,6 +408,36 @@ def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_p
         file = (await send(client, chat_line("one"))).json()
         assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
+
+    with_http(service, tmp_path, use, api=api)
+
+
+def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
+    """A lone surrogate cannot be encoded: it is replaced, and the batches of others are not concerned."""
+    written = '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\udfff"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    tokenizer = tokenizer_with(TEMPLATES["hermes"])
+    service = Service(tokenizer, say(tokenizer, written), tool_format=FORMATS["hermes"], max_model_len=2000)
+    keys = {"ann": "a" * 40, "bob": "b" * 40}
+    api = ApiConfig.model_validate({"keys": [entry(key, name) for name, key in keys.items()]})
+    asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
+    content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
+
+    async def use(client: httpx.AsyncClient) -> None:
+        batches = {}
+        for name, key in keys.items():
+            client.headers.update(bearer(key))
+            file = (await send(client, content[name])).json()
+            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+            batches[name] = (await client.post("/v1/batches", json=body)).json()["id"]
+        for name, key in keys.items():
+            client.headers.update(bearer(key))
+            batch = await job_ended(client, batches[name])
+            assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
+        client.headers.update(bearer(keys["ann"]))
+        [result, _] = (await job_ended(client, batches["ann"]))["results"]
+        [call] = result["response"]["choices"][0]["message"]["tool_calls"]
+        assert "\ufffd" in call["function"]["name"]
 
     with_http(service, tmp_path, use, api=api)
 
