@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,20 +244,44 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
     with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
 
 
-def test_an_upload_that_stalls_gives_its_place_back(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pause_s", [math.inf, 0.02], ids=["silent", "a byte now and then"])
+def test_an_upload_that_is_slow_gives_its_place_back(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
-    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.1)
 
-    async def stalling() -> AsyncIterator[bytes]:
+    async def slow() -> AsyncIterator[bytes]:
         yield b"--edge\r\n" + FILE_PART
-        await asyncio.Event().wait()
+        for _ in range(1000):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), pause_s if pause_s < math.inf else None)
+            yield b"x"
 
     async def use(client: httpx.AsyncClient) -> None:
         headers = {"content-type": "multipart/form-data; boundary=edge"}
-        response = await client.post("/v1/files", content=stalling(), headers=headers)
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "upload_stalled")
+        response = await client.post("/v1/files", content=slow(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
         assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use)
+
+
+def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.5)
+
+    async def steady() -> AsyncIterator[bytes]:
+        yield form(PURPOSE_PART, FILE_PART, end=b"")["content"].removesuffix(b"\r\n")
+        for _ in range(6):
+            await asyncio.sleep(0.15)
+            yield b"x" * 65536
+        yield b"\r\n--edge--\r\n"
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        response = await client.post("/v1/files", content=steady(), headers=headers)
+        assert response.status_code == 200, response.text
 
     with_http(service, tmp_path, use)
 
