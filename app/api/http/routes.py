@@ -27,6 +27,7 @@ from app.api.http.guard import Routes
 from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
 from app.api.http.sse import EventStream, WhileConnected
+from app.metrics import name_task
 
 
 def build_app(
@@ -114,6 +115,7 @@ class Application:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(scope)
+        name_task(scope["method"], scope["path"])
         has_started = False
 
         async def send_with_id(message: Message) -> None:
