@@ -28,7 +28,7 @@ from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import LOWEST_CLASS, Answered, Json
-from app.metrics import NO_MODEL, RequestMetrics
+from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
@@ -199,7 +199,7 @@ class RequestHandler:
         clients = [replace(client, request_id=f"{client.request_id}-{index}") for index in range(len(bodies))]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._outcome(ENDPOINTS[path], body, each))
+                group.create_task(self._outcome(ENDPOINTS[path], body, each), name=task_name())
                 for body, each in zip(bodies, clients, strict=True)
             ]
         outcomes = [task.result() for task in tasks]

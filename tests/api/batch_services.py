@@ -49,7 +49,7 @@ async def served(
 
 def client_of(app: Any) -> httpx.AsyncClient:
     """A client of this app."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
 def with_http(

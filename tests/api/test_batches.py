@@ -363,7 +363,8 @@ def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(serv
             )
             app = build_app(handler, service._is_ready, batch_routes=routes)
             transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://c", headers={"owner": "ann"}) as client:
+            base_url, owner = "http://localhost", {"owner": "ann"}
+            async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=owner) as client:
                 file = (await send(client, chat_line("one", user="bob"))).json()
                 assert "owner" not in file
                 body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}

@@ -436,9 +436,8 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
         def check(body: dict[str, Any], prompts: Any, is_async: Any, webhook: Any, metadata: Any) -> None:
             body = body | {"prompts": prompts, "async": is_async, "webhook": webhook, "metadata": metadata}
             for sent in (body, {name: body[name] for name in ("prompts", "async")}):
-                response = asyncio.run_coroutine_threadsafe(
-                    client.post("/v1/batch", content=json.dumps(sent)), loop
-                ).result(10)
+                post = client.post("/v1/batch", content=json.dumps(sent), headers={"content-type": "application/json"})
+                response = asyncio.run_coroutine_threadsafe(post, loop).result(10)
                 assert response.status_code in (200, 400, 404, 429), response.text
 
         await asyncio.to_thread(check)
