@@ -28,7 +28,7 @@ from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs import LOWEST_CLASS, Answered, Json
-from app.metrics import NO_MODEL, RequestMetrics
+from app.metrics import NO_MODEL, RequestMetrics, task_name
 
 ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
@@ -202,7 +202,7 @@ class RequestHandler:
         clients = [replace(client, request_id=request_id, num_bodies=len(bodies)) for request_id in ids]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._outcome(ENDPOINTS[path], body, each))
+                group.create_task(self._outcome(ENDPOINTS[path], body, each), name=task_name())
                 for body, each in zip(bodies, clients, strict=True)
             ]
         outcomes = [task.result() for task in tasks]
