@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import sqlite3
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
@@ -154,6 +154,7 @@ class BatchRunner:
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: dict[str, str] = {}  # by the batch's id, as all here
         self._stops: dict[str, asyncio.Event] = {}
         self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
         self._counted: dict[str, asyncio.Event] = {}  # set once the counts of a batch are known, or cannot be now
@@ -161,9 +162,9 @@ class BatchRunner:
         self.num_failed = 0
 
     @property
-    def num_batches(self) -> int:
-        """Batches that have not ended."""
-        return len(self._tasks)
+    def num_batches(self) -> Counter[str]:
+        """Batches that have not ended, by owner."""
+        return Counter(self._owners.values())
 
     @property
     def num_result_bytes(self) -> int:
@@ -198,12 +199,14 @@ class BatchRunner:
     async def resume(self, jobs: Sequence[Job]) -> None:
         """Go on with batches of an earlier process. Returns once their counts are known: no client sees fewer items."""
         for job in jobs:
-            self.start(job.id)
+            self.start(job)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
         await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun))
 
-    def start(self, job_id: str) -> None:
+    def start(self, job: Job) -> None:
         """Work off a batch that the catalog knows."""
+        job_id = job.id
+        self._owners[job_id] = job.owner
         self._stops[job_id] = asyncio.Event()
         self._counted[job_id] = asyncio.Event()
         # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
@@ -224,7 +227,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, job_id: str) -> None:
-        del self._tasks[job_id], self._stops[job_id]
+        del self._tasks[job_id], self._owners[job_id], self._stops[job_id]
         self._counted.pop(job_id).set()
         self._results.pop(job_id, None)
         self._on_end()

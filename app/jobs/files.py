@@ -73,6 +73,7 @@ class FileDraft:
         self.num_bytes = 0
         self._path = drafts / self.id
         self._contents = contents
+        self._is_written = False
         self._file: BinaryIO = self._path.open("xb")
 
     def __enter__(self) -> FileDraft:
@@ -81,7 +82,8 @@ class FileDraft:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abandon()
+        if error is not None or not self._is_written:
+            self.abandon()
 
     def write(self, data: bytes) -> None:
         """Add to its end."""
@@ -93,13 +95,16 @@ class FileDraft:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self._is_written = True
         self._contents.keep(self._path, self.id)
 
     def abandon(self) -> None:
-        """Remove it, unless it was kept."""
+        """Remove it, and what `keep` has made of it, whole or in part."""
         with suppress(OSError):  # on a full disk what is buffered cannot be written, and need not be
             self._file.close()
         self._path.unlink(missing_ok=True)
+        if self._is_written:
+            self._contents.delete(self.id)
 
 
 class Contents(Protocol):
