@@ -88,6 +88,7 @@ class Batches:
         handler = RequestHandler(
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
+        self._metrics.loop.start()
         self._following = asyncio.create_task(self._keys.follow())
         if config.batches.engines:
             execution = _engine_execution(config, self._paths, handler)

@@ -69,6 +69,7 @@ class Ingress:
             for model in self._config.models
         ]
         freeze_loaded()
+        self._metrics.loop.start()
         self._following = asyncio.create_task(self._keys.follow())
         handler = RequestHandler(
             models,

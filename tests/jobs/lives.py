@@ -84,9 +84,9 @@ def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
 async def upload(
     service: LocalBatchService, content: bytes, expires_after_s: int | None = None, owner: str = OWNER
 ) -> str:
-    upload_id = await service.begin_upload()
+    upload_id = await service.begin_upload(owner)
     await service.append(upload_id, content)
-    new = NewFile(owner=owner, filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
+    new = NewFile(filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
     return str((await service.finish_upload(upload_id, new))["id"])
 
 

@@ -28,6 +28,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.metrics import name_task
 
 
 def build_app(
@@ -118,6 +119,7 @@ class Application:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(scope)
+        name_task(scope["method"], scope["path"])
         has_started = False
         request_headers = headers_of(scope)
         for_pages = self._origins.response_headers(request_headers)
