@@ -1,4 +1,4 @@
-"""Masks, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
+"""Adjustments, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
 
 One thread computes a row, in an order of its own, so its bits do not depend on the other rows.
 """
@@ -6,15 +6,20 @@ One thread computes a row, in an order of its own, so its bits do not depend on 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.request import SamplingParams
 from app.model.cpu.library import Team
 from app.model.logprobs import Logprobs
+from app.model.sampler import joined_masks
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
+_ADJUSTMENTS = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
 _ALL_BITS = 2**64 - 1
 
 
@@ -42,22 +47,44 @@ class NativeDraw:
         return tokens
 
 
-class NativeMask:
-    """Replaces `sampler.mask` for logits in host memory."""
+class NativeAdjust:
+    """Replaces `sampler.adjust` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
-        self._team, self._mask = team, team.code.carousel_mask
+        self._team, self._adjust = team, team.code.carousel_adjust
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
-        """See `sampler.Mask`."""
-        logits = logits.clone(memory_format=torch.contiguous_format)
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """See `sampler.Adjust`."""
+        logits = logits.contiguous()
         where = _rows_at(rows)
-        packed = torch.frombuffer(allowed, dtype=torch.uint8)
-        self._mask(
-            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), packed.data_ptr(),
-            len(allowed) // len(rows), len(rows),
+        masks = joined_masks(items)
+        # Until the call returns nothing else refers to them.
+        banned = [array("q", () if item.matcher else item.banned_token_ids) for item in items]
+        numbers: list[float] = []
+        num_masks = 0
+        for item, tokens in zip(items, banned, strict=True):
+            numbers += _numbers_of(item.adjustments or _NO_ADJUSTMENTS)
+            numbers += (*tokens.buffer_info(), -1 if item.matcher is None else num_masks)
+            num_masks += item.matcher is not None
+        adjusted = torch.empty(len(items), logits.shape[1])
+        self._adjust(
+            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
+            struct.pack(_ADJUSTMENTS * len(items), *numbers), len(items),
+            torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
+            len(masks) // max(1, num_masks), adjusted.data_ptr(),
         )  # fmt: skip
-        return logits
+        return adjusted
+
+
+_NO_ADJUSTMENTS = LogitAdjustments(SamplingParams(max_tokens=0), ())
+
+
+def _numbers_of(adjustments: LogitAdjustments) -> tuple[float, ...]:
+    """The first fields of an Adjustments of sampling.h: addresses and lengths of the arrays, and the penalty."""
+    seen, deducted, biased = adjustments.seen, adjustments.deducted, adjustments.biased
+    deductions, biases = adjustments.deductions.buffer_info()[0], adjustments.biases.buffer_info()[0]
+    penalty = adjustments.repetition_penalty
+    return (penalty, *seen.buffer_info(), *deducted.buffer_info(), deductions, *biased.buffer_info(), biases)
 
 
 class NativeLogprobs:
