@@ -410,9 +410,25 @@ class ApiConfig(Settings):
         "keys",
         description="which requests may read /metrics: all, those with a key, or those with a key that has `admin`",
     )
+    allowed_origins: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="web pages that may use the API, by their origins, as https://chat.example.com (CORS); `*`: all",
+    )
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
     )
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in map(str.lower, origins):
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise ValueError(
+                    f"got {origin!r}; an origin is written as browsers send it: https://chat.example.com or "
+                    f"http://localhost:3000, without a path; `*` allows all"
+                )
+        return tuple(map(str.lower, origins))
 
     @field_validator("keys")
     @classmethod

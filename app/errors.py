@@ -7,6 +7,7 @@
     │   ├── MethodNotAllowed     the route exists, the method does not
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
     │   ├── BodyTooSlow          the HTTP body did not arrive in time
+    │   ├── UnsupportedMediaType the HTTP body is not declared as what the route takes
     │   ├── Unauthenticated      no API key, or none that is known
     │   ├── NotPermitted         this key may not do that
     │   └── Quarantined          this very request has failed the engine before
@@ -91,6 +92,10 @@ class BodyTooLarge(InvalidRequest):
 
 class BodyTooSlow(InvalidRequest):
     """The HTTP body did not arrive in time."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The HTTP body is not declared as what the route takes."""
 
 
 class Unauthenticated(InvalidRequest):

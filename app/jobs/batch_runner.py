@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import sqlite3
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
@@ -154,6 +154,7 @@ class BatchRunner:
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: dict[str, str] = {}  # by the batch's id, as all here
         self._stops: dict[str, asyncio.Event] = {}
         self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
         self._counted: dict[str, asyncio.Event] = {}  # set once the counts of a batch are known, or cannot be now
@@ -161,9 +162,9 @@ class BatchRunner:
         self.num_failed = 0
 
     @property
-    def num_batches(self) -> int:
-        """Batches that have not ended."""
-        return len(self._tasks)
+    def num_batches(self) -> Counter[str]:
+        """Batches that have not ended, by owner."""
+        return Counter(self._owners.values())
 
     @property
     def num_result_bytes(self) -> int:
@@ -183,19 +184,29 @@ class BatchRunner:
         results = self._results.get(job_id)
         return None if results is None else results.counts
 
-    async def sweep(self, unfinished: Sequence[str]) -> None:
-        """Remove the results of batches that have ended: they are in their output files. For use before any work."""
-        await asyncio.to_thread(_delete_all_but, self._folder, unfinished)
+    async def sweep(self) -> list[Job]:
+        """Remove the results of batches that have ended: they are in their output files. For use before any work.
+
+        Returns the batches that have not ended.
+        """
+        # What is there before what is kept: nothing of a process that has taken the folder since can be removed.
+        there = await asyncio.to_thread(_names_in, self._folder)
+        unfinished = await self._thread.run(self._catalog.unfinished)
+        for name in there - {job.id for job in unfinished}:
+            await asyncio.to_thread(shutil.rmtree, self._folder / name, ignore_errors=True)
+        return unfinished
 
     async def resume(self, jobs: Sequence[Job]) -> None:
         """Go on with batches of an earlier process. Returns once their counts are known: no client sees fewer items."""
         for job in jobs:
-            self.start(job.id)
+            self.start(job)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
         await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun))
 
-    def start(self, job_id: str) -> None:
+    def start(self, job: Job) -> None:
         """Work off a batch that the catalog knows."""
+        job_id = job.id
+        self._owners[job_id] = job.owner
         self._stops[job_id] = asyncio.Event()
         self._counted[job_id] = asyncio.Event()
         # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
@@ -216,7 +227,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, job_id: str) -> None:
-        del self._tasks[job_id], self._stops[job_id]
+        del self._tasks[job_id], self._owners[job_id], self._stops[job_id]
         self._counted.pop(job_id).set()
         self._results.pop(job_id, None)
         self._on_end()
@@ -354,9 +365,10 @@ class BatchRunner:
         await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Delete files that the catalog does not know, of a batch that has not ended: they are written again."""
-        if not (await self._thread.run(self._catalog.job, job.id)).status.has_ended:
-            for file in files:
+        """Delete files of a batch that the catalog does not name: they are written again, or were by another."""
+        ended = await self._thread.run(self._catalog.job, job.id)
+        for file in files:
+            if file.id not in (ended.output_file_id, ended.error_file_id):
                 await asyncio.to_thread(self._files.delete, file.id)
 
     def _write_files(self, job: Job, end: JobState, results: ResultStore) -> BatchFiles:
@@ -400,8 +412,5 @@ def _stored(file: KeptFile, job: Job, name: str, now: int, keep_s: int | None) -
     )
 
 
-def _delete_all_but(folder: Path, kept: Sequence[str]) -> None:
-    if folder.exists():
-        for each in folder.iterdir():
-            if each.name not in kept:
-                shutil.rmtree(each, ignore_errors=True)
+def _names_in(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()} if folder.exists() else set()

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -51,12 +51,16 @@ class FileStore:
         """Remove a file's content, if it is there."""
         self._contents.delete(file_id)
 
-    def sweep(self, known: Iterable[str]) -> None:
-        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work."""
-        for draft in self._drafts.iterdir():
-            draft.unlink()
-        kept = set(known)
-        for file_id in list(self._contents.ids()):
+    def sweep(self, known: Callable[[], Iterable[str]]) -> None:
+        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work.
+
+        `known` is called once it is clear what may be removed, and raises where this process may not remove it.
+        """
+        drafts, file_ids = list(self._drafts.iterdir()), list(self._contents.ids())
+        kept = set(known())
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+        for file_id in file_ids:
             if file_id not in kept:
                 self._contents.delete(file_id)
 
@@ -69,6 +73,7 @@ class FileDraft:
         self.num_bytes = 0
         self._path = drafts / self.id
         self._contents = contents
+        self._is_written = False
         self._file: BinaryIO = self._path.open("xb")
 
     def __enter__(self) -> FileDraft:
@@ -77,7 +82,8 @@ class FileDraft:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abandon()
+        if error is not None or not self._is_written:
+            self.abandon()
 
     def write(self, data: bytes) -> None:
         """Add to its end."""
@@ -89,13 +95,16 @@ class FileDraft:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self._is_written = True
         self._contents.keep(self._path, self.id)
 
     def abandon(self) -> None:
-        """Remove it, unless it was kept."""
+        """Remove it, and what `keep` has made of it, whole or in part."""
         with suppress(OSError):  # on a full disk what is buffered cannot be written, and need not be
             self._file.close()
         self._path.unlink(missing_ok=True)
+        if self._is_written:
+            self._contents.delete(self.id)
 
 
 class Contents(Protocol):

@@ -7,17 +7,18 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
 from app.disk import OneThread, take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
-from app.jobs.catalog import Catalog
+from app.jobs.catalog import Catalog, Superseded
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
@@ -32,6 +33,7 @@ from app.jobs.job import (
     stats_object,
 )
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
+from app.jobs.space import room_left
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
 HOUSEKEEPING_S = 60.0
+GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
 MAX_UPLOADS = 64
 RETRY_AFTER_S = 5.0
@@ -50,8 +53,9 @@ LOCK = "lock"  # in `path`, as all below
 RESULTS_FOLDER = "jobs"  # a store of results for each batch that has not ended
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Upload:
+    owner: str
     draft: FileDraft
     touched_at: float
 
@@ -95,7 +99,8 @@ class LocalBatchService(BatchService):
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
-        self._keeping: set[asyncio.Task[None]] = set()
+        self._admission = asyncio.Lock()  # from the look at what there is until one more is there
+        self._begun: set[asyncio.Task[Any]] = set()  # what goes to its end though its caller may go
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
@@ -174,8 +179,7 @@ class LocalBatchService(BatchService):
             catalog, files, results, thread, self._execution, self._limits, config.keep_s, self._clock, dispatcher.wake
         )
         try:
-            unfinished = await thread.run(catalog.unfinished)
-            await runner.sweep([job.id for job in unfinished])
+            unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
@@ -183,17 +187,30 @@ class LocalBatchService(BatchService):
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
+                group.create_task(self._stop_when_superseded(catalog))
                 while True:
                     await self._keep_house(self._open)
                     await asyncio.sleep(HOUSEKEEPING_S)
         finally:
             self._open = None
             await runner.close()
-            await asyncio.gather(*self._keeping, return_exceptions=True)
+            await asyncio.gather(*self._begun, return_exceptions=True)
             for upload in self._uploads.values():
                 upload.draft.abandon()
             self._uploads.clear()
             await thread.run(catalog.close)
+
+    async def _stop_when_superseded(self, catalog: Catalog) -> None:
+        """Raise Superseded when another process has the folder: a lock can be lost without a sign of it."""
+        while True:
+            await asyncio.sleep(GENERATION_CHECK_S)
+            try:
+                await self._thread.run(catalog.check_generation)
+            except Superseded:
+                logger.error("the batches folder %s is another process's now; this one stops", self._path)
+                raise
+            except STORAGE_FAILURES:
+                logger.exception("the generation of the batches folder could not be read")
 
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired and uploads that are not continued."""
@@ -209,12 +226,17 @@ class LocalBatchService(BatchService):
 
     # Files
 
-    async def begin_upload(self) -> str:
-        if len(self._uploads) >= MAX_UPLOADS:
-            raise Overloaded(f"{MAX_UPLOADS} files are being sent now; try again", retry_after_s=RETRY_AFTER_S)
-        draft = await self._run(self._opened_now().files.draft)
-        self._uploads[draft.id] = _Upload(draft, time.monotonic())
-        return draft.id
+    async def begin_upload(self, owner: str) -> str:
+        return await self._to_its_end(self._begin_upload(self._opened_now(), owner))
+
+    async def _begin_upload(self, opened: _Open, owner: str) -> str:
+        async with self._admission:
+            self._check_place(
+                "files are being sent", MAX_UPLOADS, Counter(u.owner for u in self._uploads.values()), owner
+            )
+            draft = await self._run(opened.files.draft)
+            self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
+            return draft.id
 
     async def append(self, upload_id: str, data: bytes) -> None:
         upload = self._upload(upload_id)
@@ -236,7 +258,7 @@ class LocalBatchService(BatchService):
         now = self._now()
         file = StoredFile(
             id=upload.draft.id,
-            owner=new.owner,
+            owner=upload.owner,
             bytes=upload.draft.num_bytes,
             created_at=now,
             expires_at=None if keep_s is None else now + keep_s,
@@ -244,11 +266,7 @@ class LocalBatchService(BatchService):
             purpose=new.purpose,
         )
         del self._uploads[upload_id]
-        # To its end, though its client may go: a file is kept and known, or neither.
-        keeping = asyncio.create_task(self._keep(opened, upload.draft, file))
-        self._keeping.add(keeping)
-        keeping.add_done_callback(self._keeping.discard)
-        await self._translated(asyncio.shield(keeping))
+        await self._translated(self._to_its_end(self._keep(opened, upload.draft, file)))
         return file_object(file)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
@@ -290,21 +308,18 @@ class LocalBatchService(BatchService):
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         await self._file(owner, file_id)
-        opened = self._opened_now()
+        await self._to_its_end(self._delete(self._opened_now(), file_id))
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    async def _delete(self, opened: _Open, file_id: str) -> None:
         # The catalog first: after a crash between the two the content is swept away.
         await self._run(_forget_unread, opened.catalog, file_id)
         await self._delete_content(opened, file_id)
-        return {"id": file_id, "object": "file", "deleted": True}
 
     # Batches
 
     async def create_batch(self, new: NewBatch) -> Json:
         opened = self._opened_now()
-        if opened.runner.num_batches >= self._limits.max_batches:
-            raise Overloaded(
-                f"{self._limits.max_batches} batches have not ended, which is what this server takes; try again",
-                retry_after_s=RETRY_AFTER_S,
-            )
         endpoints = self._execution.endpoints
         if endpoints is not None and new.endpoint not in endpoints:
             raise InvalidRequest(
@@ -327,9 +342,15 @@ class LocalBatchService(BatchService):
             metadata=None if new.metadata is None else dict(new.metadata),
             output_expires_after_s=new.output_expires_after_s,
         )
-        await self._run(_add_job, opened.catalog, job, has_message, new.webhook, self._clock())
-        opened.runner.start(job.id)
+        await self._to_its_end(self._begin_batch(opened, job, has_message, new.webhook))
         return await self.batch(new.owner, job.id)
+
+    async def _begin_batch(self, opened: _Open, job: Job, has_message: bool, receiver: WebhookReceiver | None) -> None:
+        async with self._admission:
+            runner = opened.runner
+            self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
+            await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
+            runner.start(job)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
         catalog = self._opened_now().catalog
@@ -341,12 +362,16 @@ class LocalBatchService(BatchService):
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         opened = self._opened_now()
+        job = await self._to_its_end(self._cancel(opened, owner, batch_id))
+        [shown] = await self._shown([job])
+        return shown
+
+    async def _cancel(self, opened: _Open, owner: str, batch_id: str) -> Job:
         job = await self._run(_cancel, opened.catalog, owner, batch_id, self._now())
         if job.status not in (JobState.CANCELLING, JobState.CANCELLED):
             raise InvalidRequest(f"the batch is {job.status.value}; only one that has lines to do can be cancelled")
         opened.runner.stop(batch_id)
-        [shown] = await self._shown([job])
-        return shown
+        return job
 
     async def stats(self, owner: str) -> Json:
         opened = self._opened_now()
@@ -379,11 +404,27 @@ class LocalBatchService(BatchService):
                 f"the file has more than {self._limits.max_file_bytes:,} bytes, which this server accepts"
             )
 
+    def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
+        """Raises Overloaded when an owner has its share of the places for uploads or batches."""
+        if room_left(total, used, owner) >= 1:
+            return
+        share = f", {used[owner]} of them this key's; one key has as many as stay free for others" if owner else ""
+        raise Overloaded(
+            f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
+        )
+
     async def _file(self, owner: str, file_id: str) -> StoredFile:
         return await self._run(self._opened_now().catalog.file, owner, file_id, self._clock())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
+
+    async def _to_its_end(self, steps: Coroutine[Any, Any, T]) -> T:
+        """What the steps give. They are done or fail together, though the client may go between two of them."""
+        task = asyncio.create_task(steps)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return await asyncio.shield(task)
 
     async def _translated(self, call: Awaitable[T]) -> T:
         """The call's result; the storage's own errors in words that are meant for clients."""
@@ -403,7 +444,7 @@ class LocalBatchService(BatchService):
 def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]:
     files = FileStore(path, files_url)
     catalog = Catalog(path)
-    files.sweep(catalog.file_ids())
+    files.sweep(catalog.file_ids)
     return catalog, files
 
 

@@ -25,7 +25,6 @@ class BatchLimits:
 class NewFile:
     """What a client says about a file that it has sent."""
 
-    owner: str
     filename: str
     purpose: str
     expires_after_s: int | None = None
@@ -61,8 +60,8 @@ class BatchService(Protocol):
     NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
     """
 
-    async def begin_upload(self) -> str:
-        """An id under which the pieces of a new file are sent."""
+    async def begin_upload(self, owner: str) -> str:
+        """An id under which the pieces of a new file are sent. Raises Overloaded when too many are on their way."""
 
     async def append(self, upload_id: str, data: bytes) -> None:
         """Add a piece. Raises BodyTooLarge beyond the limit of one file, InvalidRequest beyond that of all."""

@@ -1,5 +1,6 @@
 """What the service measures of itself, as Prometheus text. No Ray, no torch."""
 
+from app.metrics.event_loop import LoopMonitor, LoopSnapshot, name_task, task_name
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition
 from app.metrics.reports import BatchCounts, EngineReport, KnownReplicas
 from app.metrics.requests import NO_MODEL, CallMetrics, ModelMetrics, RequestMetrics, Snapshot
@@ -11,9 +12,13 @@ __all__ = [
     "CallMetrics",
     "EngineReport",
     "KnownReplicas",
+    "LoopMonitor",
+    "LoopSnapshot",
     "ModelMetrics",
     "RequestMetrics",
     "Scrape",
     "Snapshot",
     "exposition",
+    "name_task",
+    "task_name",
 ]

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from app.engine.histogram import Distribution
 from app.engine.stats import EngineMeasurements, EngineStats
+from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import by_reason, counter, gauge, histogram
 from app.metrics.reports import BatchCounts, EngineReport
 from app.metrics.requests import ModelSnapshot, Snapshot, merge
@@ -31,6 +32,7 @@ class Scrape:
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[EngineReport]]  # by the model's name; those that answered
     gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)  # stopped replicas: their counts remain
+    loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     batches: Sequence[BatchCounts] = ()  # of the one process that runs them, if it answered
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
@@ -41,6 +43,7 @@ def exposition(scrape: Scrape) -> bytes:
     families = [
         *_request_families(models),
         *_replica_families(scrape),
+        *_loop_families(scrape),
         *_batch_families(scrape.batches),
         *vllm_families(models),
     ]
@@ -96,6 +99,7 @@ _TIMES_AND_SIZES: Sequence[tuple[str, str, Callable[[ModelSnapshot], Distributio
 )
 
 _LABELS = ("model_name", "replica", "group")
+_LOOP_LABELS = ("process", "id")
 
 
 def _replica_families(scrape: Scrape) -> Iterable[Metric]:
@@ -160,6 +164,41 @@ _ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineMeasurements], Dist
     ("queue_seconds", "From a request's arrival to its first step.", lambda measured: measured.queue_s),
     ("prefill_seconds", "From a request's first step to its first token.", lambda measured: measured.prefill_s),
 )
+
+
+def _loop_families(scrape: Scrape) -> Iterable[Metric]:
+    """The event loop of each process that serves requests."""
+    rows = list(scrape.loops.items())
+    rows += [
+        (("replica", each.replica_id), each.loop)
+        for several in scrape.replicas.values()
+        for each in several
+        if each.loop is not None
+    ]
+    yield histogram(
+        "carousel_loop_delay_seconds",
+        "How late an event loop woke.",
+        _LOOP_LABELS,
+        [(labels, loop.delay_s) for labels, loop in rows],
+    )
+    yield counter(
+        "carousel_loop_stalls",
+        "Times that an event loop woke more than 50 ms late.",
+        _LOOP_LABELS,
+        [(labels, loop.num_stalls) for labels, loop in rows],
+    )
+    yield counter(
+        "carousel_loop_stalled_seconds",
+        "How late it was these times, together.",
+        _LOOP_LABELS,
+        [(labels, loop.stalled_s) for labels, loop in rows],
+    )
+    yield gauge(
+        "carousel_thread_queue",
+        "Calls that wait for a thread of an event loop's pool.",
+        _LOOP_LABELS,
+        [(labels, loop.num_queued_for_threads) for labels, loop in rows],
+    )
 
 
 def _batch_families(batches: Sequence[BatchCounts]) -> Iterable[Metric]:

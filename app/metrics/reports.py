@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from app.engine.stats import EngineMeasurements, EngineStats
+from app.metrics.event_loop import LoopSnapshot
 
 # Replicas of one model. Beyond that the oldest report is dropped, which Prometheus takes for a restart.
 MAX_KNOWN = 1000
@@ -19,6 +20,7 @@ class EngineReport:
     stats: EngineStats
     measurements: EngineMeasurements
     group: str = ""  # of an A/B trial that the replica belongs to
+    loop: LoopSnapshot | None = None  # the replica's, beside the engine's thread
 
 
 class KnownReplicas:

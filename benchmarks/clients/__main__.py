@@ -13,25 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.clients.environments import CLIENTS, Client, installed, version_of
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
-from benchmarks.harness.service import service
+from benchmarks.harness.service import service, with_tools
 
 MODEL_NAME = "demo"
 CLIENT_TIMEOUT_S = 300.0
-_TEMPLATE = "chat_template.jinja"
-_TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -85,18 +81,6 @@ def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> lis
             url = f"http://{running.target.host}:{running.target.port}"
             found |= {client: check(client, python, url, folder=copy) for client, python in pythons.items()}
     return [found[client] for client in clients]
-
-
-@contextmanager
-def with_tools(model: Path) -> Iterator[Path]:
-    """A copy of a model's folder with a place for tools in its chat template, where it has none."""
-    template = (model / _TEMPLATE).read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory(prefix="carousel-clients-") as folder:
-        copy = Path(folder) / "model"
-        shutil.copytree(model, copy)
-        if "tools" not in template:
-            (copy / _TEMPLATE).write_text(_TOOLS + template, encoding="utf-8")
-        yield copy
 
 
 def application(model: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ STOP_TIMEOUT_S = 30.0
 _DASHBOARD = "http://127.0.0.1:8265"
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
+_TEMPLATE = "chat_template.jinja"
+_TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
 
 
@@ -101,6 +104,18 @@ def service(
         finally:
             launcher.terminate()
             launcher.wait(STOP_TIMEOUT_S)
+
+
+@contextmanager
+def with_tools(model: Path) -> Iterator[Path]:
+    """A copy of a model's folder with a place for tools in its chat template, where it has none."""
+    template = (model / _TEMPLATE).read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
+        copy = Path(folder) / "model"
+        shutil.copytree(model, copy)
+        if "tools" not in template:
+            (copy / _TEMPLATE).write_text(_TOOLS + template, encoding="utf-8")
+        yield copy
 
 
 @contextmanager

@@ -181,10 +181,11 @@ async def _attack(target: Target, plan: Plan, tally: Tally, cases: Sequence[Host
             await asyncio.sleep(max(0.0, began + number / plan.rate - time.perf_counter()))
             await free.acquire()
             tally.by_kind[case.kind] += 1
-            tasks.create_task(_send(target, case, tally)).add_done_callback(lambda _: free.release())
+            tasks.create_task(send_hostile(target, case, tally)).add_done_callback(lambda _: free.release())
 
 
-async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
+async def send_hostile(target: Target, case: HostileRequest, tally: Tally) -> None:
+    """Send one hostile request and count what came of it."""
     outcome, answer = "closed", b""
     try:
         async with asyncio.timeout(PATIENCE_OF_CUT_S if case.is_cut else PATIENCE_S):

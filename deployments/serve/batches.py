@@ -66,7 +66,11 @@ class Batches:
         return AdminCollector(self._config.models, self._keys.authenticator).report()
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
+        """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.
+
+        Serve replaces this process then.
+        """
+        self._keys.check_health()
         if self._opening.done():
             self._opening.result().check_health()
 
@@ -84,6 +88,7 @@ class Batches:
         handler = RequestHandler(
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
+        self._metrics.loop.start()
         self._following = asyncio.create_task(self._keys.follow())
         if config.batches.engines:
             execution = _engine_execution(config, self._paths, handler)

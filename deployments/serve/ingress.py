@@ -69,6 +69,7 @@ class Ingress:
             for model in self._config.models
         ]
         freeze_loaded()
+        self._metrics.loop.start()
         self._following = asyncio.create_task(self._keys.follow())
         handler = RequestHandler(
             models,
@@ -84,6 +85,10 @@ class Ingress:
             batch_routes=self._batch_routes(handler),
             collect=self._admin.collect,
         )
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
+        self._keys.check_health()
 
     def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that answers the scrape."""

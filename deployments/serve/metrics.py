@@ -12,7 +12,17 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app.metrics import BatchCounts, EngineReport, KnownReplicas, RequestMetrics, Scrape, Snapshot, exposition
+from app.metrics import (
+    BatchCounts,
+    EngineReport,
+    KnownReplicas,
+    LoopMonitor,
+    LoopSnapshot,
+    RequestMetrics,
+    Scrape,
+    Snapshot,
+    exposition,
+)
 from deployments.ray_internals import begin_call_on_all_replicas
 
 logger = logging.getLogger(__name__)
@@ -22,10 +32,12 @@ SCRAPE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressReport:
-    """What one ingress process has measured."""
+    """What one process that sends requests has measured."""
 
+    deployment: str  # "ingress" or "batches"
     ingress_id: str
     requests: Snapshot
+    loop: LoopSnapshot
     replicas: Mapping[str, Mapping[str, EngineReport]]  # the last report of each that it has, by model and id
     batches: BatchCounts | None = None  # where it works batches off
 
@@ -40,15 +52,19 @@ class MetricsCollector:
     ) -> None:
         """`handles` are the replica deployments by the model's name; `batches` sends them requests as ingresses do."""
         self.requests = RequestMetrics(handles)
+        self.loop = LoopMonitor()  # to be started
         self._handles = handles
         self._senders = [] if batches is None else [batches]
         self._known = {name: KnownReplicas() for name in handles}
 
     def report(self) -> IngressReport:
         """What this process has measured."""
+        context = serve.get_replica_context()
         return IngressReport(
-            ingress_id=serve.get_replica_context().replica_id.unique_id,
+            deployment=context.deployment,
+            ingress_id=context.replica_id.unique_id,
             requests=self.requests.snapshot(),
+            loop=self.loop.snapshot(),
             replicas={name: known.last for name, known in self._known.items()},
         )
 
@@ -63,9 +79,10 @@ class MetricsCollector:
         ingresses = [report for each in asked[: len(senders)] for report in each.reports]
         replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
         self._learn(ingresses, replicas)
-        requests = {report.ingress_id: report.requests for report in (*ingresses, self.report())}
+        by_id = {report.ingress_id: report for report in (*ingresses, self.report())}
         scrape = Scrape(
-            requests=list(requests.values()),
+            requests=[report.requests for report in by_id.values()],
+            loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
             batches=[report.batches for report in ingresses if report.batches is not None],
             replicas=replicas,
             gone={

@@ -17,7 +17,7 @@ from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
 from app.fleet import Address, FrameServer, report_of
 from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
-from app.metrics import EngineReport
+from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.garbage import freeze_loaded
@@ -39,6 +39,9 @@ class Replica:
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
+        self._loop = LoopMonitor()
+        # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
+        self._loop.start(names_causes=False)
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.
@@ -67,6 +70,7 @@ class Replica:
             stats=self._engine.stats(),
             measurements=self._engine.measurements(),
             group=self._group,
+            loop=self._loop.snapshot(),
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:

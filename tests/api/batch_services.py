@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,7 +49,7 @@ async def served(
 
 def client_of(app: Any) -> httpx.AsyncClient:
     """A client of this app."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://carousel")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
 def with_http(
@@ -69,16 +68,3 @@ async def job_ended(client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     """A job once it has ended."""
     answer = await until(lambda: client.get(f"/v1/batch/{job_id}"), lambda answer: answer.json()["status"] in ENDED)
     return dict(answer.json())
-
-
-class Stalls:
-    """The most CPU time that this thread spent between two turns of a task of its own: what others had to wait."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            before = time.thread_time()
-            await asyncio.sleep(0)
-            self.longest_s = max(self.longest_s, time.thread_time() - before)

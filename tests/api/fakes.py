@@ -186,6 +186,7 @@ class Connection:
     ) -> None:
         self._app = app
         chunks = body if isinstance(body, list) and all(isinstance(chunk, bytes) for chunk in body) else [_bytes(body)]
+        declared = {"content-type": "application/json"} if method == "POST" else {}
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         for index, chunk in enumerate(chunks):
             self._incoming.put_nowait({"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1})
@@ -197,7 +198,7 @@ class Connection:
             "path": path,
             "raw_path": path.encode(),
             "query_string": query.encode(),
-            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "headers": [(name.lower().encode(), value.encode()) for name, value in (declared | headers).items()],
         }
         self.messages: list[dict[str, Any]] = []
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from app.jobs import BatchLimits
 from app.jobs.batch_runner import FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.text import Tokenizer
-from tests.api.batch_services import ENDED, Stalls, served, with_http
+from app.text.tool_calls import FORMATS
+from tests.api.batch_services import ENDED, job_ended, served, with_http
 from tests.api.fakes import Service, say
 from tests.api.keys import bearer, entry
 from tests.api.openai_clients import openai_client
+from tests.stalls import stalls_of_loop
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -240,20 +245,44 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(service: Service, tmp_pa
     with_http(service, tmp_path, use, batch_limits=BatchLimits(max_file_bytes=1000))
 
 
-def test_an_upload_that_stalls_gives_its_place_back(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pause_s", [math.inf, 0.02], ids=["silent", "a byte now and then"])
+def test_an_upload_that_is_slow_gives_its_place_back(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
-    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.1)
 
-    async def stalling() -> AsyncIterator[bytes]:
+    async def slow() -> AsyncIterator[bytes]:
         yield b"--edge\r\n" + FILE_PART
-        await asyncio.Event().wait()
+        for _ in range(1000):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), pause_s if pause_s < math.inf else None)
+            yield b"x"
 
     async def use(client: httpx.AsyncClient) -> None:
         headers = {"content-type": "multipart/form-data; boundary=edge"}
-        response = await client.post("/v1/files", content=stalling(), headers=headers)
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "upload_stalled")
+        response = await client.post("/v1/files", content=slow(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
         assert not list((tmp_path / "drafts").iterdir())
+
+    with_http(service, tmp_path, use)
+
+
+def test_an_upload_that_is_fast_enough_may_take_longer_than_a_silence(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.http.multipart.SILENCE_TIMEOUT_S", 0.5)
+
+    async def steady() -> AsyncIterator[bytes]:
+        yield form(PURPOSE_PART, FILE_PART, end=b"")["content"].removesuffix(b"\r\n")
+        for _ in range(6):
+            await asyncio.sleep(0.15)
+            yield b"x" * 65536
+        yield b"\r\n--edge--\r\n"
+
+    async def use(client: httpx.AsyncClient) -> None:
+        headers = {"content-type": "multipart/form-data; boundary=edge"}
+        response = await client.post("/v1/files", content=steady(), headers=headers)
+        assert response.status_code == 200, response.text
 
     with_http(service, tmp_path, use)
 
@@ -269,17 +298,15 @@ def test_hostile_and_large_uploads_delay_no_other_request(service: Service, tmp_
     ]
 
     async def use(client: httpx.AsyncClient) -> None:
-        stalls = Stalls()
-        watch = asyncio.create_task(stalls.watch())
-        for request in hostile:
-            body, headers = request["content"], request["headers"]
+        async with stalls_of_loop() as stalls:
+            for request in hostile:
+                body, headers = request["content"], request["headers"]
 
-            async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
-                for start in range(0, len(body), 1_000_000):
-                    yield body[start : start + 1_000_000]
+                async def pieces(body: bytes = body) -> AsyncIterator[bytes]:
+                    for start in range(0, len(body), 1_000_000):
+                        yield body[start : start + 1_000_000]
 
-            assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
-        watch.cancel()
+                assert (await client.post("/v1/files", content=pieces(), headers=headers)).status_code in (200, 400)
         assert stalls.longest_s < 0.1
 
     with_http(service, tmp_path, use)
@@ -336,7 +363,8 @@ def test_an_owner_sees_only_what_is_theirs_and_is_the_tenant_of_their_lines(serv
             )
             app = build_app(handler, service._is_ready, batch_routes=routes)
             transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://c", headers={"owner": "ann"}) as client:
+            base_url, owner = "http://localhost", {"owner": "ann"}
+            async with httpx.AsyncClient(transport=transport, base_url=base_url, headers=owner) as client:
                 file = (await send(client, chat_line("one", user="bob"))).json()
                 assert "owner" not in file
                 body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
@@ -406,6 +434,36 @@ def test_files_and_batches_are_of_the_key_that_sent_them(service: Service, tmp_p
         file = (await send(client, chat_line("one"))).json()
         assert (await client.get(f"/v1/files/{file['id']}")).status_code == 200
         assert (await client.get(f"/v1/files/{file['id']}", headers=bearer(keys["bob"]))).status_code == 404
+
+    with_http(service, tmp_path, use, api=api)
+
+
+def test_a_tool_call_that_names_no_character_ends_as_its_own_item(tmp_path: Path) -> None:
+    """A lone surrogate cannot be encoded: it is replaced, and the batches of others are not concerned."""
+    written = '<tool_call>\n{"name": "\\ud800", "arguments": {"a": "\\udfff"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    tokenizer = tokenizer_with(TEMPLATES["hermes"])
+    service = Service(tokenizer, say(tokenizer, written), tool_format=FORMATS["hermes"], max_model_len=2000)
+    keys = {"ann": "a" * 40, "bob": "b" * 40}
+    api = ApiConfig.model_validate({"keys": [entry(key, name) for name, key in keys.items()]})
+    asked = {"tools": tools, "structured_outputs": {"choice": [written]}}
+    content = {"ann": chat_line("tool", **asked) + chat_line("text"), "bob": chat_line("one") + chat_line("two")}
+
+    async def use(client: httpx.AsyncClient) -> None:
+        batches = {}
+        for name, key in keys.items():
+            client.headers.update(bearer(key))
+            file = (await send(client, content[name])).json()
+            body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+            batches[name] = (await client.post("/v1/batches", json=body)).json()["id"]
+        for name, key in keys.items():
+            client.headers.update(bearer(key))
+            batch = await job_ended(client, batches[name])
+            assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
+        client.headers.update(bearer(keys["ann"]))
+        [result, _] = (await job_ended(client, batches["ann"]))["results"]
+        [call] = result["response"]["choices"][0]["message"]["tool_calls"]
+        assert "\ufffd" in call["function"]["name"]
 
     with_http(service, tmp_path, use, api=api)
 

@@ -53,6 +53,9 @@ NO_KEYS: tuple[dict[str, str], ...] = (
 )
 
 
+JSON_HEADER = (b"content-type", b"application/json")
+
+
 @pytest.fixture
 def guarded_service(tokenizer: Tokenizer) -> Service:
     return Service(tokenizer, say(tokenizer, "3 4 5."), keys=[entry()])
@@ -126,7 +129,8 @@ async def status_of(app: Any, method: str, path: str, headers: list[tuple[bytes,
 
     scope = {
         "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
-        "query_string": f"key={KEY}".encode(), "headers": headers, "scheme": "http", "server": ("127.0.0.1", 80),
+        "query_string": f"key={KEY}".encode(), "headers": [*headers, JSON_HEADER], "scheme": "http",
+        "server": ("127.0.0.1", 80),
     }  # fmt: skip
     await app(scope, receive, send)
     return int(sent[0]["status"])

@@ -19,11 +19,12 @@ from app.config import ApiConfig, WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.jobs import BatchLimits
 from app.text import Tokenizer
-from tests.api.batch_services import Stalls, client_of, job_ended, served, with_http
+from tests.api.batch_services import client_of, job_ended, served, with_http
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
 from tests.api.test_openapi import every_reference
+from tests.stalls import stalls_of_loop
 from tests.waiting import until
 from tests.webhooks.receivers import LOCAL, SECRET, Receiver
 
@@ -413,10 +414,8 @@ def test_large_results_delay_no_other_request(tokenizer: Tokenizer, tmp_path: Pa
         job = await job_ended(client, batch_id)
         assert len(job["results"]) == 250
         assert file["bytes"] > 14_000_000
-        stalls = Stalls()
-        watching = asyncio.create_task(stalls.watch())
-        await client.get(f"/v1/batch/{batch_id}")
-        watching.cancel()
+        async with stalls_of_loop() as stalls:
+            await client.get(f"/v1/batch/{batch_id}")
         assert stalls.longest_s < 0.1
 
     with_http(service, tmp_path, use)
@@ -437,9 +436,8 @@ def test_no_json_body_gives_a_5xx(service: Service, tmp_path: Path) -> None:
         def check(body: dict[str, Any], prompts: Any, is_async: Any, webhook: Any, metadata: Any) -> None:
             body = body | {"prompts": prompts, "async": is_async, "webhook": webhook, "metadata": metadata}
             for sent in (body, {name: body[name] for name in ("prompts", "async")}):
-                response = asyncio.run_coroutine_threadsafe(
-                    client.post("/v1/batch", content=json.dumps(sent)), loop
-                ).result(10)
+                post = client.post("/v1/batch", content=json.dumps(sent), headers={"content-type": "application/json"})
+                response = asyncio.run_coroutine_threadsafe(post, loop).result(10)
                 assert response.status_code in (200, 400, 404, 429), response.text
 
         await asyncio.to_thread(check)
@@ -491,3 +489,17 @@ def test_a_strict_upload_names_unknown_fields_too(service: Service, tmp_path: Pa
         assert (await client.post("/v1/files", **upload)).status_code == 200
 
     with_http(service, tmp_path, use)
+
+
+def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        many = ["1 + 1"] * 8
+        asked = {"max_tokens": 100, "logprobs": 2}
+        assert (await post(client, many[:2], **asked)).status_code == 200
+        refused = await post(client, many, **asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        job = await job_ended(client, (await post(client, many, **asked, **JOB)).json()["id"])
+        assert job["request_counts"]["completed"] == 8
+
+    limits = RequestLimits(max_answer_logprobs=600)
+    with_http(echoing(tokenizer), tmp_path, use, limits=limits)

@@ -150,7 +150,8 @@ async def walk(replica: Any, recorder: Recorder) -> list[int]:
 
 SCOPE: dict[str, Any] = {
     "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/completions",
-    "raw_path": b"/v1/completions", "query_string": b"", "root_path": "", "headers": [],
+    "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+    "headers": [(b"content-type", b"application/json")],
     "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1024),
 }  # fmt: skip
 

@@ -84,35 +84,39 @@ def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:
 async def upload(
     service: LocalBatchService, content: bytes, expires_after_s: int | None = None, owner: str = OWNER
 ) -> str:
-    upload_id = await service.begin_upload()
+    upload_id = await service.begin_upload(owner)
     await service.append(upload_id, content)
-    new = NewFile(owner=owner, filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
+    new = NewFile(filename="in.jsonl", purpose="batch", expires_after_s=expires_after_s)
     return str((await service.finish_upload(upload_id, new))["id"])
 
 
-async def begin(service: LocalBatchService, content: bytes) -> str:
+async def begin(service: LocalBatchService, content: bytes, owner: str = OWNER) -> str:
     """Send a file and begin a batch over it."""
-    file_id = await upload(service, content)
-    return str((await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)))["id"])
+    file_id = await upload(service, content, owner=owner)
+    return str((await service.create_batch(NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_id)))["id"])
 
 
-async def until(service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = 20) -> dict[str, Any]:
+async def until(
+    service: LocalBatchService, batch_id: str, *statuses: str, timeout_s: float = 20, owner: str = OWNER
+) -> dict[str, Any]:
     """The batch once it has one of these statuses, or has ended."""
     return await waiting.until(
-        lambda: service.batch(OWNER, batch_id), lambda batch: batch["status"] in (statuses or ENDED), timeout_s
+        lambda: service.batch(owner, batch_id), lambda batch: batch["status"] in (statuses or ENDED), timeout_s
     )
 
 
-async def content(service: LocalBatchService, file_id: str | None) -> bytes:
+async def content(service: LocalBatchService, file_id: str | None, owner: str = OWNER) -> bytes:
     data = b""
-    while file_id is not None and (piece := await service.read(OWNER, file_id, len(data), READ_BYTES)):
+    while file_id is not None and (piece := await service.read(owner, file_id, len(data), READ_BYTES)):
         data += piece
     return data
 
 
-async def ends(service: LocalBatchService, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+async def ends(
+    service: LocalBatchService, batch: dict[str, Any], owner: str = OWNER
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The lines of the output file and of the error file by custom id; checks that each id is there once."""
-    files = [await content(service, batch[key]) for key in ("output_file_id", "error_file_id")]
+    files = [await content(service, batch[key], owner) for key in ("output_file_id", "error_file_id")]
     lines = [[json.loads(line) for line in each.splitlines()] for each in files]
     custom_ids = [line["custom_id"] for each in lines for line in each]
     assert len(custom_ids) == len(set(custom_ids)), "a line has ended twice"
@@ -120,8 +124,8 @@ async def ends(service: LocalBatchService, batch: dict[str, Any]) -> tuple[dict[
     return output, errors
 
 
-async def all_files(service: LocalBatchService) -> list[dict[str, Any]]:
-    return list((await service.files(PageOf(owner=OWNER, limit=100)))["data"])
+async def all_files(service: LocalBatchService, owner: str = OWNER) -> list[dict[str, Any]]:
+    return list((await service.files(PageOf(owner=owner, limit=100)))["data"])
 
 
 class Crash(BaseException):

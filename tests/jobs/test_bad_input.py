@@ -36,12 +36,12 @@ def test_200_mebibytes_are_taken_and_not_one_byte_more(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with service_in(tmp_path, Echo()) as service:
-            upload_id = await service.begin_upload()
+            upload_id = await service.begin_upload(OWNER)
             for _ in range(200):
                 await service.append(upload_id, piece)
             with pytest.raises(BodyTooLarge, match="more than 209,715,200 bytes"):
                 await service.append(upload_id, b"x")
-            file = await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
+            file = await service.finish_upload(upload_id, NewFile(filename="x", purpose="batch"))
             assert file["bytes"] == BatchLimits().max_file_bytes == 200 * MEBIBYTE
 
     asyncio.run(main())
@@ -62,7 +62,7 @@ def test_an_upload_that_the_disk_has_no_room_for_leaves_nothing_and_the_service_
     async def main() -> None:
         async with service_in(tmp_path, Echo()) as service:
             with no_room_beyond(2 * MEBIBYTE):
-                upload_id = await service.begin_upload()
+                upload_id = await service.begin_upload(OWNER)
                 await service.append(upload_id, b"x" * MEBIBYTE)
                 with pytest.raises(Unavailable, match="cannot use its storage now"):
                     await service.append(upload_id, b"x" * 3 * MEBIBYTE)

@@ -113,3 +113,34 @@ def test_any_lives_with_cancels_between(lives: list[tuple[int, bool]], bad: set[
     counts = batch["request_counts"]
     assert counts["completed"] == len(output)
     assert counts["failed"] == sum(line["response"] is not None for line in errors.values())
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing_wherever_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.001)
+    writes = Writes(lambda: OSError(28, "No space left on device")).watch(monkeypatch)
+    num_points = 0
+    while asyncio.run(_full_from(tmp_path / str(num_points), writes, num_points)):
+        num_points += 1
+    assert num_points > 15, "every write was a point where the disk was full"
+
+
+async def _full_from(folder: Path, writes: Writes, num_writes: int) -> bool:
+    """Whether so many writes came before the batch's end. The next four failed."""
+    echo = Echo({"line-1": lambda _: refused()})
+    writes.left = None
+    async with service_in(folder, echo, max_in_flight=MAX_IN_FLIGHT) as service:
+        batch_id, of_another = await begin(service, CONTENT), await begin(service, CONTENT, owner="bob")
+        writes.left, writes.failures_left = num_writes, 4
+        ended = [await until(service, batch_id), await until(service, of_another, owner="bob")]
+        was_full = writes.failures_left == 0
+        writes.left = None
+        for batch, owner in zip(ended, (OWNER, "bob"), strict=True):
+            assert batch["status"] == "completed"
+            output, errors = await ends(service, batch, owner=owner)
+            assert (output.keys(), errors.keys()) == (NAMES - {"line-1"}, {"line-1"})
+        known = {file["id"] for owner in (OWNER, "bob") for file in await all_files(service, owner)}
+        assert known == {path.name for path in (folder / "files").iterdir()}
+        assert not list((folder / "drafts").iterdir())
+        return was_full

@@ -13,8 +13,22 @@ from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unava
 from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
 from tests import waiting
-from tests.jobs.lives import CHAT, OWNER, Echo, begin, content, input_line, jsonl, service_in, until, upload
+from tests.jobs.lives import (
+    CHAT,
+    OWNER,
+    Echo,
+    all_files,
+    begin,
+    content,
+    ends,
+    input_line,
+    jsonl,
+    service_in,
+    until,
+    upload,
+)
 
+OWNERS = ("ann", "bob", "cid")
 ONE = jsonl(input_line("one"))
 
 
@@ -106,11 +120,11 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
 
 def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
-        upload_id = await service.begin_upload()
+        upload_id = await service.begin_upload(OWNER)
         await service.append(upload_id, b"x" * 100)
         with pytest.raises(BodyTooLarge):
             await service.append(upload_id, b"x")
-        await service.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch"))
+        await service.finish_upload(upload_id, NewFile(filename="x", purpose="batch"))
         with pytest.raises(InvalidRequest) as full:
             await upload(service, b"x" * 51)
         assert full.value.code == "storage_full"
@@ -121,7 +135,7 @@ def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
 
 def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
-        upload_id = await service.begin_upload()
+        upload_id = await service.begin_upload(OWNER)
         await service.append(upload_id, b"x")
         await service.abandon_upload(upload_id)
         await service.abandon_upload(upload_id)
@@ -137,7 +151,7 @@ def test_an_abandoned_upload_is_dropped(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("app.jobs.local_service.UPLOAD_TIMEOUT_S", 0.03)
 
     async def use(service: LocalBatchService) -> None:
-        upload_id = await service.begin_upload()
+        upload_id = await service.begin_upload(OWNER)
         await waiting.until(lambda: not list((tmp_path / "drafts").iterdir()))
         with pytest.raises(Unavailable):
             await service.append(upload_id, b"x")
@@ -150,15 +164,67 @@ def test_so_many_batches_and_no_more(tmp_path: Path) -> None:
         echo = Echo()
         echo.hold = asyncio.Event()
         async with service_in(tmp_path, echo, limits=BatchLimits(max_batches=2)) as service:
-            batch_ids = [await begin(service, ONE) for _ in range(2)]
+            batch_ids = [await begin(service, ONE, owner="") for _ in range(2)]
             with pytest.raises(Overloaded):
-                await begin(service, ONE)
+                await begin(service, ONE, owner="")
             echo.hold.set()
             for batch_id in batch_ids:
-                await until(service, batch_id)
-            await begin(service, ONE)
+                await until(service, batch_id, owner="")
+            await begin(service, ONE, owner="")
 
     asyncio.run(main())
+
+
+async def num_taken(call: Callable[[], Awaitable[object]], num_calls: int) -> int:
+    """How many of so many calls at once are not refused as too many."""
+    results = await asyncio.gather(*(call() for _ in range(num_calls)), return_exceptions=True)
+    refused = [result for result in results if isinstance(result, BaseException)]
+    assert all(isinstance(each, Overloaded) for each in refused), refused
+    return num_calls - len(refused)
+
+
+def test_owners_share_the_places_for_batches_and_uploads(tmp_path: Path) -> None:
+    """Of 64 places two thirds for two that come at the same time, and something for each that comes later."""
+
+    async def main() -> None:
+        echo = Echo()
+        echo.hold = asyncio.Event()
+        async with service_in(tmp_path, echo) as service:
+            file_ids = {owner: await upload(service, ONE, owner=owner) for owner in OWNERS}
+
+            def create(owner: str) -> Callable[[], Awaitable[object]]:
+                new = NewBatch(owner=owner, endpoint=CHAT, input_file_id=file_ids[owner])
+                return lambda: service.create_batch(new)
+
+            def send(owner: str) -> Callable[[], Awaitable[object]]:
+                return lambda: service.begin_upload(owner)
+
+            assert [await num_taken(create(owner), 80) for owner in OWNERS] == [32, 16, 8]
+            assert [await num_taken(send(owner), 80) for owner in OWNERS] == [32, 16, 8]
+            echo.hold.set()
+
+    asyncio.run(main())
+
+
+def test_what_a_client_has_begun_is_done_though_it_goes(tmp_path: Path) -> None:
+    """A batch that is known is worked off, an upload that is begun is dropped by its time."""
+
+    async def use(service: LocalBatchService) -> None:
+        file_id = await upload(service, ONE)
+        for num_turns in range(6):
+            new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)
+            for call in (service.create_batch(new), service.begin_upload(OWNER)):
+                task = asyncio.create_task(call)
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        for batch in (await service.batches(PageOf(owner=OWNER, limit=100)))["data"]:
+            assert (await until(service, batch["id"]))["status"] == "completed"
+        assert {path.name for path in (tmp_path / "drafts").iterdir()} == set(service._uploads)
+
+    run(tmp_path, use)
 
 
 def test_the_input_of_a_batch_stays_until_it_has_ended(tmp_path: Path) -> None:
@@ -189,7 +255,7 @@ def test_a_folder_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             service.check_health()
         with pytest.raises(Unavailable):
-            await service.begin_upload()
+            await service.begin_upload(OWNER)
         await service.close()
 
     asyncio.run(main())
@@ -209,6 +275,83 @@ def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pyte
                 await second.file(OWNER, file_id)
         await second.opened()
         assert (await second.file(OWNER, file_id))["id"] == file_id
+        await second.close()
+
+    asyncio.run(main())
+
+
+LINES = {f"line-{n}" for n in range(6)}
+
+
+async def both_open(folder: Path) -> tuple[LocalBatchService, Echo, LocalBatchService, Echo, str]:
+    """A service in the middle of a batch, whose lock the storage gave away, and the next one, in its middle too."""
+    first_echo, second_echo = Echo(), Echo()
+    first_echo.hold, second_echo.hold = asyncio.Event(), asyncio.Event()
+    first, second = (service_in(folder, echo, max_in_flight=2) for echo in (first_echo, second_echo))
+    first.start()
+    await first.opened()
+    batch_id = await begin(first, jsonl(*map(input_line, sorted(LINES))))
+    await first_echo.has_open(2)
+    (folder / "lock").unlink()
+    second.start()
+    await second.opened()
+    await second_echo.has_open(2)
+    return first, first_echo, second, second_echo, batch_id
+
+
+def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 3600)  # the first goes on as long as it can
+
+    async def main() -> None:
+        first, first_echo, second, second_echo, batch_id = await both_open(tmp_path)
+        upload_id = await first.begin_upload()
+        await first.append(upload_id, ONE)
+        file_id = await upload(second, ONE)
+        assert first_echo.hold
+        assert second_echo.hold
+        first_echo.hold.set()
+        await waiting.until(lambda: first_echo.asked.keys() == LINES and not first_echo.num_open)
+        for change in (
+            first.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch")),
+            first.delete_file(OWNER, file_id),
+            first.cancel_batch(OWNER, batch_id),
+            begin(first, ONE),
+        ):
+            with pytest.raises(Unavailable):
+                await change
+        assert (await second.batch(OWNER, batch_id))["status"] == "in_progress"
+        second_echo.hold.set()
+        batch = await until(second, batch_id)
+        assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        await first.close()
+        await second.close()
+        async with service_in(tmp_path, Echo()) as third:
+            assert await third.batch(OWNER, batch_id) == batch
+            output, errors = await ends(third, batch)
+            assert (output.keys(), errors) == (LINES, {})
+            assert (
+                {file["id"] for file in await all_files(third)}
+                == {path.name for path in (tmp_path / "files").iterdir()}
+                == {file_id, batch["input_file_id"], batch["output_file_id"]}
+            )
+
+    asyncio.run(main())
+
+
+def test_a_process_stops_when_it_has_lost_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 0.01)
+
+    async def main() -> None:
+        first, first_echo, second, _, _ = await both_open(tmp_path)
+        await waiting.until(lambda: not first_echo.num_open)  # its lines were aborted
+        with pytest.raises(Unavailable):
+            await first.begin_upload()
+        with pytest.raises(ExceptionGroup):
+            first.check_health()  # and so it is replaced
+        second.check_health()
+        await first.close()
         await second.close()
 
     asyncio.run(main())

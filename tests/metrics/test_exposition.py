@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics import BatchCounts, EngineReport, RequestMetrics, Scrape, exposition
+from app.engine.histogram import SECONDS, Histogram
+from app.metrics import BatchCounts, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
 from tests.fakes import build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -164,3 +165,19 @@ def test_batches_and_webhooks_are_told_of_where_there_are_any() -> None:
     names = ("batch_lines_completed_total", "batch_lines_failed_total", "webhook_attempts_total")
     names += ("webhooks_delivered_total", "webhooks_given_up_total", "webhooks_pending")
     assert [value(text, f"carousel_{name}") for name in names] == [5, 1, 4, 2, 1, 3]
+
+
+def test_each_event_loop_has_its_delays_and_its_queue() -> None:
+    delays = Histogram(SECONDS)
+    delays.observe(0.001)
+    delays.observe(0.4)
+    loop = LoopSnapshot(delay_s=delays.snapshot(), num_stalls=1, stalled_s=0.4, num_queued_for_threads=7)
+    of_replica = replace(report("r1", 1), loop=replace(loop, num_queued_for_threads=0))
+    text = exposition(Scrape(requests=[], replicas={"demo": [of_replica]}, loops={("ingress", "i1"): loop}))
+    for process, name, num_queued in (("ingress", "i1", 7), ("replica", "r1", 0)):
+        labels = {"process": process, "id": name}
+        assert value(text, "carousel_loop_stalls_total", **labels) == 1
+        assert value(text, "carousel_loop_stalled_seconds_total", **labels) == 0.4
+        assert value(text, "carousel_thread_queue", **labels) == num_queued
+        assert value(text, "carousel_loop_delay_seconds_bucket", le="0.05", **labels) == 1
+        assert value(text, "carousel_loop_delay_seconds_count", **labels) == 2

@@ -53,14 +53,14 @@ class FileRoutes:
     async def create(self, request: Request) -> Response:
         """Keep an uploaded file."""
         service = self._service
-        upload_id = await service.begin_upload()
+        upload_id = await service.begin_upload(self._owner_of(request))
         try:
             form = await read_form(
                 request, max_file_bytes=self._max_file_bytes, sink=lambda data: service.append(upload_id, data)
             )
             if is_strict(request.headers):
                 refuse_names(sorted(form.fields.keys() - _FIELDS))
-            return JSONResponse(await service.finish_upload(upload_id, _new_file(form, self._owner_of(request))))
+            return JSONResponse(await service.finish_upload(upload_id, _new_file(form)))
         except BaseException:
             with suppress(Exception):  # the service deletes it some minutes later in any case
                 await service.abandon_upload(upload_id)
@@ -101,17 +101,12 @@ class FileRoutes:
             yield data
 
 
-def _new_file(form: Form, owner: str) -> NewFile:
+def _new_file(form: Form) -> NewFile:
     fields = form.fields
     purpose = fields.get("purpose")
     if purpose != "batch":
         raise InvalidRequest(f"purpose should be 'batch'; got {(purpose or '')[:40]!r}", param="purpose")
-    return NewFile(
-        owner=owner,
-        filename=_filename(form.filename),
-        purpose=purpose,
-        expires_after_s=_expires_after_s(fields),
-    )
+    return NewFile(filename=_filename(form.filename), purpose=purpose, expires_after_s=_expires_after_s(fields))
 
 
 def _filename(given: str) -> str:

@@ -78,11 +78,11 @@ class ShortBatchRoutes:
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
-        upload_id = await service.begin_upload()
+        upload_id = await service.begin_upload(owner)
         try:
             for piece in _pieces(prompts):
                 await service.append(upload_id, piece)
-            new = NewFile(owner=owner, filename=INPUT_NAME, purpose="batch")
+            new = NewFile(filename=INPUT_NAME, purpose="batch")
             file = await service.finish_upload(upload_id, new)
         except BaseException:
             with suppress(Exception):  # the service deletes it some minutes later in any case

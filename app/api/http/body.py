@@ -10,15 +10,18 @@ from starlette.requests import ClientDisconnect, Request
 
 from app.api.call import RequestLimits
 from app.api.http.errors import ClientGone
-from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
+from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
+
+JSON_MEDIA_TYPE = "application/json"
 
 
 async def read_json_object(request: Request, limits: RequestLimits) -> dict[str, Any]:
     """The body as an object.
 
-    Raises BodyTooLarge as soon as that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is
-    no object.
+    Raises UnsupportedMediaType when it is not declared as JSON, BodyTooLarge as soon as that is certain, BodyTooSlow
+    when it is not there in time, InvalidRequest when it is no object.
     """
+    _check_media_type(request.headers.get("content-type", ""))
     body = await _read(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
     # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
@@ -28,6 +31,15 @@ async def read_json_object(request: Request, limits: RequestLimits) -> dict[str,
     if not isinstance(value, dict):
         raise InvalidRequest("the body should be a JSON object", code="invalid_json")
     return value
+
+
+def _check_media_type(declared: str) -> None:
+    """Raises UnsupportedMediaType. A page may send what a form can declare, or nothing, to any address unasked."""
+    if declared.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
+        raise UnsupportedMediaType(
+            f"the body should be declared as JSON: send the header `Content-Type: {JSON_MEDIA_TYPE}` "
+            f"(got {declared[:100]!r})"
+        )
 
 
 async def _read(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:

@@ -26,6 +26,7 @@ from app.errors import (
     ReplicasLost,
     Unauthenticated,
     Unavailable,
+    UnsupportedMediaType,
 )
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (NotPermitted, _Kind(403, "permission_error", "model_not_allowed")),
     (BodyTooSlow, _Kind(408, "timeout_error", "body_timeout")),
     (BodyTooLarge, _Kind(413, "invalid_request_error", "request_too_large")),
+    (UnsupportedMediaType, _Kind(415, "invalid_request_error", "unsupported_media_type")),
     (MethodNotAllowed, _Kind(405, "invalid_request_error", "method_not_allowed")),
     (NotFound, _Kind(404, "invalid_request_error", "not_found")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),

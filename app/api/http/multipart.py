@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -11,13 +12,14 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.http.errors import ClientGone
-from app.errors import BodyTooLarge, InvalidRequest
+from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 
 FILE_FIELD = "file"
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_BYTES = 128
 SILENCE_TIMEOUT_S = 60.0
+MIN_BYTES_PER_S = 64 * 1024  # beyond the first minute: an upload has one of few places
 _PARSED_AT_ONCE = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
 _SENT_AT_ONCE = 1024 * 1024
 _OVERHEAD_BYTES = 256 * 1024  # for boundaries, headers and fields beside the file
@@ -36,7 +38,8 @@ class Form:
 async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> Form:
     """Read a form with one file. The file's content goes to `sink`.
 
-    Raises InvalidRequest for a body that is no such form or has no end, BodyTooLarge, and what `sink` raises.
+    Raises InvalidRequest for a body that is no such form or has no end, BodyTooLarge, BodyTooSlow, and what `sink`
+    raises.
     """
     reader = _Reader(_boundary(request.headers.get("content-type", "")))
     async for piece in _pieces(request, max_file_bytes + _OVERHEAD_BYTES):
@@ -53,9 +56,15 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
-    num_bytes = 0
+    num_bytes, waited_s = 0, 0.0  # for the client; what the server takes to store pieces is not the client's
     chunks = request.stream()
-    while (chunk := await _next(chunks)) is not None:
+    while True:
+        began_at = time.monotonic()
+        left_s = SILENCE_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S - waited_s
+        chunk = await _next(chunks, min(left_s, SILENCE_TIMEOUT_S), num_bytes)
+        waited_s += time.monotonic() - began_at
+        if chunk is None:
+            return
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise _too_large(max_bytes)
@@ -63,14 +72,15 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
             yield chunk[start : start + _PARSED_AT_ONCE]
 
 
-async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
-    """The next piece of the body; None at its end."""
+async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) -> bytes | None:
+    """The next piece of the body, of which `num_bytes` came before; None at its end."""
     try:
-        async with asyncio.timeout(SILENCE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await anext(chunks, None)
     except TimeoutError:
-        raise InvalidRequest(
-            f"nothing came of the upload for {SILENCE_TIMEOUT_S:g} s; send the file again", code="upload_stalled"
+        raise BodyTooSlow(
+            f"the upload is too slow ({num_bytes:,} bytes of it arrived): it may be silent {SILENCE_TIMEOUT_S:g} s, "
+            f"and wait that long and one second for every {MIN_BYTES_PER_S:,} bytes in all; send the file again, faster"
         ) from None
     except ClientDisconnect:
         raise ClientGone from None

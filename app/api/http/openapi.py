@@ -43,6 +43,7 @@ _REFUSALS = {
     "404": "there is no such model, file or batch",
     "408": "the body was too slow, or the deadline has passed or cannot be met",
     "413": "the body is too large",
+    "415": "the body is not declared as JSON",
     "429": "this API key's limit is reached, or the queues are full; try again after `Retry-After`",
     "500": "the server failed",
     "503": "no replica can serve now; try again after `Retry-After`",
@@ -50,7 +51,7 @@ _REFUSALS = {
 _OF_A_KEY = ("401", "429")
 _OF_AN_ADMIN = (*_OF_A_KEY, "403")
 _OF_A_MODEL = (*_OF_A_KEY, "400", "403", "404")
-_OF_A_BODY = (*_OF_A_MODEL, "408", "413")
+_OF_A_BODY = (*_OF_A_MODEL, "408", "413", "415")
 _OF_GENERATION = (*_OF_A_BODY, "500", "503")
 _OF_A_LIST = (*_OF_A_KEY, "400", "404", "503")
 _OF_AN_UPLOAD = (*_OF_A_LIST, "413")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from app.api.auth.keys import Authenticator
+from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.service import ServiceRoutes
@@ -26,7 +26,9 @@ from app.api.http.errors import ClientGone, error_response, from_http_exception,
 from app.api.http.guard import Routes
 from app.api.http.headers import headers_of, is_strict, wants_explanation, with_deadline
 from app.api.http.openapi import openapi_document
+from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.metrics import name_task
 
 
 def build_app(
@@ -55,7 +57,9 @@ def build_app(
     ]
     open_routes, for_admins = service.open_routes(), admin.routes()
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
-    return Application(Routes(open_routes, for_keys, for_admins), authenticator)
+    is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
+    origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
+    return Application(Routes(open_routes, for_keys, for_admins), authenticator, origins)
 
 
 class _Computed:
@@ -100,8 +104,9 @@ class _Computed:
 class Application:
     """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
 
-    def __init__(self, routes: Routes, authenticator: Authenticator) -> None:
+    def __init__(self, routes: Routes, authenticator: Authenticator, origins: OriginPolicy) -> None:
         self.router = routes.guarded_by(authenticator)
+        self._origins = origins
         methods: dict[str, set[str]] = {}
         for route in routes:
             methods.setdefault(route.path, set()).update(route.methods or ())
@@ -114,18 +119,23 @@ class Application:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(scope)
+        name_task(scope["method"], scope["path"])
         has_started = False
+        request_headers = headers_of(scope)
+        for_pages = self._origins.response_headers(request_headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                added = {"x-request-id": state["request_id"]} | rate_limit_headers(state)
+                added = {"x-request-id": state["request_id"]} | rate_limit_headers(state) | for_pages
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
         try:
-            await self.router(scope, receive, send_with_id)
+            self._origins.check(request_headers)
+            answer = self._origins.preflight(scope["method"], request_headers) or self.router
+            await answer(scope, receive, send_with_id)
         except HTTPException as error:
             await self._routing_error(error, scope)(scope, receive, send_with_id)
         except Exception as error:

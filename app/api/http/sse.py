@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Send
 
 from app.api.http.errors import ClientGone
+from app.metrics import task_name
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
@@ -104,7 +105,7 @@ class EventStream:
         try:
             # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
             # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
-            await asyncio.create_task(self._send_all())
+            await asyncio.create_task(self._send_all(), name=task_name())
             self._sent_at = math.inf  # nothing may follow
             # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})

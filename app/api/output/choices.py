@@ -12,6 +12,7 @@ from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
 from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
+from app.metrics import task_name
 from app.text import GeneratedText, TextDelta
 
 
@@ -147,7 +148,7 @@ async def _merge(
     """
     queue: asyncio.Queue[ChoiceDelta | _Exhausted | Exception] = asyncio.Queue(maxsize=len(sources))
     slots = asyncio.Semaphore(at_once)
-    pumps = [asyncio.create_task(_pump(source, queue, slots)) for source in sources]
+    pumps = [asyncio.create_task(_pump(source, queue, slots), name=task_name()) for source in sources]
     num_open = len(pumps)
     try:
         while num_open:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clients import checks
-from benchmarks.clients.__main__ import check, main, with_tools
+from benchmarks.clients.__main__ import check, main
 from benchmarks.clients.environments import CLIENTS, Client, shared_pins
 from tests.benchmarks.servers import simulated_service
 
@@ -69,11 +69,3 @@ def test_the_openai_package_makes_its_checks(demo_path: Path) -> None:
     passed = {"chat_and_its_stream_agree", "several_choices_and_prompts", "errors_are_typed", "a_reply_and_its_stream"}
     failed = {problem.split(": ")[1] for problem in outcome.problems}
     assert not passed & failed, outcome.problems
-
-
-def test_a_model_gets_a_place_for_tools(demo_path: Path) -> None:
-    before = (demo_path / "chat_template.jinja").read_text()
-    with with_tools(demo_path) as copy:
-        assert (copy / "chat_template.jinja").read_text().endswith(before)
-        assert "tools" in (copy / "chat_template.jinja").read_text()
-    assert not copy.exists()

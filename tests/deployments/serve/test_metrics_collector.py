@@ -61,6 +61,8 @@ def test_values_add_up_over_ingresses_replicas_and_models(url: str) -> None:
         assert value(text, "vllm:admission_rejections_total", model_name="first", reason="context_too_long") == 3
     finished = [sample.value for sample in parsed(text)["carousel_engine_finished"].samples]
     assert (len(finished), sum(finished)) == (3, sum(QUESTIONS.values()))
+    queues = [sample.labels["process"] for sample in parsed(text)["carousel_thread_queue"].samples]
+    assert sorted(queues) == ["ingress"] * 2 + ["replica"] * 3
 
 
 def test_an_admin_is_told_what_every_ingress_knows(url: str) -> None:

@@ -1,0 +1,149 @@
+"""How late an event loop wakes, and what held it. Work that holds a loop for long delays every stream of its process.
+
+A timer wakes the loop at fixed times and measures the delay. A thread looks at the loop while the timer is late, so
+that the warning can name the task and the function that ran then. Nothing here is called for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import FrameType
+
+from app.engine.histogram import SECONDS, Distribution, Histogram
+
+logger = logging.getLogger(__name__)
+
+# 50 times a second costs less than 1% of a core, and a delay is measured too short by this at most.
+HEARTBEAT_S = 0.02
+STALL_S = 0.05  # streams of 20 tokens a second have a visible pause then
+# The thread looks twice within the shortest stall.
+_LOOK_S = STALL_S / 2
+_SECONDS_BETWEEN_WARNINGS = 10.0
+_MAX_NAME_LENGTH = 100  # paths of requests are as long as clients make them
+_OUR_PACKAGES = ("app.", "deployments.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSnapshot:
+    """One event loop since its monitor started; the queue is of this moment."""
+
+    delay_s: Distribution  # how late the loop woke, for each time that it was to wake
+    num_stalls: int  # delays over STALL_S
+    stalled_s: float  # all of them together
+    num_queued_for_threads: int  # calls that wait for a thread of the loop's default executor
+
+
+class LoopMonitor:
+    """Measures the delay of one event loop, and warns of stalls."""
+
+    def __init__(self) -> None:
+        self._delay_s = Histogram(SECONDS)
+        self._num_stalls = self._num_warned = 0
+        self._stalled_s = 0.0
+        self._warned_at = -_SECONDS_BETWEEN_WARNINGS
+        self._due_at = 0.0
+        self._cpu_s = 0.0  # of the loop's thread when it last woke
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = threading.Event()
+        # What ran while the timer was late, as the thread saw it, and when the timer had been due.
+        self._seen: tuple[float, str] = (0.0, "")
+        self._executor: ThreadPoolExecutor | None = None
+
+    def start(self, *, names_causes: bool = True) -> None:
+        """Monitor the running loop, which gets a default executor with a measured queue.
+
+        `names_causes`: with a thread, which takes the interpreter from the loop 40 times a second for a moment.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._executor = ThreadPoolExecutor(thread_name_prefix="default")
+        self._loop.set_default_executor(self._executor)
+        self._plan()
+        if names_causes:
+            threading.Thread(target=self._look, name="loop-monitor", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the measurement. Called on the loop."""
+        self._stopped.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def snapshot(self) -> LoopSnapshot:
+        """What was measured so far."""
+        return LoopSnapshot(
+            delay_s=self._delay_s.snapshot(),
+            num_stalls=self._num_stalls,
+            stalled_s=self._stalled_s,
+            num_queued_for_threads=0 if self._executor is None else self._executor._work_queue.qsize(),
+        )
+
+    def _plan(self) -> None:
+        self._cpu_s = time.thread_time()
+        # Not the loop's own time, which stands still while the loop works off what is due.
+        self._due_at = time.monotonic() + HEARTBEAT_S
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        delay_s = max(0.0, time.monotonic() - self._due_at)
+        self._delay_s.observe(delay_s)
+        if delay_s > STALL_S:
+            self._stalled(delay_s, time.thread_time() - self._cpu_s)
+        self._plan()
+
+    def _stalled(self, delay_s: float, cpu_s: float) -> None:
+        self._num_stalls += 1
+        self._stalled_s += delay_s
+        now = time.monotonic()
+        if now - self._warned_at < _SECONDS_BETWEEN_WARNINGS:
+            return
+        num_unsaid = self._num_stalls - self._num_warned - 1
+        self._warned_at, self._num_warned = now, self._num_stalls
+        due_at, held_by = self._seen
+        logger.warning(
+            "the event loop was held for %.0f ms (%.0f ms of CPU) by %s; %d other stalls since the last warning",
+            1000 * delay_s, 1000 * cpu_s, held_by if due_at == self._due_at else "work that was not seen", num_unsaid,
+        )  # fmt: skip
+
+    def _look(self) -> None:
+        """The thread: notes what the loop does while its timer is late."""
+        while not self._stopped.wait(_LOOK_S):
+            due_at = self._due_at
+            if self._seen[0] != due_at and time.monotonic() - due_at > _LOOK_S:
+                frame = sys._current_frames().get(self._loop_thread)
+                self._seen = (due_at, f"{_running_task(self._loop)} in {_place(frame)}")
+
+
+def task_name() -> str:
+    """The running task's name, for tasks that work for it: the monitor names the task that held the loop."""
+    task = asyncio.current_task()
+    return "" if task is None else task.get_name()
+
+
+def name_task(method: str, path: str) -> None:
+    """Give the running task the name of the request that it answers."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.set_name(f"{method} {path[:_MAX_NAME_LENGTH]}")
+
+
+def _running_task(loop: asyncio.AbstractEventLoop) -> str:
+    task = asyncio.current_task(loop)
+    # A client's path may have line ends.
+    return "no task" if task is None else ascii(task.get_name())
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of ours on a stack. Names and lines only: values may be prompts."""
+    innermost = frame
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OUR_PACKAGES):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "no function"
+    return f"{found.f_globals.get('__name__')}.{found.f_code.co_qualname}, line {found.f_lineno}"

@@ -1,0 +1,380 @@
+"""A service left running: honest tenants beside an attacker, kills and a full disk, for an hour.
+
+    python -m benchmarks.service.soak --minutes 60
+
+Starts the service as `make serve` does: two replicas of the bundled model, API keys, and batches on a file system of
+its own in memory, for which one has to be root on Linux. Four tenants send streams, tool calls, schemas and
+log-probabilities; one of them has a batch under way all the time. After a calm part a fifth tenant sends hostile
+requests, `--rate` a second. A replica is killed every two minutes, the batches process every five, and the file
+system is full for a minute at one third and at two thirds. Progress goes to stderr; the last line of stdout is one
+JSON object:
+
+    tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; times in
+                  ms, calm and attacked; the first findings in full
+    attack        answers by status, and those of 500 and above
+    memory_mib, open_files, threads   by process: medians of the four quarters of the attack. A kind of process that
+                  is killed counts while it is older than a minute
+    growth        memory of the last quarter over the second, by process
+    restarts      processes of the service that ended without being killed
+    left          what is held at the end without any request under way
+
+Exits with 1 when an honest answer is wrong, late, lost or doubled, on a server error, on a restart, and on growth
+beyond `--max-growth`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import random
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.stage import Stage, stage
+from benchmarks.chaos.traffic import MODEL_NAME
+from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
+from benchmarks.harness.processes import resident_bytes
+from benchmarks.harness.service import with_tools
+from benchmarks.service.fuzz import Tally, send_hostile
+from benchmarks.service.honest import ONLINE_KINDS, Client, Tenant
+from benchmarks.service.hostile_requests import hostile_requests
+
+_BATCHES = "ray::ServeReplica:carousel:batches"
+_SAMPLE_EVERY_S = 5.0
+_TELL_EVERY_S = 60.0
+_MIN_AGE_S = 60.0  # of a process whose memory counts: before, it still grows into its work
+_LATE_MS = 20_000.0  # an honest answer takes about half a second
+_PATIENCE_S = 300.0  # with the last batch
+_MAX_HOSTILE_AT_ONCE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one moment."""
+
+    at_s: float
+    pid: int
+    title: str
+    memory_mib: float
+    open_files: int
+    threads: int
+
+
+@dataclass(slots=True)
+class Watched:
+    """What the service's processes held over time, and which of them were killed here."""
+
+    samples: list[Sample] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)
+    num_killed: Counter[str] = field(default_factory=Counter)
+    full_s: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(_parser(), measured, arguments, is_bad=is_bad)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    names = [*(f"tenant-{kind}" for kind in ONLINE_KINDS), "attacker"]
+    keys = {name: f"sk-{name}-{secrets.token_hex(16)}" for name in names}
+    with (
+        small_disk(given.disk_mib) as folder,
+        with_tools(Path(given.model)) as model,
+        stage(application(str(model), keys, folder)) as running,
+    ):
+        return asyncio.run(_Soak(running, keys, folder, given).run())
+
+
+def application(model: str, keys: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """The application's `args`."""
+    entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in keys.items()]
+    return {
+        "models": [
+            {
+                "name": MODEL_NAME,
+                "engine": {
+                    "model": {"path": model, "batch_invariant": True},
+                    "cache": {"num_blocks": 4096, "block_size": 16},
+                    "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
+                },
+                "replicas": {"num_replicas": 2, "num_cpus": 0.1, "drain_timeout_s": 5},
+            }
+        ],
+        "api": {"keys": entries, "metrics_for": "public"},
+        "batches": {"path": str(folder)},
+    }
+
+
+@contextmanager
+def small_disk(size_mib: int) -> Iterator[Path]:
+    """A folder on a file system of its own, in memory. Raises BenchmarkError where none can be made."""
+    with tempfile.TemporaryDirectory(prefix="carousel-soak-") as folder:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise BenchmarkError(
+                f"no file system of its own could be mounted: {error}; run as root on Linux"
+            ) from error
+        if done.returncode:
+            raise BenchmarkError(f"no file system of its own could be mounted: {done.stderr.strip()}; run as root")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=False)
+
+
+class _Soak:
+    """One run. In one event loop."""
+
+    def __init__(self, running: Stage, keys: Mapping[str, str], folder: Path, given: argparse.Namespace) -> None:
+        self._running = running
+        self._folder = folder
+        self._given = given
+        self._attacker_key = keys["attacker"]
+        self._clients = {
+            kind: Client(running.target, Tenant(f"tenant-{kind}", keys[f"tenant-{kind}"]), model=MODEL_NAME)
+            for kind in ONLINE_KINDS
+        }
+        self._over = asyncio.Event()
+        self._watched = Watched()
+        self._tally = Tally()
+        self._source = random.Random(given.seed)
+
+    async def run(self) -> dict[str, Any]:
+        given, seconds = self._given, self._given.minutes * 60
+        for kind, client in self._clients.items():
+            await client.learn(sorted({kind, "schema"}))
+        before = self._ours()
+        async with asyncio.TaskGroup() as tasks:
+            for kind, client in self._clients.items():
+                for _ in range(given.clients):
+                    tasks.create_task(client.keep_asking(kind, pause_s=given.pause_s, until=self._over))
+            tasks.create_task(self._clients["schema"].keep_batching(given.items, until=self._over))
+            began = time.monotonic()
+            await asyncio.sleep(given.calm_s)
+            attacked_s = time.monotonic()
+            tell(f"calm for {attacked_s - began:.0f} s; now the attack")
+            trouble = [
+                asyncio.create_task(each)
+                for each in (
+                    self._attack(attacked_s + seconds),
+                    self._watch(),
+                    self._kill_every(given.kill_replica_s, lambda: self._running.replicas(), "replica"),
+                    self._kill_every(given.kill_batches_s, lambda: self._running.named(_BATCHES), "batches"),
+                    self._fill_disk(attacked_s, seconds),
+                )
+            ]
+            done, _ = await asyncio.wait(trouble, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            for task in trouble:
+                task.cancel()
+            await asyncio.gather(*trouble, return_exceptions=True)
+            self._over.set()
+            self._clients["schema"].patience_ends_s = time.monotonic() + _PATIENCE_S
+        await self._running.is_whole()
+        ended = set(before) - set(self._ours()) - self._watched.killed
+        return (
+            figures_of([client.tenant for client in self._clients.values()], began, attacked_s)
+            | attack_figures(self._tally)
+            | process_figures(self._watched.samples, attacked_s, seconds)
+            | {
+                "killed": dict(self._watched.num_killed),
+                "disk_full_s": round(self._watched.full_s),
+                "restarts": sorted(before[pid] for pid in ended),
+                "left": await self._running.left_over(),
+                "max_growth": given.max_growth,
+            }
+        )
+
+    async def _attack(self, ends_s: float) -> None:
+        free = asyncio.Semaphore(_MAX_HOSTILE_AT_ONCE)
+        began, cases = time.monotonic(), hostile_requests(self._given.seed)
+        header = f"\r\nAuthorization: Bearer {self._attacker_key}\r\nConnection: close\r\n".encode()
+        async with asyncio.TaskGroup() as tasks:
+            number = 0
+            while time.monotonic() < ends_s:
+                case = next(cases)
+                await asyncio.sleep(max(0.0, began + number / self._given.rate - time.monotonic()))
+                await free.acquire()
+                number += 1
+                self._tally.by_kind[case.kind] += 1
+                keyed = replace(case, data=case.data.replace(b"\r\nConnection: close\r\n", header, 1))
+                sending = tasks.create_task(send_hostile(self._running.target, keyed, self._tally))
+                sending.add_done_callback(lambda _: free.release())
+
+    async def _watch(self) -> None:
+        told_s = time.monotonic()
+        while True:
+            self._watched.samples += await asyncio.to_thread(self._sampled)
+            if time.monotonic() > told_s + _TELL_EVERY_S:
+                told_s = time.monotonic()
+                tell(f"{ ({c.tenant.name: dict(c.tenant.outcomes) for c in self._clients.values()}) }")
+                tell(f"hostile: {dict(self._tally.outcomes)}, killed: {dict(self._watched.num_killed)}")
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    def _sampled(self) -> list[Sample]:
+        now = time.monotonic()
+        return [
+            Sample(now, pid, process.title, resident_bytes(pid) / 2**20, _entries(pid, "fd"), _entries(pid, "task"))
+            for pid, process in self._running.processes().items()
+        ]
+
+    def _ours(self) -> dict[int, str]:
+        return {
+            pid: each.title for pid, each in self._running.processes().items() if each.title.startswith("ray::Serve")
+        }
+
+    async def _kill_every(self, seconds: float, pids: Any, what: str) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            found = await asyncio.to_thread(pids)
+            if found:
+                pid = self._source.choice(found)
+                self._watched.killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self._watched.num_killed[what] += 1
+
+    async def _fill_disk(self, began_s: float, seconds: float) -> None:
+        filler = self._folder / ".soak-fills-the-disk"
+        for part in (1 / 3, 2 / 3):
+            await asyncio.sleep(max(0.0, began_s + part * seconds - time.monotonic()))
+            filled_s = time.monotonic()
+            tell("the disk is full")
+            try:
+                while time.monotonic() < filled_s + self._given.full_s:
+                    await asyncio.to_thread(fill, filler)  # again and again: what others free is taken too
+                    await asyncio.sleep(0.2)
+            finally:
+                filler.unlink(missing_ok=True)
+                self._watched.full_s += time.monotonic() - filled_s
+            tell("the disk has room")
+        await asyncio.Event().wait()
+
+
+def fill(filler: Path) -> None:
+    """Append to a file until its file system is full."""
+    piece = bytes(1 << 20)
+    with filler.open("ab", buffering=0) as file:
+        while piece:
+            try:
+                file.write(piece)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                piece = piece[: len(piece) // 2]
+
+
+def _entries(pid: int, folder: str) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/{folder}"))
+    except OSError:
+        return 0
+
+
+def figures_of(tenants: Sequence[Tenant], began_s: float, attacked_s: float) -> dict[str, Any]:
+    """What the honest clients got."""
+    return {
+        "tenants": {
+            tenant.name: {
+                "outcomes": dict(sorted(tenant.outcomes.items())),
+                "calm_ms": {f"p{p}": tenant.times_ms(p, began_s, attacked_s) for p in (50, 99)},
+                "attacked_ms": {f"p{p}": tenant.times_ms(p, attacked_s) for p in (50, 99, 100)},
+                "late": sum(1000 * took_s > _LATE_MS for took_s in tenant.times_s),
+                "findings": tenant.findings,
+            }
+            for tenant in tenants
+        }
+    }
+
+
+def attack_figures(tally: Tally) -> dict[str, Any]:
+    """What the attacker got."""
+    outcomes = dict(sorted(tally.outcomes.items()))
+    return {"attack": {"cases": tally.num_cases, "outcomes": outcomes, "server_errors": tally.server_errors[:20]}}
+
+
+def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -> dict[str, Any]:
+    """By what processes call themselves: medians of each quarter, and the last over the second.
+
+    Where several have one name, their sum at each moment counts over their number.
+    """
+    first_seen: dict[int, float] = {}
+    by_title: defaultdict[str, list[list[Sample]]] = defaultdict(lambda: [[], [], [], []])
+    for sample in samples:
+        born_s = first_seen.setdefault(sample.pid, sample.at_s)
+        was_there = born_s < began_s + 2 * _SAMPLE_EVERY_S
+        if was_there or sample.at_s - born_s >= _MIN_AGE_S:
+            quarter = min(3, max(0, int(4 * (sample.at_s - began_s) / seconds)))
+            by_title[sample.title][quarter].append(sample)
+    found: dict[str, Any] = {"memory_mib": {}, "open_files": {}, "threads": {}, "growth": {}}
+    for title, quarters in sorted(by_title.items()):
+        for what in ("memory_mib", "open_files", "threads"):
+            medians = [
+                round(statistics.median(getattr(each, what) for each in quarter), 1) if quarter else None
+                for quarter in quarters
+            ]
+            found[what][title] = medians
+        _, second, _, last = found["memory_mib"][title]
+        if second and last:
+            found["growth"][title] = round(last / second, 3)
+    return found
+
+
+def is_bad(figures: Mapping[str, Any]) -> bool:
+    """Whether a promise was broken."""
+    outcomes: Counter[str] = Counter()
+    for tenant in figures["tenants"].values():
+        outcomes.update(tenant["outcomes"])
+    fine = {"right", "batch_right", "items_right", "refused_and_tried_again"}
+    has_failed = any(name not in fine and not name.startswith("batch_call_tried_again") for name in outcomes)
+    is_late = any(tenant["late"] for tenant in figures["tenants"].values())
+    ours = [growth for title, growth in figures["growth"].items() if title.startswith("ray::ServeReplica:carousel:")]
+    has_grown = any(growth > figures["max_growth"] for growth in ours)
+    is_held = any(figures["left"].values())
+    return bool(
+        has_failed or is_late or has_grown or is_held or figures["attack"]["server_errors"] or figures["restarts"]
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("service.soak", __doc__)
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="of the attack")
+    parser.add_argument("--calm-s", type=float, default=60.0, metavar="S", help="before it")
+    parser.add_argument("--model", default="models/demo", metavar="DIR")
+    parser.add_argument("--rate", type=float, default=50.0, metavar="N", help="hostile requests a second")
+    parser.add_argument("--clients", type=positive, default=2, metavar="N", help="of each tenant")
+    parser.add_argument(
+        "--pause-s", type=float, default=0.5, metavar="S", help="between a client's requests, on average"
+    )
+    parser.add_argument("--items", type=positive, default=300, metavar="N", help="of each batch")
+    parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S")
+    parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S")
+    parser.add_argument("--full-s", type=float, default=60.0, metavar="S", help="how long the disk is full, twice")
+    parser.add_argument("--disk-mib", type=positive, default=2048, metavar="N", help="the size of that file system")
+    parser.add_argument(
+        "--max-growth", type=float, default=1.05, metavar="X", help="of memory, last quarter over second"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
