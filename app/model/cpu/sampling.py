@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.engine.logit_adjustments import LogitAdjustments
-from app.engine.request import SamplingParams
 from app.model.cpu.library import Team
 from app.model.logprobs import Logprobs
 from app.model.sampler import joined_masks
@@ -63,7 +61,7 @@ class NativeAdjust:
         numbers: list[float] = []
         num_masks = 0
         for item, tokens in zip(items, banned, strict=True):
-            numbers += _numbers_of(item.adjustments or _NO_ADJUSTMENTS)
+            numbers += _numbers_of(item)
             numbers += (*tokens.buffer_info(), -1 if item.matcher is None else num_masks)
             num_masks += item.matcher is not None
         adjusted = torch.empty(len(items), logits.shape[1])
@@ -76,15 +74,14 @@ class NativeAdjust:
         return adjusted
 
 
-_NO_ADJUSTMENTS = LogitAdjustments(SamplingParams(max_tokens=0), ())
-
-
-def _numbers_of(adjustments: LogitAdjustments) -> tuple[float, ...]:
-    """The first fields of an Adjustments of sampling.h: addresses and lengths of the arrays, and the penalty."""
-    seen, deducted, biased = adjustments.seen, adjustments.deducted, adjustments.biased
-    deductions, biases = adjustments.deductions.buffer_info()[0], adjustments.biases.buffer_info()[0]
-    penalty = adjustments.repetition_penalty
-    return (penalty, *seen.buffer_info(), *deducted.buffer_info(), deductions, *biased.buffer_info(), biases)
+def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
+    """The first fields of an Adjustments of sampling.h: a penalty, then addresses and lengths of the item's arrays."""
+    own = item.adjustments
+    if own is None:
+        return (1.0, *(0,) * 8)
+    deductions, biases = own.deductions.buffer_info()[0], own.biases.buffer_info()[0]
+    tokens = (*own.seen.buffer_info(), *own.deducted.buffer_info(), deductions, *own.biased.buffer_info(), biases)
+    return (own.repetition_penalty, *tokens)
 
 
 class NativeLogprobs:
