@@ -183,6 +183,17 @@ def test_the_name_of_the_key_is_the_tenant_whatever_the_body_says(tokenizer: Tok
     assert service.request.tenant == "alice"
 
 
+def test_two_keys_share_no_session(tokenizer: Tokenizer) -> None:
+    service = with_keys(tokenizer, entry(), entry(OTHER_KEY, "bob"))
+    for key in (KEY, KEY, OTHER_KEY):
+        headers = bearer(key) | {"x-carousel-session": "s" * 256}
+        assert service.call("POST", "/v1/completions", {"prompt": "Hi"}, headers).status == 200
+    first, again, others = [request.session for request in service.generate.requests]
+    assert first == again != others
+    assert complete(service).status == 200
+    assert service.generate.requests[-1].session == "", "a request without a session has none"
+
+
 def test_without_keys_the_user_of_the_body_is_the_tenant(service: Service) -> None:
     assert service.complete(user="somebody", cache_salt="mine").status == 200
     assert (service.request.tenant, service.request.cache_salt) == ("somebody", "mine")

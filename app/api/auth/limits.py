@@ -239,8 +239,9 @@ class Reservation:
 def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
-    The key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
-    salt. Raises InvalidRequest for outputs that are too long for the key or a priority below its own, and LimitReached.
+    The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
+    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a priority
+    below its own, and LimitReached.
     """
     account = reservation.account
     call = bounded_call(account, call, body)
@@ -271,9 +272,10 @@ def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
 
 
 def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
-    # No name has a line end, so no two keys can agree on a salt.
+    # No name has a line end, so no two keys can agree on a salt or a session.
     salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"
-    return replace(request, tenant=name, cache_salt=salt)
+    session = request.session and f"{name}\n{request.session}"
+    return replace(request, tenant=name, cache_salt=salt, session=session)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:
