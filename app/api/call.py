@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from app.api.output.tool_calls import ToolUse
@@ -31,9 +31,15 @@ class RequestLimits:
     max_prompts: int = 128  # prompts × n in one call that waits for its response
     max_inputs: int = 2048  # texts in one embeddings call, as OpenAI has it; `max_prompts` of them computed at once
     max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`, as OpenAI has it
+    # Log-probabilities in one answer: choices × tokens × (1 + likeliest). One costs some 80 bytes of JSON and 0.7 µs.
+    max_answer_logprobs: int = 1_000_000
     max_stop_strings: int = 4  # entries of `stop`, as OpenAI has it
     max_stop_length: int = 256  # characters of one stop string: so much of the text is held back
     heartbeat_s: float = 15.0  # silence on a stream after which a comment is sent: proxies close at 30 to 60 s
+
+    def shared_by(self, num_bodies: int) -> RequestLimits:
+        """The limits of each of several bodies that are answered together."""
+        return replace(self, max_answer_logprobs=self.max_answer_logprobs // num_bodies) if num_bodies > 1 else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +117,27 @@ class Call:
     continuous_usage: bool = False
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
     max_at_once: int | None = None  # so many of the requests run at the same time; None: all
+
+    @property
+    def num_logprobs(self) -> int:
+        """The most log-probabilities that its answer can have: of generated, of echoed and of prompt tokens."""
+        options, num_tokens = self.detail_options, 0
+        if options.logprobs is not None:
+            num_tokens = sum(request.sampling.max_tokens for request in self.requests)
+            if options.echo:
+                num_tokens += sum(len(request.prompt_token_ids) for request in self.requests)
+        num_scored = 0 if options.prompt_logprobs is None else self.num_prompt_tokens * (1 + options.prompt_logprobs)
+        return num_tokens * (1 + (options.logprobs or 0)) + num_scored
+
+    def with_max_tokens(self, max_tokens: int) -> Call:
+        """The call with outputs of at most so many tokens."""
+        return replace(
+            self,
+            requests=tuple(
+                replace(each, sampling=replace(each.sampling, max_tokens=min(each.sampling.max_tokens, max_tokens)))
+                for each in self.requests
+            ),
+        )
 
     def prompt_text(self, index: int) -> str:
         """What one of the requests echoes; "" where nothing is."""

@@ -109,11 +109,13 @@ def call_of(
     prefix: str,
     body: GenerationRequest,
     model: ServedModel,
+    limits: RequestLimits,
     prompts: Sequence[tuple[int, ...]],
     *,
     default_max_tokens: int | None,
     tools: ToolUse | None = None,
 ) -> Call:
+    """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     detail_options = _detail_options(body)
     sampling = _sampling(body, detail_options, model.tokenizer)
@@ -138,7 +140,7 @@ def call_of(
                 **scheduling,
             )
             requests.append(request)
-    return Call(
+    call = Call(
         call_id=call_id,
         created=int(time.time()),
         model=model,
@@ -152,6 +154,29 @@ def call_of(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         tools=tools,
+    )
+    is_open_ended = body.asked_tokens is None and default_max_tokens is None
+    return _with_bounded_logprobs(call, body, limits.max_answer_logprobs, is_open_ended=is_open_ended)
+
+
+def _with_bounded_logprobs(call: Call, body: GenerationRequest, most: int, *, is_open_ended: bool) -> Call:
+    """The call with at most so many log-probabilities: an open-ended output is cut, all else refused."""
+    num_logprobs, num_tokens = call.num_logprobs, call.requests[0].sampling.max_tokens
+    if num_logprobs <= most:
+        return call
+    param, num_top = body.asked_logprobs
+    if num_top is not None and is_open_ended:  # of one prompt, so all samples may have the same length
+        num_per_length = len(call.requests) * (1 + num_top)
+        longest = (most - num_logprobs + num_per_length * num_tokens) // num_per_length
+        if longest >= max(1, body.min_tokens):
+            return call.with_max_tokens(longest)
+    if num_top is None:
+        param = "prompt_logprobs"
+    raise InvalidRequest(
+        f"the answer could have {num_logprobs:,} log-probabilities: {len(call.requests):,} choices of up to "
+        f"{num_tokens:,} tokens and {call.num_prompt_tokens:,} prompt tokens, each with its likeliest; this server "
+        f"accepts {most:,} in one answer; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
+        param=param,
     )
 
 

@@ -45,6 +45,7 @@ class Client:
     has_own_id: bool = True  # else `request_id` of the body replaces the id
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     is_strict: bool = False  # unknown fields are refused
+    num_bodies: int = 1  # that are answered together, and share what one answer may have
     arrived_at: float | None = None  # by the clock of the metrics; None: now
 
 
@@ -168,7 +169,8 @@ class RequestHandler:
     async def _prepare(self, endpoint: Endpoint, parsed: QueuedRequest, model: ServedModel, client: Client) -> Call:
         """What the body asks of a model, checked, and what it may need reserved."""
         with self.counting_refusals(model.name):
-            call = with_group_and_session(await endpoint.prepare(parsed, model, self.limits), client.headers)
+            limits = self.limits.shared_by(client.num_bodies)
+            call = with_group_and_session(await endpoint.prepare(parsed, model, limits), client.headers)
             return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:
@@ -196,7 +198,8 @@ class RequestHandler:
 
         Raises Overloaded, Unavailable or EngineStopped when none of them could be served now.
         """
-        clients = [replace(client, request_id=f"{client.request_id}-{index}") for index in range(len(bodies))]
+        ids = [f"{client.request_id}-{index}" for index in range(len(bodies))]
+        clients = [replace(client, request_id=request_id, num_bodies=len(bodies)) for request_id in ids]
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._outcome(ENDPOINTS[path], body, each), name=task_name())
@@ -218,9 +221,11 @@ class RequestHandler:
             return error
 
     async def check_shared(
-        self, account: Account, path: str, body: Mapping[str, Any], *, is_strict: bool
+        self, account: Account, path: str, body: Mapping[str, Any], *, is_strict: bool, num_bodies: int
     ) -> GenerationRequest:
         """The fields that many items have in common, typed; a prompt in `body` stands for theirs.
+
+        `num_bodies` of them are answered together.
 
         Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
         """
@@ -231,7 +236,7 @@ class RequestHandler:
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             for model in models:
-                await endpoint.prepare(parsed, model, self.limits)
+                await endpoint.prepare(parsed, model, self.limits.shared_by(num_bodies))
         return parsed
 
     async def prepare_item(

@@ -6,21 +6,23 @@ import logging
 import os
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
-from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded
+from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
+from app.grammar.compile_queue import CompileQueue, WaitingRequest
 from app.grammar.compiling import Unusable, new_matcher, tags_of
 from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, TagContent, TaggedMatcher
-from app.grammar.sandbox import Sandbox
+from app.grammar.sandbox import Sandbox, WorkerKilled
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ MAX_REMEMBERED_REFUSALS = 1024
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
 # A compiled grammar caches what it learns in matching, which only grows: after so many requests it is compiled anew.
 MAX_USES = 256
+# Two tenants' grammars are compiled at the same time: one that sends only expensive ones delays no other.
+_NUM_THREADS = 2
 _NICENESS = 10
 
 Key = tuple[str, GrammarKind, str, bool]  # the first is the cache salt: where prefixes are not shared, grammars are not
@@ -72,14 +76,41 @@ class _Compiled:
 class CompileLimits:
     """What compiling may cost. Constants: they protect the replica, and no request gets more for a higher one."""
 
-    timeout_s: float = 2.0  # of one grammar: other requests wait for it
-    memory_bytes: int = 1_024_000_000  # of the process that compiles one grammar first, which has no model
-    max_waiting: int = 64  # requests: at `timeout_s` each, the last one waits for two minutes at most
+    timeout_s: float = 2.0  # of CPU for one grammar: other requests of its tenant wait for it
+    memory_bytes: int = 1_024_000_000  # of a process that compiles one grammar first, which has no model
+    max_waiting: int = 64  # requests of all tenants, those being compiled too
     max_cached: int = 256  # compiled grammars; `MAX_CACHED_CHARACTERS` bounds their memory
 
 
+class _Tools:
+    """What the threads compile with."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+        self.vocabulary = vocabulary
+        self.tokenizer = vocabulary.for_matching()
+        self.sandboxes = [
+            Sandbox(vocabulary, timeout_s=limits.timeout_s, memory_bytes=limits.memory_bytes)
+            for _ in range(_NUM_THREADS)
+        ]
+        self._idle = deque(self.sandboxes)
+
+    @cached_property
+    def table(self) -> TokenTable:
+        """The vocabulary as free text needs it."""
+        return TokenTable(self.vocabulary)
+
+    @contextmanager
+    def sandbox(self) -> Iterator[Sandbox]:
+        """One that no other thread uses. The last one used comes first: its process runs."""
+        sandbox = self._idle.pop()
+        try:
+            yield sandbox
+        finally:
+            self._idle.append(sandbox)
+
+
 class Grammars:
-    """Compiles one grammar after the other in a thread of its own; a cached grammar does not wait for it."""
+    """Compiles grammars in two threads of its own, of each tenant one at a time; a cached grammar waits for none."""
 
     def __init__(
         self,
@@ -92,17 +123,16 @@ class Grammars:
         self._limits = limits
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None  # these five belong to the compiling thread
-        self._vocabulary: Vocabulary | None = None
-        self._table: TokenTable | None = None  # made when the first grammar with tags comes
-        self._sandbox: Sandbox | None = None
+        self._tools: _Tools | None = None  # made when the first grammar comes
         self._is_unreadable = False
+        self._making_tools = threading.Lock()
         self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
         self._num_characters = 0  # of those
         self._refused: OrderedDict[Key, str] = OrderedDict()  # why
-        self._num_waiting = 0
+        self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock too
         self._lock = threading.Lock()
-        self._compiling = ThreadPoolExecutor(1, "grammars", initializer=_step_back)
+        self._is_closed = False
+        self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=_step_back)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=_step_back)
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
@@ -116,43 +146,68 @@ class Grammars:
             if reason is not None:
                 return _failed(_refusal(grammar, reason))
             known = self._known(key)
-            if known is None:
-                if self._num_waiting >= self._limits.max_waiting:
-                    return _failed(self._too_many())
-                self._num_waiting += 1
         try:
             if known is None:
-                compiling: Future[Matcher | None] = self._compiling.submit(self._compile, request, grammar, key)
-                compiling.add_done_callback(self._one_waits_less)  # also where its caller has gone
-                return compiling
+                return self._queued(WaitingRequest(request, grammar))
             if request.generated_token_ids:
                 return self._resuming.submit(self._begin, known, request, key)
         except RuntimeError:
-            return _failed(EngineStopped("the engine is shutting down"))
+            return _failed(_stopped())
         return _done(self._begin(known, request, key))
 
     def close(self) -> None:
-        """Stop both threads and the sandbox; what waits for them is cancelled. Safe to call twice."""
+        """Stop all threads and sandboxes; requests that wait for them end with EngineStopped. Safe to call twice."""
+        with self._lock:
+            self._is_closed = True
+            left = self._queue.clear()
+        for waiting in left:
+            _fail(waiting.matcher, _stopped())
         for pool in (self._compiling, self._resuming):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self._sandbox is not None:
-            self._sandbox.interrupt()
+        sandboxes = () if self._tools is None else self._tools.sandboxes
+        for sandbox in sandboxes:
+            sandbox.interrupt()
         for pool in (self._compiling, self._resuming):
             pool.shutdown()
-        if self._sandbox is not None:
-            self._sandbox.close()
+        for sandbox in sandboxes:
+            sandbox.close()
+
+    # ------------------------------------------------------------------ the queue
+
+    def _queued(self, new: WaitingRequest) -> Future[Matcher | None]:
+        """The future of a request that waits from now on. Raises RuntimeError when all is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("closed")
+            refused = self._queue.add(new)
+            num_waiting = len(self._queue)
+        new.matcher.add_done_callback(lambda _: self._discard(new))  # also where its caller has gone
+        if refused is not None:
+            too_many = f"{num_waiting:,} requests wait for their grammars to be compiled; try again shortly"
+            _fail(refused.matcher, Overloaded(too_many, retry_after_s=self._limits.timeout_s))
+        if refused is not new:
+            self._compiling.submit(self._compile_waiting)
+        return new.matcher
+
+    def _discard(self, left: WaitingRequest) -> None:
+        with self._lock:
+            self._queue.discard(left)
+
+    def _compile_waiting(self) -> None:
+        """Compile while there is a turn. A tenant's next turn is taken by the thread that ends its last one."""
+        while True:
+            with self._lock:
+                waiting = self._queue.take()
+            if waiting is None:
+                return
+            try:
+                if waiting.matcher.set_running_or_notify_cancel():
+                    _settle(waiting.matcher, partial(self._compile, waiting.request, waiting.grammar))
+            finally:
+                with self._lock:
+                    self._queue.end(waiting)
 
     # ------------------------------------------------------------------ the caches, under the lock
-
-    def _too_many(self) -> Overloaded:
-        return Overloaded(
-            f"{self._num_waiting:,} requests wait for their grammars to be compiled; try again shortly",
-            retry_after_s=self._limits.timeout_s,
-        )
-
-    def _one_waits_less(self, _compiled: Future[Matcher | None]) -> None:
-        with self._lock:
-            self._num_waiting -= 1
 
     def _known(self, key: Key) -> _Plain | _Tagged | None:
         found = self._compiled.get(key)
@@ -176,59 +231,60 @@ class Grammars:
         if self._compiled.pop(key, None) is not None:
             self._num_characters -= len(key[2])
 
-    # ------------------------------------------------------------------ the compiling thread
+    # ------------------------------------------------------------------ the compiling threads
 
-    def _compile(self, request: Request, grammar: Grammar, key: Key) -> Matcher:
+    def _compile(self, request: Request, grammar: Grammar) -> Matcher:
+        key = _key(request, grammar)
         with self._lock:
-            known = self._known(key)  # another request may have brought it meanwhile
+            known, reason = self._known(key), self._refused.get(key)  # another request may have brought it meanwhile
         try:
+            if reason is not None:
+                raise Unusable(reason)
             return self._begin(known or self._compile_now(grammar, key), request, key)
-        except Unusable as reason:
-            self._refuse(key, str(reason))
-            raise _refusal(grammar, str(reason)) from reason
+        except Unusable as unusable:
+            self._refuse(key, str(unusable))
+            raise _refusal(grammar, str(unusable)) from unusable
+        except WorkerKilled as killed:  # not remembered: the same grammar may pass at another time
+            if self._is_closed:
+                raise _stopped() from killed
+            if killed.is_from_outside:
+                raise Unavailable(f"{grammar.param}: {killed}; send it again") from killed
+            raise _refusal(grammar, str(killed)) from killed
 
     def _compile_now(self, grammar: Grammar, key: Key) -> _Plain | _Tagged:
-        tools = self._tools()
+        with self._making_tools:
+            tools = self._tools = self._tools or self._make_tools()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
-        tokenizer, sandbox = tools
-        matchers = [new_matcher(tokenizer, lark) for lark in sandbox.compile(grammar)]
+        with tools.sandbox() as sandbox:
+            larks = sandbox.compile(grammar)
+        matchers = [new_matcher(tools.tokenizer, lark) for lark in larks]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         has_tags = grammar.kind is GrammarKind.TAGS
-        compiled = self._tagged(grammar.text, matchers) if has_tags else _Plain(matchers[0])
+        compiled = self._tagged(tools, grammar.text, matchers) if has_tags else _Plain(matchers[0])
         with self._lock:
             self._remember(key, compiled)
         return compiled
 
-    def _tools(self) -> tuple[LLTokenizer, Sandbox] | None:
-        """What grammars are compiled with, made for the first one; None where the tokenizer cannot be used."""
+    def _make_tools(self) -> _Tools | None:
+        """What grammars are compiled with; None where the tokenizer cannot be used."""
         if self._is_unreadable:
             return None
-        if self._tokenizer is None or self._sandbox is None:
-            try:
-                vocabulary = self._read_vocabulary()
-            except InvalidSetup as error:
-                self._is_unreadable = True
-                logger.warning("structured outputs are refused: %s", error)
-                return None
-            self._sandbox = Sandbox(
-                vocabulary,
-                timeout_s=self._limits.timeout_s,
-                memory_bytes=self._limits.memory_bytes,
-            )
-            self._vocabulary = vocabulary
-            self._tokenizer = vocabulary.for_matching()
-        return self._tokenizer, self._sandbox
+        try:
+            return _Tools(self._read_vocabulary(), self._limits)
+        except InvalidSetup as error:
+            self._is_unreadable = True
+            logger.warning("structured outputs are refused: %s", error)
+            return None
 
-    def _tagged(self, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
-        assert self._vocabulary is not None, "matchers were made of it"
-        tags = tags_of(text, self._vocabulary.special_texts)
+    def _tagged(self, tools: _Tools, text: str, matchers: Sequence[LLMatcher]) -> _Plain | _Tagged:
+        tags = tags_of(text, tools.vocabulary.special_texts)
         if not tags[0].trigger:
             return _Plain(matchers[0])
-        if self._table is None:
-            self._table = TokenTable(self._vocabulary)
-        free = FreeText(self._table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
+        with self._making_tools:
+            table = tools.table
+        free = FreeText(table, [Trigger(tag.trigger.encode(), tag.is_opening) for tag in tags])
         return _Tagged(free, [(matcher, tag.is_last) for matcher, tag in zip(matchers, tags, strict=True)])
 
     def _refuse(self, key: Key, reason: str) -> None:
@@ -290,3 +346,21 @@ def _failed(error: Exception) -> Future[Matcher | None]:
     future: Future[Matcher | None] = Future()
     future.set_exception(error)
     return future
+
+
+def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
+    """Give a running future what this function returns or raises."""
+    try:
+        future.set_result(make())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _fail(future: Future[Matcher | None], error: Exception) -> None:
+    """End a future that nothing has begun; it may have been cancelled just now."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _stopped() -> EngineStopped:
+    return EngineStopped("the engine is shutting down")

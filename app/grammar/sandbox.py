@@ -1,4 +1,4 @@
-"""Compiles a grammar in a process of its own first, under limits of time and memory (`sandbox_worker.py`)."""
+"""Compiles a grammar in a process of its own first, under limits of CPU time and memory (`sandbox_worker.py`)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,49 @@ from app.grammar.vocabulary import Vocabulary, child_command, child_environment
 logger = logging.getLogger(__name__)
 
 
+class WorkerKilled(Exception):
+    """A signal ended the worker while it compiled a grammar, and another when it tried again.
+
+    `is_from_outside`: the process did not cause the signal itself. The kernel kills a process when memory is short.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        self.is_from_outside = signal_number in (signal.SIGKILL, signal.SIGALRM, signal.SIGTERM)
+        super().__init__(
+            f"the process that compiles it was ended by the signal {signal_number}"
+            if self.is_from_outside
+            else "it is too deep or too large to be compiled; make it simpler"
+        )
+
+
 class Sandbox:
-    """Keeps one worker process, and starts another when a grammar has killed it. For one thread."""
+    """Keeps one worker process, and starts another when that has ended. For one thread."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, memory_bytes: int) -> None:
-        """`timeout_s` and `memory_bytes`, beside the vocabulary, are for one grammar."""
+        """`timeout_s` of CPU and `memory_bytes`, beside the vocabulary, are for one grammar."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_interrupted = False
 
     def compile(self, grammar: Grammar) -> list[str]:
         """The grammar in Lark, after it has been compiled and tried; with tags, one grammar for each tag.
 
         Raises:
             Unusable: it cannot be compiled within the limits.
+            WorkerKilled: a signal ended the worker twice; or once, and the sandbox was interrupted.
             Failure: the worker ended for another reason.
         """
+        try:
+            return self._compile_once(grammar)
+        except WorkerKilled as killed:
+            if self._is_interrupted:
+                raise
+            logger.warning("a grammar is compiled once more: %s", killed)
+            return self._compile_once(grammar)
+
+    def _compile_once(self, grammar: Grammar) -> list[str]:
         process = self._living() or self._start()
         stdin, stdout = _pipes_of(process)
         wanted = {"kind": grammar.kind, "text": grammar.text, "is_lenient": grammar.is_lenient}
@@ -52,7 +78,8 @@ class Sandbox:
         return larks
 
     def interrupt(self) -> None:
-        """Kill the worker; the grammar that it compiles is refused. Any thread may call."""
+        """Kill the worker; the grammar that it compiles is not tried again. Any thread may call."""
+        self._is_interrupted = True
         process = self._process
         if process is not None:
             process.kill()
@@ -84,13 +111,13 @@ class Sandbox:
             self._vocabulary.write(stdin)
         return process
 
-    def _error_of_end(self, process: subprocess.Popen[bytes]) -> Unusable | Failure:
+    def _error_of_end(self, process: subprocess.Popen[bytes]) -> Unusable | WorkerKilled | Failure:
         """The error for the grammar during which the worker ended."""
         code = self._wait_for(process)
-        if code == -signal.SIGALRM:
-            return Unusable(f"to compile it takes longer than {self._timeout_s:g} s; make it simpler")
+        if code == -signal.SIGPROF:  # its limit of CPU time, which other processes do not shorten
+            return Unusable(f"to compile it takes longer than {self._timeout_s:g} s of CPU; make it simpler")
         if code < 0:
-            return Unusable("it is too deep or too large to be compiled; make it simpler")
+            return WorkerKilled(-code)
         return Failure(f"the process that compiles grammars has ended with {code}")
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> int:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from app.engine.request import GrammarKind
 from app.grammar.compiling import Unusable, larks_of, new_matcher, walk
 from app.grammar.vocabulary import Vocabulary
 
-START_TIMEOUT_S = 60.0
+# By the clock, for the start and for each grammar: a machine where CPU time is short may take long, but not for ever.
+MAX_WALL_S = 60.0
 # An eighth of the stack of the threads that compile a grammar after it has passed here.
 _STACK_BYTES = 1 << 20
 
 
 def main() -> None:
     """Answer until the input ends."""
-    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)  # its signal has no handler: it ends the process
+    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # its signal has no handler: it ends the process
     os.nice(10)
+    _die_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.stdin.buffer.readline())
     vocabulary = Vocabulary.read(sys.stdin.buffer)
@@ -49,8 +52,10 @@ def main() -> None:
 def _answer_all(tokenizer: LLTokenizer, special: Mapping[str, int], timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time of this process; its signal has no handler either
         answer = _answer(tokenizer, special, json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -67,6 +72,12 @@ def _answer(tokenizer: LLTokenizer, special: Mapping[str, int], wanted: dict[str
     except (MemoryError, RecursionError):
         return {"unusable": "it is too deep or too large to be compiled; make it simpler"}
     return {"larks": larks}
+
+
+def _die_first() -> None:
+    """When memory is short, have the kernel kill this process and not the replica."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _address_space() -> int:

@@ -199,9 +199,17 @@ class BatchRunner:
         results = self._results.get(job_id)
         return None if results is None else results.counts
 
-    async def sweep(self, unfinished: Sequence[str]) -> None:
-        """Remove the results of batches that have ended: they are in their output files. For use before any work."""
-        await asyncio.to_thread(_delete_all_but, self._folder, unfinished)
+    async def sweep(self) -> list[Job]:
+        """Remove the results of batches that have ended: they are in their output files. For use before any work.
+
+        Returns the batches that have not ended.
+        """
+        # What is there before what is kept: nothing of a process that has taken the folder since can be removed.
+        there = await asyncio.to_thread(_names_in, self._folder)
+        unfinished = await self._thread.run(self._catalog.unfinished)
+        for name in there - {job.id for job in unfinished}:
+            await asyncio.to_thread(shutil.rmtree, self._folder / name, ignore_errors=True)
+        return unfinished
 
     async def resume(self, jobs: Sequence[Job]) -> None:
         """Go on with batches of an earlier process. Returns once their counts are known: no client sees fewer items."""
@@ -428,9 +436,10 @@ class BatchRunner:
             await asyncio.sleep(STORAGE_PAUSE_S)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Delete files that the catalog does not know, of a batch that has not ended: they are written again."""
-        if not (await self._thread.run(self._catalog.job, job.id)).status.has_ended:
-            for file in files:
+        """Delete files of a batch that the catalog does not name: they are written again, or were by another."""
+        ended = await self._thread.run(self._catalog.job, job.id)
+        for file in files:
+            if file.id not in (ended.output_file_id, ended.error_file_id):
                 await asyncio.to_thread(self._files.delete, file.id)
 
     def _write_files(self, job: Job, end: JobState, results: ResultStore) -> BatchFiles:
@@ -476,8 +485,5 @@ def _stored(file: KeptFile, job: Job, name: str, now: int, keep_s: int | None) -
     )
 
 
-def _delete_all_but(folder: Path, kept: Sequence[str]) -> None:
-    if folder.exists():
-        for each in folder.iterdir():
-            if each.name not in kept:
-                shutil.rmtree(each, ignore_errors=True)
+def _names_in(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()} if folder.exists() else set()

@@ -1,6 +1,9 @@
 """What is known of files, batches and webhooks, in SQLite: every change is one transaction, on disk before it counts.
 
 One writer: use it in one thread. The results of batches are not here, see `app/jobs/results.py`.
+
+The folder may be on storage of several machines. So there is no WAL, which needs memory that all processes share, and
+every opening takes a new generation: a process that has lost the folder's lock without noticing can change nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner);
 CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
 CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
+CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
+INSERT OR IGNORE INTO service VALUES (1, 0);
 {SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
@@ -44,8 +49,12 @@ PRAGMA user_version = {_VERSION};
 _COUNTS = ("num_items", "num_completed", "num_failed", "num_input_tokens", "num_cached_tokens", "num_output_tokens")
 
 
+class Superseded(OSError):
+    """Another process has opened the folder since: this one changes nothing more in it."""
+
+
 class Catalog:
-    """The database of one folder."""
+    """The database of one folder. Every change raises Superseded once another process has opened it."""
 
     def __init__(self, folder: Path) -> None:
         """Make it where there is none. Raises InvalidSetup for one that a version with other tables has made."""
@@ -58,16 +67,23 @@ class Catalog:
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"
             )
-        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA journal_mode = TRUNCATE")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
         self._connection.execute("PRAGMA secure_delete = FAST")  # a secret that is forgotten is not in the file
         self._connection.executescript(_SCHEMA)
-        self.outbox = WebhookOutbox(self._connection)
+        self._generation = self._take_generation()
+        self.outbox = WebhookOutbox(self._connection, self._transaction)
         self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()  # replaced, never changed: any thread reads it
 
     def close(self) -> None:
         """Close it; what was committed stays."""
         self._connection.close()
+
+    def check_generation(self) -> None:
+        """Raise Superseded when another process has opened the folder since this one did."""
+        [generation] = self._connection.execute("SELECT generation FROM service").fetchone()
+        if generation != self._generation:
+            raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
 
     # Files
 
@@ -93,8 +109,10 @@ class Catalog:
         return [_stored_file(row) for row in rows]
 
     def file_ids(self) -> list[str]:
-        """Of all files."""
-        return [row["id"] for row in self._connection.execute("SELECT id FROM files")]
+        """Of all files. Raises Superseded."""
+        ids = [row["id"] for row in self._connection.execute("SELECT id FROM files")]
+        self.check_generation()
+        return ids
 
     def readers(self, file_id: str) -> list[str]:
         """The batches that have not ended and read this file."""
@@ -137,10 +155,10 @@ class Catalog:
         return [_job(row) for row in self._page("batches", page, "true", ())]
 
     def unfinished(self) -> list[Job]:
-        """The batches that have not ended, the oldest first."""
-        return [
-            _job(row) for row in self._connection.execute(f"SELECT * FROM batches WHERE {_NOT_ENDED} ORDER BY number")
-        ]
+        """The batches that have not ended, the oldest first. Raises Superseded."""
+        rows = self._connection.execute(f"SELECT * FROM batches WHERE {_NOT_ENDED} ORDER BY number").fetchall()
+        self.check_generation()
+        return [_job(row) for row in rows]
 
     def change_job(self, job_id: str, was: JobState, **changes: Any) -> Job:
         """Change a batch if it still has the status `was`; the batch as it is then."""
@@ -198,10 +216,16 @@ class Catalog:
         connection.row_factory = sqlite3.Row
         return connection
 
+    def _take_generation(self) -> int:
+        query = "UPDATE service SET generation = generation + 1 RETURNING generation"
+        [(generation,)] = self._connection.execute(query).fetchall()
+        return int(generation)
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
+            self.check_generation()
             yield
             self._connection.execute("COMMIT")
         except BaseException:

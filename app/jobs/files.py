@@ -6,7 +6,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -51,12 +51,16 @@ class FileStore:
         """Remove a file's content, if it is there."""
         self._contents.delete(file_id)
 
-    def sweep(self, known: Iterable[str]) -> None:
-        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work."""
-        for draft in self._drafts.iterdir():
-            draft.unlink()
-        kept = set(known)
-        for file_id in list(self._contents.ids()):
+    def sweep(self, known: Callable[[], Iterable[str]]) -> None:
+        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work.
+
+        `known` is called once it is clear what may be removed, and raises where this process may not remove it.
+        """
+        drafts, file_ids = list(self._drafts.iterdir()), list(self._contents.ids())
+        kept = set(known())
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+        for file_id in file_ids:
             if file_id not in kept:
                 self._contents.delete(file_id)
 

@@ -18,7 +18,7 @@ from app.config import BatchesConfig
 from app.disk import OneThread, take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
-from app.jobs.catalog import Catalog
+from app.jobs.catalog import Catalog, Superseded
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
 HOUSEKEEPING_S = 60.0
+GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
 MAX_UPLOADS = 64
 RETRY_AFTER_S = 5.0
@@ -179,8 +180,7 @@ class LocalBatchService(BatchService):
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
         try:
-            unfinished = await thread.run(catalog.unfinished)
-            await runner.sweep([job.id for job in unfinished])
+            unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
@@ -188,6 +188,7 @@ class LocalBatchService(BatchService):
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
+                group.create_task(self._stop_when_superseded(catalog))
                 while True:
                     await self._keep_house(self._open)
                     await asyncio.sleep(HOUSEKEEPING_S)
@@ -199,6 +200,18 @@ class LocalBatchService(BatchService):
                 upload.draft.abandon()
             self._uploads.clear()
             await thread.run(catalog.close)
+
+    async def _stop_when_superseded(self, catalog: Catalog) -> None:
+        """Raise Superseded when another process has the folder: a lock can be lost without a sign of it."""
+        while True:
+            await asyncio.sleep(GENERATION_CHECK_S)
+            try:
+                await self._thread.run(catalog.check_generation)
+            except Superseded:
+                logger.error("the batches folder %s is another process's now; this one stops", self._path)
+                raise
+            except STORAGE_FAILURES:
+                logger.exception("the generation of the batches folder could not be read")
 
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired and uploads that are not continued."""
@@ -447,7 +460,7 @@ class LocalBatchService(BatchService):
 def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]:
     files = FileStore(path, files_url)
     catalog = Catalog(path)
-    files.sweep(catalog.file_ids())
+    files.sweep(catalog.file_ids)
     return catalog, files
 
 

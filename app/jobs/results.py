@@ -1,13 +1,17 @@
 """The store of a job's results: one folder with an append-only journal, in which each item ends once.
 
-    journal         one line for each item that has ended: a checksum, the item's number, its counts, its output line
+    journal         one line for each item that has ended: a checksum, the item's number, its counts, its output line;
+                    each opening writes to a journal of its own, `journal.1`, `journal.2` and so on
     begun.bits      which items have been begun, one bit each, kept by the kernel when this process is killed
     partial.tokens  the tokens of items that have begun and not ended
     recovery.json   what deaths of processes have cost so far
 
 A line is in the journal when `append` returns: the death of the process cannot take it back. `sync` makes the same true
-for the death of the machine. Opening the store cuts off a torn end and finds the items that have ended. Nothing here
-deletes a result; output files are made from the journal, see `app/jobs/outputs.py`. One process at a time has a folder.
+for the death of the machine. Opening the store reads all journals, each up to its first torn line, and finds the items
+that have ended. Nothing here deletes a result; output files are made from the journals, see `app/jobs/outputs.py`.
+
+One process at a time has a folder. One that has lost it without noticing writes to its own journal only: it takes
+nothing from the next process, and an item that both have ended counts once.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from zlib import crc32
 from app.disk import hidden_name, write_atomically
 from app.jobs.job import Counts, ItemResult
 
-JOURNAL, BEGUN, PARTIAL, RECOVERY = FILES = ("journal", "begun.bits", "partial.tokens", "recovery.json")
+JOURNAL, BEGUN, PARTIAL, RECOVERY = "journal", "begun.bits", "partial.tokens", "recovery.json"
 _CHECKSUM_DIGITS = 8
 _PARTIAL_SHARE_OF_TIME = 0.02  # at most, for writing partial tokens: very many of them are written less often
 _PARTIAL_HEAD_BYTES = 8
@@ -166,9 +170,12 @@ class ResultStore:
         self.partial = PartialOutputs(folder / PARTIAL)
         self._syncing = threading.Lock()
         self._is_closed = False
-        self._journal = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        earlier = journals_in(folder)
+        self._earlier = {path: self._recover(path) for path in earlier}  # how many bytes of each are whole lines
+        self._path = folder / (f"{JOURNAL}.{_number(earlier[-1]) + 1}" if earlier else JOURNAL)
+        self._end = 0
+        self._journal = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
-            self._end = self._recover()
             self.begun = ItemSet.in_file(folder / BEGUN, num_items)
             self.recovery = _read_recovery(folder / RECOVERY)
             self._saved_recovery = replace(self.recovery)
@@ -176,7 +183,7 @@ class ResultStore:
             self.note_interrupted(self.begun.minus(self.ended))
             self._save_recovery()
         except BaseException:
-            os.close(self._journal)
+            self.close()
             raise
 
     @property
@@ -186,14 +193,22 @@ class ResultStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the journal."""
-        return self._end
+        """Of the journals."""
+        return sum(self._earlier.values()) + self._end
 
     def close(self) -> None:
         """The job can be opened again. Waits for a `sync` in another thread."""
         with self._syncing:
             self._is_closed = True
             os.close(self._journal)
+        if not self._end:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def delete(self) -> None:
+        """Remove its files; there is nothing to read any more. Raises OSError."""
+        for path in (*self._earlier, self._path, *(self.folder / name for name in (BEGUN, PARTIAL, RECOVERY))):
+            path.unlink(missing_ok=True)
 
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
         """Write the ends of items, and return those that are new: an item that has ended stays as it was.
@@ -205,7 +220,7 @@ class ResultStore:
         try:
             _write_all(self._journal, content)
         except OSError as error:
-            with suppress(OSError):  # a torn end does no harm: the next opening cuts it off
+            with suppress(OSError):  # a torn end does no harm: the next opening reads no further
                 os.ftruncate(self._journal, self._end)
             raise ResultsUnwritable(*error.args) from error
         self._end += len(content)
@@ -241,27 +256,28 @@ class ResultStore:
 
     def results(self) -> Iterator[ItemResult]:
         """All of them, in the order of their ends. Any thread."""
-        with (self.folder / JOURNAL).open("rb") as journal:
-            left = self._end
-            for line in journal:
-                left -= len(line)
-                if left < 0:
-                    return
-                result = _from_line(line, self.num_items)
-                assert result is not None, "what was appended or recovered is whole"
-                yield result
+        yielded = ItemSet(self.num_items)
+        for path, end in {**self._earlier, self._path: self._end}.items():
+            with path.open("rb") as journal:
+                while journal.tell() < end:
+                    result = _from_line(journal.readline(), self.num_items)
+                    assert result is not None, "what was appended or recovered is whole"
+                    if result.number not in yielded:
+                        yielded.add(result.number)
+                        yield result
 
-    def _recover(self) -> int:
-        """Take up the results of earlier runs; what is behind the first unreadable line is cut off."""
+    def _recover(self, path: Path) -> int:
+        """Take up the results in a journal before its first unreadable line, safe on disk; how many bytes they have."""
         end = 0
-        with open(self._journal, "rb", closefd=False) as journal:
+        with path.open("rb") as journal:
             for line in journal:
                 result = _from_line(line, self.num_items)
-                if result is None or result.number in self.ended:
+                if result is None:
                     break
-                self._note_end(result)
+                if result.number not in self.ended:
+                    self._note_end(result)
                 end += len(line)
-        os.ftruncate(self._journal, end)
+            os.fsync(journal.fileno())  # the process that wrote it may have died before it did
         return end
 
     def _note_end(self, result: ItemResult) -> None:
@@ -274,6 +290,15 @@ class ResultStore:
             now = replace(self.recovery)
             write_atomically(self.folder / RECOVERY, json.dumps(asdict(now), indent=2).encode() + b"\n")
             self._saved_recovery = now
+
+
+def journals_in(folder: Path) -> list[Path]:
+    """The journals of a store, the oldest first."""
+    return sorted(folder.glob(f"{JOURNAL}*"), key=_number)
+
+
+def _number(journal: Path) -> int:
+    return int(journal.name.removeprefix(JOURNAL).removeprefix(".") or 0)
 
 
 def _to_line(result: ItemResult) -> bytes:
@@ -308,7 +333,10 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _read_recovery(path: Path) -> Recovery:
-    return Recovery(**json.loads(path.read_bytes())) if path.exists() else Recovery()
+    try:
+        return Recovery(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # torn by two processes that wrote it at the same time
+        return Recovery()
 
 
 def _read_partial(path: Path) -> Iterator[tuple[int, array[int]]]:

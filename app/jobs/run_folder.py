@@ -22,7 +22,7 @@ from app.disk import hidden_name, take_lock, write_atomically
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import Counts
 from app.jobs.outputs import write_records
-from app.jobs.results import FILES, ResultStore, ResultsUnwritable
+from app.jobs.results import ResultStore, ResultsUnwritable
 from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
@@ -83,8 +83,7 @@ class RunFolder:
         try:
             write_records(self.results, self._path / OUTPUTS[self._format], self._format)
             _write_json(self._path / SUMMARY, asdict(summary))
-            for name in FILES:
-                (self._path / name).unlink(missing_ok=True)
+            self.results.delete()
         except OSError as error:
             raise ResultsUnwritable(*error.args) from error
 

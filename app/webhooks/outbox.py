@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any
 
@@ -30,8 +31,10 @@ class DeliveryState(StrEnum):
 class WebhookOutbox:
     """The table. Changes that belong to a batch's are made in the transaction that is open."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
+        """`transaction` begins one of the catalog's, which raises OSError where this process may not write."""
         self._connection = connection
+        self._transaction = transaction
 
     def add(self, batch_id: str, receiver: WebhookReceiver | None) -> None:
         """For a new batch; to the default receiver where none is named. Part of a transaction."""
@@ -54,19 +57,20 @@ class WebhookOutbox:
         Owners with the fewest messages in `being_sent` go first, so that none waits behind all the messages of another.
         An attempt counts before it is made: one that dies with the process is made again, but not for ever.
         """
-        due = self._connection.execute(
-            """SELECT batch_id, owner, due_at, turn FROM
-               (SELECT batch_id, owner, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
-                FROM messages JOIN batches ON batches.id = batch_id WHERE due_at <= ?) WHERE turn <= ?""",
-            (now, limit),
-        ).fetchall()
-        due.sort(key=lambda row: (being_sent.get(row["owner"], 0) + row["turn"], row["due_at"]))
-        owners = {row["batch_id"]: row["owner"] for row in due[:limit]}
-        rows = self._connection.execute(
-            f"""UPDATE messages SET num_attempts = num_attempts + 1, due_at = ?
-                WHERE batch_id IN ({_marks(owners)}) RETURNING *""",
-            (until, *owners),
-        ).fetchall()
+        with self._transaction():
+            due = self._connection.execute(
+                """SELECT batch_id, owner, due_at, turn FROM
+                   (SELECT batch_id, owner, due_at, row_number() OVER (PARTITION BY owner ORDER BY due_at) AS turn
+                    FROM messages JOIN batches ON batches.id = batch_id WHERE due_at <= ?) WHERE turn <= ?""",
+                (now, limit),
+            ).fetchall()
+            due.sort(key=lambda row: (being_sent.get(row["owner"], 0) + row["turn"], row["due_at"]))
+            owners = {row["batch_id"]: row["owner"] for row in due[:limit]}
+            rows = self._connection.execute(
+                f"""UPDATE messages SET num_attempts = num_attempts + 1, due_at = ?
+                    WHERE batch_id IN ({_marks(owners)}) RETURNING *""",
+                (until, *owners),
+            ).fetchall()
         return [_message(row, owners[row["batch_id"]]) for row in rows]
 
     def num_pending(self) -> int:
@@ -82,16 +86,19 @@ class WebhookOutbox:
 
     def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
         """An attempt has failed; there is another one at `until`."""
-        self._connection.execute(
-            "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)
-        )
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)
+            )
 
     def end(self, message: WebhookMessage, state: DeliveryState, reason: str | None = None) -> None:
         """No more attempts. What was for the receiver only is forgotten."""
-        self._connection.execute(
-            "UPDATE messages SET state = ?, reason = ?, due_at = NULL, url = NULL, secret = NULL WHERE batch_id = ?",
-            (state.value, reason, message.batch_id),
-        )
+        with self._transaction():
+            self._connection.execute(
+                "UPDATE messages SET state = ?, reason = ?, due_at = NULL, url = NULL, secret = NULL "
+                "WHERE batch_id = ?",
+                (state.value, reason, message.batch_id),
+            )
 
     def shown(self, batch_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What clients see of their batches' messages, by batch."""

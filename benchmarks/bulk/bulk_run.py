@@ -8,12 +8,13 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from app.jobs.results import JOURNAL
+from app.jobs.results import journals_in
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.processes import Process, family
 from benchmarks.harness.service import serve_file
@@ -34,7 +35,8 @@ class BulkRun:
         self._out = out
         self._command = [sys.executable, *program, "--output", str(out), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
-        self._offset = self._num_records = 0
+        self._num_records = 0
+        self._offsets: Counter[Path] = Counter()  # how much of each journal was counted
 
     def start(self, *more: str) -> None:
         self._process = subprocess.Popen([*self._command, *more], stdout=sys.stderr, start_new_session=True)
@@ -88,19 +90,17 @@ class BulkRun:
 
     def num_records(self) -> int:
         """Whole records so far; each is read once."""
-        journal = self._out / JOURNAL
-        if journal.exists():
+        for journal in journals_in(self._out):
             with journal.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self._offsets[journal])
                 while content := file.read(_READ_BYTES):
                     self._num_records += content.count(b"\n")
-                self._offset = file.tell()
+                self._offsets[journal] = file.tell()
         return self._num_records
 
     def num_tokens(self) -> int:
         """Generated tokens of the records so far; the last record may be torn and does not count."""
-        journal = self._out / JOURNAL
-        lines = journal.read_bytes().splitlines(keepends=True) if journal.exists() else []
+        lines = [line for path in journals_in(self._out) for line in path.read_bytes().splitlines(keepends=True)]
         # Checksum, number, error, then the counts of prompt tokens, cached tokens and generated tokens.
         return sum(int(line.split(b" ", 6)[5]) for line in lines if line.endswith(b"\n"))
 

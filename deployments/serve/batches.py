@@ -66,7 +66,11 @@ class Batches:
         return AdminCollector(self._config.models, self._keys.authenticator).report()
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the batches could not be opened, and Serve replaces this process."""
+        """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.
+
+        Serve replaces this process then.
+        """
+        self._keys.check_health()
         if self._opening.done():
             self._opening.result().check_health()
 

@@ -86,6 +86,10 @@ class Ingress:
             collect=self._admin.collect,
         )
 
+    def check_health(self) -> None:
+        """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
+        self._keys.check_health()
+
     def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that answers the scrape."""
         return self._metrics.report()

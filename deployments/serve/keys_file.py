@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import NoReturn
 
 from app.api.auth.keys import Authenticator, KeyRing, authenticator_of
 from app.config import ApiConfig
-from app.errors import InvalidSetup
+from app.errors import Failure, InvalidSetup
 from deployments.serve.settings import all_keys
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
+MAX_SILENCE_S = 60.0  # without a look: what was revoked would stay valid
 
 
 class Keys:
@@ -23,6 +25,9 @@ class Keys:
     def __init__(self, config: ApiConfig) -> None:
         """Raises InvalidSetup when the file has mistakes."""
         self._config = config
+        self._path = Path(config.keys_file).expanduser() if config.keys_file else None
+        self._looked_at: float | None = None
+        self._reported = ""
         self._state = self._look()
         keys = all_keys(config)
         self._ring = KeyRing(keys)
@@ -30,31 +35,51 @@ class Keys:
         self.authenticator: Authenticator = self._ring if keys else authenticator_of(config)
 
     async def follow(self) -> NoReturn:
-        """Look again and again."""
+        """Look again and again, whatever is wrong with the file."""
+        self._looked_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await asyncio.to_thread(self.refresh)
+            try:
+                await asyncio.to_thread(self.refresh)
+            except Exception as error:
+                self._report(type(error).__name__)
+            else:
+                self._looked_at = time.monotonic()
+
+    def check_health(self) -> None:
+        """Raises Failure when the file has not been looked at for too long, for example as its disk does not answer."""
+        if self._looked_at is None:
+            return
+        silence_s = time.monotonic() - self._looked_at
+        if silence_s > MAX_SILENCE_S:
+            raise Failure(f"the file of API keys has not been read for {silence_s:.0f} s; a revoked key may be valid")
 
     def refresh(self) -> None:
         """Take the keys of the file if it has changed since the last look."""
         state = self._look()
         if state == self._state:
             return
-        self._state = state
         try:
             keys = all_keys(self._config)
         except InvalidSetup as error:
-            logger.error("the API keys stay as they were: %s", error)
+            self._report(str(error))
             return
         self._ring.replace(keys)
+        self._state, self._reported = state, ""
         logger.info("there are %d API keys now: %s", len(keys), ", ".join(key.name for key in keys))
+
+    def _report(self, mistake: str) -> None:
+        """Log a mistake once. The file is read again at every look: the mistake may have been the disk's."""
+        if mistake != self._reported:
+            logger.error("the API keys stay as they were: %s", mistake)
+        self._reported = mistake
 
     def _look(self) -> tuple[int, ...]:
         """What changes when the file does."""
-        if not self._config.keys_file:
+        if self._path is None:
             return ()
         try:
-            stat = Path(self._config.keys_file).expanduser().stat()
+            stat = self._path.stat()
         except OSError:
             return (0,)
         return stat.st_mtime_ns, stat.st_size, stat.st_ino

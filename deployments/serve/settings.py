@@ -48,12 +48,7 @@ class ServeFile:
 
 def read_serve_file(path: Path) -> ServeFile:
     """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidSetup(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidSetup(f"{path}: is not YAML: {error}") from error
+    document = _read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
@@ -107,12 +102,7 @@ def check_exposure(host: str, config: ApiConfig) -> None:
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
-    try:
-        entries = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidSetup(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidSetup(f"{path}: is not YAML") from error  # without the content, which holds keys
+    entries = _read_yaml(path)
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; `python -m scripts.make_key NAME` prints an entry")
     try:
@@ -120,6 +110,19 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     except ValidationError as error:
         mistakes = "\n".join(map(_mistake, _causes(error)))
         raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
+
+
+def _read_yaml(path: Path) -> Any:
+    """The content of a YAML file. Raises InvalidSetup, never with the content: it may have keys."""
+    try:
+        return yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSetup(f"{path}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise InvalidSetup(f"{path}: is not YAML: mistake{line}") from None
+    except Exception as error:  # PyYAML's own functions raise any kind: ValueError for the date 2024-13-45
+        raise InvalidSetup(f"{path}: is not YAML: {type(error).__name__}") from None
 
 
 def check(config: ApplicationConfig) -> None:

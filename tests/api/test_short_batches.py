@@ -489,3 +489,17 @@ def test_a_strict_upload_names_unknown_fields_too(service: Service, tmp_path: Pa
         assert (await client.post("/v1/files", **upload)).status_code == 200
 
     with_http(service, tmp_path, use)
+
+
+def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        many = ["1 + 1"] * 8
+        asked = {"max_tokens": 100, "logprobs": 2}
+        assert (await post(client, many[:2], **asked)).status_code == 200
+        refused = await post(client, many, **asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        job = await job_ended(client, (await post(client, many, **asked, **JOB)).json()["id"])
+        assert job["request_counts"]["completed"] == 8
+
+    limits = RequestLimits(max_answer_logprobs=600)
+    with_http(echoing(tokenizer), tmp_path, use, limits=limits)

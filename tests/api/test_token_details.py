@@ -10,7 +10,7 @@ import pytest
 from app.api.output.token_details import TokenLogprob, TokenNames, completion_logprobs
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
-from tests.api.fakes import MAX_MODEL_LEN, Service, Step
+from tests.api.fakes import MAX_MODEL_LEN, Service, Step, last
 from tests.text.small_tokenizers import build_byte_level
 
 END = 4  # the bundled model's end token
@@ -253,3 +253,60 @@ def test_tokens_of_one_name_are_told_apart_and_infinities_are_written() -> None:
     found = TokenLogprobs(float("-inf"), 9, (1, 2), (-1.0, float("-inf")))
     [top] = completion_logprobs([TokenLogprob(7, found, 0)], names, 2)["top_logprobs"]
     assert top == {"same": -1.0, "token_id:2": -9999.0, "token_id:7": -9999.0}
+
+
+LONG = 131_072
+
+
+def long_service(tokenizer: Tokenizer) -> Service:
+    return Service(tokenizer, lambda request: [last(request, (), FinishReason.LENGTH)], max_model_len=LONG)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"n": 16, "max_tokens": 8192, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        ("completions", {"n": 16, "max_tokens": 8192, "logprobs": 20}, "logprobs"),
+        ("completions", {"prompt": ["a"] * 128, "max_tokens": 8192, "logprobs": 0}, "logprobs"),
+        ("completions", {"prompt": [5] * 60_000, "echo": True, "max_tokens": 0, "logprobs": 20}, "logprobs"),
+        ("completions", {"prompt": [5] * 60_000, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("chat/completions", {"logprobs": True, "n": 16, "max_tokens": 100_000, "stream": True}, "top_logprobs"),
+        (
+            "responses",
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 60_000},
+            "top_logprobs",
+        ),
+    ],
+    ids=str,
+)
+def test_an_answer_with_too_many_logprobs_is_refused_before_it_begins(
+    tokenizer: Tokenizer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    service = long_service(tokenizer)
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    prompts: dict[str, Any] = {"chat/completions": chat, "completions": {"prompt": "Hi"}, "responses": {"input": "Hi"}}
+    answer = service.call("POST", f"/v1/{path}", prompts[path] | fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert "this server accepts 1,000,000" in answer.error["message"]
+    assert not service.generate.requests
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 8192, "logprobs": 20},
+        {"prompt": [5] * (LONG - 1), "echo": True, "max_tokens": 1, "logprobs": 5},
+        {"prompt": [[5] * 4095] * 64, "echo": True, "max_tokens": 1, "logprobs": 1},
+        {"n": 16, "max_tokens": 2048, "logprobs": 20},
+    ],
+    ids=lambda fields: str(fields)[:60],
+)
+def test_evaluations_with_logprobs_are_within_the_bound(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    assert long_service(tokenizer).complete(**fields).status == 200
+
+
+def test_an_output_of_no_asked_length_is_as_long_as_its_logprobs_allow(tokenizer: Tokenizer) -> None:
+    service = long_service(tokenizer)
+    assert service.chat(n=2, logprobs=True, top_logprobs=19).status == 200
+    assert [each.sampling.max_tokens for each in service.generate.requests] == [25_000] * 2
+    assert service.chat(n=2, logprobs=True, top_logprobs=19, min_tokens=25_001).error["param"] == "top_logprobs"

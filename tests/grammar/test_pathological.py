@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 
+from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
-from app.errors import InvalidRequest, Overloaded
+from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.grammar.compiling import lark_of, new_matcher, walk
 from app.grammar.grammars import MAX_USES, CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
 from tests.grammar.hostile_grammars import Case, cases
+from tests.waiting import eventually
 
 TIMEOUT_S = 1.0
 
@@ -116,12 +123,112 @@ def test_a_remembered_refusal_names_the_field_that_it_came_in_now(grammars: Gram
         assert str(refusal).startswith(f"{param}: this regular expression cannot be used")
 
 
-def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(grammars: Grammars) -> None:
-    assert grammars._sandbox is not None
-    process = grammars._sandbox._process or grammars._sandbox._start()
-    process.kill()
-    process.wait()
-    assert grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "after a death"))).result(30) is not None
+def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(vocabulary: Vocabulary) -> None:
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        process = worker_of(grammars)
+        process.kill()
+        process.wait()
+        assert compiled(grammars, "after a death") is not None
+
+
+def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocabulary) -> None:
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        process = worker_of(grammars)
+        process.send_signal(signal.SIGSTOP)  # so that it is killed over this grammar
+        tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "once more")))
+        eventually(tried.running)
+        time.sleep(0.05)
+        process.kill()
+        assert tried.result(30) is not None
+
+
+def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ever(vocabulary: Vocabulary) -> None:
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        process = worker_of(grammars)
+        process.send_signal(signal.SIGSTOP)
+        tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "killed")))
+        while not tried.done():
+            process.kill()
+            process = newest_process(grammars) or process
+        error = tried.exception()
+        assert isinstance(error, Unavailable)
+        assert "was ended by the signal 9" in str(error)
+        assert compiled(grammars, "killed") is not None
+
+
+def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabulary) -> None:
+    [schema] = [text for name, _, text in cases() if name == "many required"]  # a tenth of a second of CPU, or more
+    limits = CompileLimits(timeout_s=1.0)
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=limits)) as grammars:
+        process = worker_of(grammars)
+        tried = grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, schema)))
+        time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGCONT)
+        assert tried.result(30) is not None
+
+
+def test_one_tenants_expensive_grammars_delay_no_other_tenant(vocabulary: Vocabulary) -> None:
+    names = [[f"p{each}-{number}" for number in range(2800)] for each in range(12)]
+    large = [
+        json.dumps({"properties": {name: {"type": "string"} for name in of_one}, "required": of_one})
+        for of_one in names
+    ]
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        worker_of(grammars)
+        one, other = ({"tenant": name} for name in ("one", "other"))
+        expensive = [grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, text), **one)) for text in large]
+        cheap = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "yes|no"), **other))
+        assert cheap.result(30) is not None
+        assert not expensive[-1].done()  # all of them take seconds
+
+
+def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
+    let_go = threading.Event()
+
+    def read_late() -> Vocabulary:
+        let_go.wait(30)
+        return vocabulary
+
+    def asked(text: str, tenant: str) -> Future[Matcher | None]:
+        return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text), tenant=tenant))
+
+    with closing(Grammars(read_late, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_waiting=4))) as grammars:
+        many = [asked(f"a{number}", "one") for number in range(6)]
+        few = [asked(f"b{number}", "other") for number in range(2)]
+        assert [isinstance(each.exception(1), Overloaded) for each in many[2:]] == [True] * 4
+        let_go.set()
+        assert all(each.result(30) is not None for each in [*many[:2], *few])
+
+
+def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
+    grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
+    process = worker_of(grammars)
+    process.send_signal(signal.SIGSTOP)
+    asked = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("now", "later")]
+    eventually(asked[0].running)
+    time.sleep(0.05)
+    grammars.close()
+    assert all(isinstance(each.exception(10), EngineStopped) for each in asked)
+    assert isinstance(grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "x"))).exception(1), EngineStopped)
+
+
+def worker_of(grammars: Grammars) -> subprocess.Popen[bytes]:
+    """The process that the next grammar is compiled in, which runs."""
+    assert compiled(grammars, "a first one") is not None
+    process = newest_process(grammars)
+    assert process is not None
+    return process
+
+
+def newest_process(grammars: Grammars) -> subprocess.Popen[bytes] | None:
+    assert grammars._tools is not None
+    return next((each._process for each in grammars._tools.sandboxes if each._process is not None), None)
+
+
+def compiled(grammars: Grammars, text: str) -> Matcher | None:
+    return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result(30)
 
 
 def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary) -> None:

@@ -31,8 +31,22 @@ def test_a_sweep_leaves_what_is_known(tmp_path: Path) -> None:
         draft.keep()
         ids.append(draft.id)
     (tmp_path / "drafts" / "left-by-a-crash").touch()
-    folder.sweep(ids[:1])
+    folder.sweep(lambda: ids[:1])
     assert names(tmp_path) == {ids[0]}
+
+
+def test_a_sweep_removes_nothing_that_another_process_has_begun_meanwhile(tmp_path: Path) -> None:
+    folder = FileStore(tmp_path)
+    begun = []
+
+    def known() -> list[str]:
+        begun.extend(folder.draft() for _ in range(2))
+        begun[0].keep()
+        return []
+
+    folder.sweep(known)
+    begun[1].keep()
+    assert names(tmp_path) == {draft.id for draft in begun}
 
 
 def test_only_one_holds_the_folder(tmp_path: Path) -> None:

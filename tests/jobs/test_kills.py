@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -59,3 +60,27 @@ def test_every_line_ends_once_though_the_process_is_killed_again_and_again(tmp_p
     assert (output.keys(), errors) == ({f"line-{n}" for n in range(NUM_LINES)}, {})
     num_answers = log.stat().st_size
     assert num_answers <= NUM_LINES + NUM_KILLS * MAX_IN_FLIGHT, "only lines in flight run again"
+
+
+def test_a_process_that_was_stopped_past_its_lock_and_goes_on_changes_nothing(tmp_path: Path) -> None:
+    """As on storage of several machines, which gives away the locks of a machine that it does not hear from."""
+    folder, log = tmp_path / "batches", tmp_path / "log"
+    log.touch()
+    stopped = go_on(folder, log)
+    try:
+        while log.stat().st_size < NUM_LINES // 4:
+            assert stopped.poll() is None, "it ended before it could be stopped"
+            time.sleep(0.002)
+        stopped.send_signal(signal.SIGSTOP)
+        (folder / "lock").unlink()
+        next_one = go_on(folder, log)
+        while log.stat().st_size < NUM_LINES // 2:
+            assert next_one.poll() is None, "it ended before the first went on"
+            time.sleep(0.002)
+        stopped.send_signal(signal.SIGCONT)
+        assert next_one.wait(timeout=60) == 0
+    finally:
+        stopped.kill()
+        stopped.wait()
+    output, errors = asyncio.run(outcome(folder))
+    assert (output.keys(), errors) == ({f"line-{n}" for n in range(NUM_LINES)}, {})

@@ -15,7 +15,20 @@ from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from tests import waiting
-from tests.jobs.lives import CHAT, OWNER, Echo, all_files, begin, content, input_line, jsonl, service_in, until, upload
+from tests.jobs.lives import (
+    CHAT,
+    OWNER,
+    Echo,
+    all_files,
+    begin,
+    content,
+    ends,
+    input_line,
+    jsonl,
+    service_in,
+    until,
+    upload,
+)
 
 OWNERS = ("ann", "bob", "cid")
 ONE = jsonl(input_line("one"))
@@ -320,6 +333,83 @@ def test_a_second_process_waits_for_the_folder(tmp_path: Path, monkeypatch: pyte
                 await second.file(OWNER, file_id)
         await second.opened()
         assert (await second.file(OWNER, file_id))["id"] == file_id
+        await second.close()
+
+    asyncio.run(main())
+
+
+LINES = {f"line-{n}" for n in range(6)}
+
+
+async def both_open(folder: Path) -> tuple[LocalBatchService, Echo, LocalBatchService, Echo, str]:
+    """A service in the middle of a batch, whose lock the storage gave away, and the next one, in its middle too."""
+    first_echo, second_echo = Echo(), Echo()
+    first_echo.hold, second_echo.hold = asyncio.Event(), asyncio.Event()
+    first, second = (service_in(folder, echo, max_in_flight=2) for echo in (first_echo, second_echo))
+    first.start()
+    await first.opened()
+    batch_id = await begin(first, jsonl(*map(input_line, sorted(LINES))))
+    await first_echo.has_open(2)
+    (folder / "lock").unlink()
+    second.start()
+    await second.opened()
+    await second_echo.has_open(2)
+    return first, first_echo, second, second_echo, batch_id
+
+
+def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 3600)  # the first goes on as long as it can
+
+    async def main() -> None:
+        first, first_echo, second, second_echo, batch_id = await both_open(tmp_path)
+        upload_id = await first.begin_upload(OWNER)
+        await first.append(upload_id, ONE)
+        file_id = await upload(second, ONE)
+        assert first_echo.hold
+        assert second_echo.hold
+        first_echo.hold.set()
+        await waiting.until(lambda: first_echo.asked.keys() == LINES and not first_echo.num_open)
+        for change in (
+            first.finish_upload(upload_id, NewFile(filename="x", purpose="batch")),
+            first.delete_file(OWNER, file_id),
+            first.cancel_batch(OWNER, batch_id),
+            begin(first, ONE),
+        ):
+            with pytest.raises(Unavailable):
+                await change
+        assert (await second.batch(OWNER, batch_id))["status"] == "in_progress"
+        second_echo.hold.set()
+        batch = await until(second, batch_id)
+        assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        await first.close()
+        await second.close()
+        async with service_in(tmp_path, Echo()) as third:
+            assert await third.batch(OWNER, batch_id) == batch
+            output, errors = await ends(third, batch)
+            assert (output.keys(), errors) == (LINES, {})
+            assert (
+                {file["id"] for file in await all_files(third)}
+                == {path.name for path in (tmp_path / "files").iterdir()}
+                == {file_id, batch["input_file_id"], batch["output_file_id"]}
+            )
+
+    asyncio.run(main())
+
+
+def test_a_process_stops_when_it_has_lost_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.local_service.GENERATION_CHECK_S", 0.01)
+
+    async def main() -> None:
+        first, first_echo, second, _, _ = await both_open(tmp_path)
+        await waiting.until(lambda: not first_echo.num_open)  # its lines were aborted
+        with pytest.raises(Unavailable):
+            await first.begin_upload(OWNER)
+        with pytest.raises(ExceptionGroup):
+            first.check_health()  # and so it is replaced
+        second.check_health()
+        await first.close()
         await second.close()
 
     asyncio.run(main())

@@ -81,7 +81,7 @@ def test_a_sweep_removes_what_is_ours_and_unknown_and_nothing_else(tmp_path: Pat
     own = (tmp_path / "first" / "files-name").read_text()
     for name in (f"{root}/somebody-elses", f"{root}/{own}/notes.txt"):
         filesystem.pipe_file(name, b"y")
-    FileStore(tmp_path / "first", url).sweep(ids[:1])
+    FileStore(tmp_path / "first", url).sweep(lambda: ids[:1])
     assert found(url) == {ids[0], ids[2], "somebody-elses", "notes.txt"}
 
 

@@ -31,6 +31,32 @@ def numbers(folder: Path) -> list[int]:
         return [each.number for each in store.results()]
 
 
+def test_two_processes_on_one_folder_lose_nothing_and_an_item_that_both_have_ended_counts_once(tmp_path: Path) -> None:
+    """The first has lost its lock without noticing; what it writes from then on is its own."""
+    with opened(tmp_path) as first:
+        first.append([result(0)])
+        with opened(tmp_path) as second:
+            second.append([result(1)])
+            first.append([result(1), result(2)])
+            second.append([result(3)])
+            assert [each.number for each in second.results()] == [0, 1, 3]
+    assert numbers(tmp_path) == [0, 1, 2, 3]
+    with opened(tmp_path) as third:
+        assert third.counts.num_items == 4
+
+
+def test_a_write_that_fails_in_one_process_takes_nothing_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        second.append([result(0)])
+        with monkeypatch.context() as patch:
+            patch.setattr("app.jobs.results._write_all", lambda *_: (_ for _ in ()).throw(OSError(5, "lost")))
+            with pytest.raises(ResultsUnwritable):
+                first.append([result(1)])
+        assert [each.number for each in second.results()] == [0]
+
+
 def test_results_come_back_as_they_were_and_are_counted(tmp_path: Path) -> None:
     first, second = result(2, num_input_tokens=3, num_output_tokens=5), result(0, is_error=True, num_cached_tokens=1)
     with opened(tmp_path) as store:

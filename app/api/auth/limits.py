@@ -249,22 +249,18 @@ def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
     max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
     if max_tokens is None:
         return call
-    return replace(call, requests=tuple(_shortened(each, max_tokens) for each in call.requests))
+    min_tokens = max(request.sampling.min_tokens for request in call.requests)
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens:,}; this API key may have at most {max_tokens:,}", param="min_tokens"
+        )
+    return call.with_max_tokens(max_tokens)
 
 
 def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
     # No name has a line end, so no two keys can agree on a salt.
     salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"
     return replace(request, tenant=name, cache_salt=salt)
-
-
-def _shortened(request: Request, max_tokens: int) -> Request:
-    sampling = request.sampling
-    if sampling.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens:,}; this API key may have at most {max_tokens:,}", param="min_tokens"
-        )
-    return replace(request, sampling=replace(sampling, max_tokens=min(sampling.max_tokens, max_tokens)))
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

@@ -15,4 +15,4 @@ async def prepare_chat(body: ChatRequest, model: ServedModel, limits: RequestLim
     prompt = await encode_chat(
         body, model, with_tools=tools is not None, continue_final_message=body.continue_final_message
     )
-    return call_of("chatcmpl", body, model, [prompt], default_max_tokens=None, tools=tools)
+    return call_of("chatcmpl", body, model, limits, [prompt], default_max_tokens=None, tools=tools)

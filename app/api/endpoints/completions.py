@@ -29,7 +29,7 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
         )
 
     prompts = await encode_prompts(body.prompt, model, "prompt", add_special_tokens=body.add_special_tokens)
-    call = call_of("cmpl", body, model, prompts, default_max_tokens=DEFAULT_MAX_TOKENS)
+    call = call_of("cmpl", body, model, limits, prompts, default_max_tokens=DEFAULT_MAX_TOKENS)
     return replace(call, prompt_texts=await _prompt_texts(body, call)) if body.echo else call
 
 

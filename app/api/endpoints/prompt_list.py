@@ -97,7 +97,9 @@ async def prompt_list(
     if shared.get("stream"):
         raise InvalidRequest("a batch is not streamed; leave stream out", param="stream")
     endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
-    common = await handler.check_shared(account, endpoint, shared | _STAND_INS[endpoint], is_strict=is_strict)
+    stand_in = shared | _STAND_INS[endpoint]
+    num_bodies = 1 if asked.is_async else len(asked.prompts)
+    common = await handler.check_shared(account, endpoint, stand_in, is_strict=is_strict, num_bodies=num_bodies)
     for name in ("webhook", "metadata"):
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)

@@ -1,7 +1,9 @@
-"""The file of API keys: what is read, what is refused, and how a change of it comes to hold. No Ray here."""
+"""The file of API keys: what is read, what is refused, and how a change of it comes to hold. No cluster here."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import os
 from pathlib import Path
@@ -12,11 +14,15 @@ import yaml
 
 from app.api.auth.keys import NoAuthentication
 from app.config import ApiConfig
-from app.errors import InvalidSetup, Unauthenticated
+from app.errors import Failure, InvalidSetup, Unauthenticated
+from deployments.serve import keys_file
+from deployments.serve.batches import Batches
+from deployments.serve.ingress import Ingress
 from deployments.serve.keys_file import Keys
 from deployments.serve.settings import read_keys, read_serve_file
 from scripts.make_key import make_key
 from tests.api.keys import KEY, OTHER_KEY, entry
+from tests.waiting import until
 
 SERVE_FILE = Path(__file__).parents[3] / "deployments" / "serve.yaml"
 
@@ -51,6 +57,11 @@ def test_a_made_key_opens_the_door_that_its_entry_describes(tmp_path: Path) -> N
         ("[]", "should be a list of keys"),
         ("alice: secret", "should be a list of keys"),
         ("- {name: [", "is not YAML"),
+        ("- {name: sk-plain, sha256: @}", "is not YAML: mistake in line 1"),
+        ("- name: 2024-13-45", "is not YAML: ValueError"),
+        ("- name: !!int ''", "is not YAML: IndexError"),
+        ("- name: !!bool sk-plain", "is not YAML: KeyError"),
+        ("[" * 5000, "is not YAML: RecursionError"),
         ("- {name: alice}", "[0].sha256: got"),
         ("- {name: alice, sha256: sk-plain}", "[0].sha256: sha256 has 8 characters"),
         (f"- {{name: alice, sha256: '{'0' * 64}', max_request: 1}}", "[0].max_request: no such setting"),
@@ -101,6 +112,92 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
             keys.refresh()
         assert "the API keys stay as they were" in caplog.messages[-1]
         assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
+
+
+@pytest.mark.parametrize("mistake", ["- name: 2024-13-45", "- name: !!int ''", "[" * 5000, "- {name: alice}", "- ]"])
+def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+    path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
+    keys = Keys(ApiConfig(keys_file=str(path)))
+
+    async def run() -> None:
+        following = asyncio.create_task(keys.follow())
+        path.write_text(mistake)
+        await until(lambda: caplog.messages)
+        await asyncio.sleep(0.05)
+        assert is_known(keys, KEY)
+        write(path, [entry(OTHER_KEY, "bob")])
+        await until(lambda: is_known(keys, OTHER_KEY))
+        assert not following.done()
+        following.cancel()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(run())
+    assert not is_known(keys, KEY)
+    [message] = caplog.messages
+    assert message.startswith("the API keys stay as they were: ")
+    keys.check_health()
+
+
+def test_a_file_whose_disk_fails_for_a_moment_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
+    keys = Keys(ApiConfig(keys_file=str(path)))
+    write(path, [entry(OTHER_KEY, "bob")])
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(Path, "read_text", failing)
+        keys.refresh()
+        keys.refresh()
+        assert is_known(keys, KEY)
+    assert caplog.messages == [f"the API keys stay as they were: {path}: Input/output error"]
+    keys.refresh()
+    assert is_known(keys, OTHER_KEY)
+    assert not is_known(keys, KEY)
+
+
+def failing(*_: Any, **__: Any) -> str:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not answer holds the look for ever; an error of any kind is no look either."""
+    monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(keys_file, "MAX_SILENCE_S", 0.1)
+    path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
+    keys = Keys(ApiConfig(keys_file=str(path)))
+    keys.check_health()  # it does not follow yet
+    monkeypatch.setattr(keys, "refresh", failing)
+
+    async def run() -> None:
+        following = asyncio.create_task(keys.follow())
+        await asyncio.sleep(0.2)
+        with pytest.raises(Failure, match="the file of API keys has not been read for 0 s"):
+            keys.check_health()
+        monkeypatch.undo()
+        monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+        await until(lambda: is_healthy(keys))
+        assert not following.done()
+        following.cancel()
+
+    asyncio.run(run())
+
+
+def is_healthy(keys: Keys) -> bool:
+    try:
+        keys.check_health()
+    except Failure:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("deployment", [Ingress, Batches])
+def test_the_follower_is_part_of_the_health_check(tmp_path: Path, deployment: Any) -> None:
+    process = deployment.__new__(deployment)
+    process._keys = Keys(ApiConfig(keys_file=str(write(tmp_path / "keys.yaml", [entry(KEY, "alice")]))))
+    process._keys._looked_at = -1e9
+    with pytest.raises(Failure, match="has not been read"):
+        process.check_health()
 
 
 def test_without_keys_every_request_is_let_in() -> None:
