@@ -240,8 +240,8 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
     The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
-    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a priority
-    below its own, and LimitReached.
+    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a
+    priority below its own, and LimitReached.
     """
     account = reservation.account
     call = bounded_call(account, call, body)
