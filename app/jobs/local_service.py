@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
-from app.disk import OneThread, take_lock
+from app.disk import OneThread, may_pass, take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
@@ -44,6 +44,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
+OPENING_RETRY_S = 5.0  # after a failure of the storage
 HOUSEKEEPING_S = 60.0
 GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
@@ -164,7 +165,14 @@ class LocalBatchService(BatchService):
             await asyncio.sleep(LOCK_RETRY_S)
             lock = take_lock(self._path / LOCK)
         try:
-            await self._hold()
+            while not self._opened.is_set():
+                try:
+                    await self._hold()
+                except STORAGE_FAILURES as error:
+                    if self._opened.is_set() or not may_pass(error):
+                        raise
+                    logger.error("the batches folder %s cannot be opened now: %s; trying again", self._path, error)
+                    await asyncio.sleep(OPENING_RETRY_S)
         finally:
             os.close(lock)
 

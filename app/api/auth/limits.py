@@ -62,9 +62,8 @@ class TokenBucket:
 class SharedPool:
     """What all accounts of a process share, for example places: an account may hold as many as are free.
 
-    So an account alone may hold half of all, and one that comes later half of what the others leave. Those that want
-    more than they may have come to hold equally much, as what they hold is given back (dynamic thresholds: Choudhury and
-    Hahne, 1998).
+    So an account alone may hold half of all, and one that comes later half of what the others leave. As things are given
+    back, accounts that want more come to hold equally much (dynamic thresholds: Choudhury and Hahne, 1998).
     """
 
     def __init__(self, size: int) -> None:
@@ -207,6 +206,15 @@ class Account:
         self._num_body_bytes += num_bytes
         self._pools.body_bytes.take(num_bytes)
 
+    def check_priority(self, asked: int) -> None:
+        """Raises InvalidRequest when the key may not go before others by so much."""
+        if self.key is not None and asked < self.key.min_priority:
+            raise InvalidRequest(
+                f"priority is {asked}; this API key may ask for {self.key.min_priority} or more (a lower number goes "
+                f"first); send no lower one",
+                param="priority",
+            )
+
     def reserve_tokens(self, num_tokens: int) -> None:
         """Take what a call may need at most. Raises LimitReached."""
         if self._tokens:
@@ -309,7 +317,7 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
     The key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
-    salt. Raises InvalidRequest for outputs that are too long for the key, and LimitReached.
+    salt. Raises InvalidRequest for outputs that are too long for the key or a priority below its own, and LimitReached.
     """
     account = reservation.account
     call = bounded_call(account, call, body)
@@ -323,7 +331,11 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
 
 
 def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
-    """The call with outputs as long as its key allows. Raises InvalidRequest when it asks for longer ones."""
+    """The call with outputs as long as its key allows.
+
+    Raises InvalidRequest when it asks for longer ones, or to go before others.
+    """
+    account.check_priority(body.priority)
     max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
     if max_tokens is None:
         return call
