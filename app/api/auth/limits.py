@@ -62,8 +62,8 @@ class TokenBucket:
 class SharedPool:
     """What all accounts of a process share, for example places: an account may hold as many as are free.
 
-    So an account alone may hold half of all, and one that comes later half of what the others leave. As things are given
-    back, accounts that want more come to hold equally much (dynamic thresholds: Choudhury and Hahne, 1998).
+    So an account alone may hold half of all, and one that comes later half of what the others leave. As places are
+    given back, accounts that want more come to hold equally many (dynamic thresholds: Choudhury and Hahne, 1998).
     """
 
     def __init__(self, size: int) -> None:
