@@ -136,12 +136,13 @@ class BatchRunner:
         limits: BatchLimits,
         keep_s: int | None,
         clock: Callable[[], float],
+        expiry: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        Output files are kept for `keep_s` seconds, None: for ever. `clock` gives seconds since 1970; `on_end` is called
-        at each batch's end.
+        Output files are kept for `keep_s` seconds, None: for ever. `clock` gives seconds since 1970, `expiry` those
+        by which batches expire; `on_end` is called at each batch's end.
         """
         self._catalog = catalog
         self._files = files
@@ -151,6 +152,7 @@ class BatchRunner:
         self._limits = limits
         self._keep_s = keep_s
         self._clock = clock
+        self._expiry = expiry
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -305,7 +307,8 @@ class BatchRunner:
         run = asyncio.create_task(self._execution.run(self._work_of(job, results)))
         stopped = asyncio.create_task(self._stops[job.id].wait())
         try:
-            timeout_s = max(0.0, job.expires_at - self._clock())
+            # What a batch has left is never more than all its time, though its end was computed by another clock.
+            timeout_s = max(0.0, min(job.expires_at - self._expiry(), job.expires_at - job.created_at))
             await asyncio.wait({run, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if run.done():
                 run.result()

@@ -306,7 +306,7 @@ def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
 
     async def main() -> None:
         first, first_echo, second, second_echo, batch_id = await both_open(tmp_path)
-        upload_id = await first.begin_upload()
+        upload_id = await first.begin_upload(OWNER)
         await first.append(upload_id, ONE)
         file_id = await upload(second, ONE)
         assert first_echo.hold
@@ -314,7 +314,7 @@ def test_two_processes_that_both_hold_the_folder_lose_and_double_nothing(
         first_echo.hold.set()
         await waiting.until(lambda: first_echo.asked.keys() == LINES and not first_echo.num_open)
         for change in (
-            first.finish_upload(upload_id, NewFile(owner=OWNER, filename="x", purpose="batch")),
+            first.finish_upload(upload_id, NewFile(filename="x", purpose="batch")),
             first.delete_file(OWNER, file_id),
             first.cancel_batch(OWNER, batch_id),
             begin(first, ONE),
@@ -347,7 +347,7 @@ def test_a_process_stops_when_it_has_lost_the_folder(tmp_path: Path, monkeypatch
         first, first_echo, second, _, _ = await both_open(tmp_path)
         await waiting.until(lambda: not first_echo.num_open)  # its lines were aborted
         with pytest.raises(Unavailable):
-            await first.begin_upload()
+            await first.begin_upload(OWNER)
         with pytest.raises(ExceptionGroup):
             first.check_health()  # and so it is replaced
         second.check_health()
