@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +15,18 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# A full disk gets room again, and a network storage comes back; a folder without permission stays as it is.
+_PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
+_PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
+
+
+def may_pass(error: OSError | sqlite3.Error) -> bool:
+    """Whether a storage that failed like this may work again without a change of its settings."""
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    # The lowest byte is the primary code of SQLite, the others say where it happened.
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE
 
 
 def sync_folder(folder: Path) -> None:

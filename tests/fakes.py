@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -32,6 +33,7 @@ class CountingRunner:
 
     def __init__(self, block_size: int = 4) -> None:
         self.batches: list[Batch] = []
+        self.deductions: list[dict[int, float]] = []  # by token, of every draw with adjustments
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
 
@@ -44,11 +46,26 @@ class CountingRunner:
                 assert slot not in written, f"slot {slot} written twice in one step"
                 written.add(slot)
                 self._slots[slot] = token
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if item.adjustments is not None:
+                self._check_adjustments(item, sequence.num_prompt_tokens)
         token_ids = [self._draw(item.block_ids, item.end) for item in batch.sampled]
         result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
         pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
         assert batch.has_pooling == bool(pooled)
         return result._replace(pooled=pooled)
+
+    def _check_adjustments(self, item: ScheduledSequence, num_prompt_tokens: int) -> None:
+        """They are those of the tokens in the KV cache, all of them."""
+        adjustments, sampling = item.adjustments, item.sampling
+        assert adjustments is not None, "there is something to check"
+        seen = self._seen(item.block_ids, item.end)
+        assert sorted(adjustments.seen) == (sorted(seen) if sampling.repetition_penalty != 1.0 else [])
+        deductions = dict(zip(adjustments.deducted, adjustments.deductions, strict=True))
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        counts = Counter(seen[num_prompt_tokens:] if any(penalties) else ())
+        assert deductions == {token: -(penalties[0] + penalties[1] * count) for token, count in counts.items()}
+        self.deductions.append(deductions)
 
     def _pooled(self, item: ScheduledSequence) -> list[float]:
         first = item.start if item.pooling == Pooling.MEAN else item.end - 1

@@ -235,6 +235,7 @@ class RequestHandler:
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
+            account.check_priority(parsed.priority)
             for model in models:
                 await endpoint.prepare(parsed, model, self.limits.shared_by(num_bodies))
         return parsed

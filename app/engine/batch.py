@@ -12,17 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenHistory:
-    """The tokens that penalties depend on."""
-
-    prompt: tuple[int, ...]
-    generated: tuple[int, ...]
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -40,7 +33,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     samples: bool
     sampling: SamplingParams
     banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
-    history: TokenHistory | None = None  # only where the sampling parameters have penalties
+    adjustments: LogitAdjustments | None = None  # as of this step; only where there are penalties or biases
     matcher: Matcher | None = None  # says which tokens may be drawn; None: all
     looks_back: bool = False  # the draw depends on the tokens drawn before, see `SamplingParams`
     # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
@@ -59,6 +52,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     def end(self) -> int:
         """Tokens in the KV cache after this step; also the position of the token that is drawn."""
         return self.start + len(self.token_ids)
+
+    @property
+    def takes_all_logits(self) -> bool:
+        """Whether its logits stay as the model gives them."""
+        return self.adjustments is None and self.matcher is None and not self.banned_token_ids
 
     def allowed(self) -> bytes:
         """The tokens that its matcher allows, as bits (see `Matcher.allowed`), without the banned ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.batch import Batch, ScheduledSequence, TokenHistory
+from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence
 
@@ -116,11 +116,6 @@ class BatchBuilder:
         sampling = sequence.request.sampling
         samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
         first_target, targets = self._targets(sequence, start + num_tokens) if sequence.is_scoring else (0, ())
-        history = None
-        if samples and sampling.has_penalties:
-            history = TokenHistory(
-                prompt=sequence.request.prompt_token_ids, generated=tuple(sequence.generated_token_ids)
-            )
         scheduled = ScheduledSequence(
             sequence.request.request_id,
             sequence.token_ids(start, start + num_tokens),
@@ -129,7 +124,7 @@ class BatchBuilder:
             samples,
             sampling,
             banned_token_ids=self._banned_token_ids(sequence) if samples else (),
-            history=history,
+            adjustments=sequence.current_adjustments() if samples else None,
             targets=targets,
             first_target=first_target,
             pooling=_pooling(sequence, start + num_tokens),
@@ -161,11 +156,13 @@ class BatchBuilder:
 
 def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:
     """The tokens that would complete one of the words after the tokens generated so far."""
-    return tuple([word[-1] for word in bad_words if len(word) == 1 or _ends_with(generated, word[:-1])])
+    last = generated[-1] if generated else None
+    return tuple([word[-1] for word in bad_words if len(word) == 1 or (word[-2] == last and _ends(generated, word))])
 
 
-def _ends_with(generated: list[int], token_ids: tuple[int, ...]) -> bool:
-    return tuple(generated[-len(token_ids) :]) == token_ids
+def _ends(generated: list[int], word: tuple[int, ...]) -> bool:
+    """Whether the next token may complete the word."""
+    return tuple(generated[1 - len(word) :]) == word[:-1]
 
 
 def _pooling(sequence: Sequence, end: int) -> Pooling | None:

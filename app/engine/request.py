@@ -107,6 +107,11 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def adjusts_logits(self) -> bool:
+        """Whether penalties or biases change some logits before every draw."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    @property
     def looks_back(self) -> bool:
         """Whether a draw depends on the generated tokens directly, not only through the model."""
         return self.has_penalties or self.grammar is not None or bool(self.bad_words)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from app.engine.block_pool import Block
+from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
 
@@ -39,7 +40,9 @@ class Sequence:
     generated_token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     looks_back: bool = field(init=False)  # see `SamplingParams`
-    draws_simply: bool = field(init=False)  # without penalties and bans at any step: only logits and matcher matter
+    draws_simply: bool = field(
+        init=False
+    )  # without penalties, biases and bans at any step: only logits and matcher matter
     wants_logprobs: bool = field(init=False)  # of what it draws
     num_scored_tokens: int = field(init=False)  # prompt tokens, after the first, with known log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
@@ -49,6 +52,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
     prefix_ids: list[int] = field(default_factory=list)  # of its full, computed blocks
+    adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
 
     def __post_init__(self) -> None:
@@ -57,7 +61,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.looks_back = sampling.looks_back
         has_bans = sampling.min_tokens > 0 or bool(sampling.bad_words) or (sampling.ignore_eos and self.looks_back)
-        self.draws_simply = not (sampling.has_penalties or has_bans)
+        self.draws_simply = not (sampling.adjusts_logits or has_bans)
         self.wants_logprobs = sampling.logprobs is not None
         self.num_scored_tokens = self.request.num_scored_tokens
 
@@ -129,14 +133,27 @@ class Sequence:
             return tuple(self.generated_token_ids[start - num_prompt : end - num_prompt])
         return (*self.request.prompt_token_ids[start:], *self.generated_token_ids[: end - num_prompt])
 
+    def current_adjustments(self) -> LogitAdjustments | None:
+        """What its penalties and biases do to the next token's logits; penalties need every token before it."""
+        sampling = self.request.sampling
+        if self.adjustments is None and sampling.adjusts_logits:
+            self.adjustments = LogitAdjustments(sampling, self.request.prompt_token_ids)
+        if self.adjustments is not None and sampling.has_penalties:
+            self.adjustments.follow(self.generated_token_ids)
+        return self.adjustments
+
     def extend_blocks(self, blocks: list[Block]) -> None:
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)
 
     def take_blocks(self) -> list[Block]:
-        """Give up all blocks and with them all computed tokens; the caller frees them."""
+        """Give up all blocks and with them all computed tokens; the caller frees them.
+
+        The adjustments go, too, so that only running sequences hold memory for them.
+        """
         blocks = self.blocks
         self.blocks, self.block_ids, self.prefix_ids = [], [], []
         self.num_computed_tokens = 0
         self.pooled = None
+        self.adjustments = None
         return blocks

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
-from app.disk import OneThread, take_lock
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.disk import OneThread, may_pass, take_lock
+from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.expiry_clock import ExpiryClock
@@ -34,7 +34,7 @@ from app.jobs.job import (
     stats_object,
 )
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
-from app.jobs.space import room_left
+from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver
@@ -45,6 +45,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
+OPENING_RETRY_S = 5.0  # after a failure of the storage
 HOUSEKEEPING_S = 60.0
 GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
@@ -101,6 +102,7 @@ class LocalBatchService(BatchService):
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
+        self._finishing: set[_Upload] = set()  # on their way into the catalog
         self._admission = asyncio.Lock()  # from the look at what there is until one more is there
         self._begun: set[asyncio.Task[Any]] = set()  # what goes to its end though its caller may go
         self._life: asyncio.Task[None] | None = None
@@ -166,7 +168,14 @@ class LocalBatchService(BatchService):
             await asyncio.sleep(LOCK_RETRY_S)
             lock = take_lock(self._path / LOCK)
         try:
-            await self._hold()
+            while not self._opened.is_set():
+                try:
+                    await self._hold()
+                except STORAGE_FAILURES as error:
+                    if self._opened.is_set() or not may_pass(error):
+                        raise
+                    logger.error("the batches folder %s cannot be opened now: %s; trying again", self._path, error)
+                    await asyncio.sleep(OPENING_RETRY_S)
         finally:
             os.close(lock)
 
@@ -185,7 +194,7 @@ class LocalBatchService(BatchService):
             thread,
             self._execution,
             self._limits,
-            config.keep_s,
+            config,
             self._clock,
             expiry,
             dispatcher.wake,
@@ -254,10 +263,9 @@ class LocalBatchService(BatchService):
 
     async def _begin_upload(self, opened: _Open, owner: str) -> str:
         async with self._admission:
-            self._check_place(
-                "files are being sent", MAX_UPLOADS, Counter(u.owner for u in self._uploads.values()), owner
-            )
-            draft = await self._run(opened.files.draft)
+            uploads = Counter(upload.owner for upload in self._unfinished_uploads())
+            self._check_place("files are being sent", MAX_UPLOADS, uploads, owner)
+            draft = await self._run(_begin_draft, self._path, opened.files)
             self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
             return draft.id
 
@@ -265,18 +273,13 @@ class LocalBatchService(BatchService):
         upload = self._upload(upload_id)
         upload.touched_at = time.monotonic()
         self._check_size(upload.draft.num_bytes + len(data))
-        await self._run(upload.draft.write, data)
+        self._check_share(upload.owner, len(data))
+        await self._run(_write, self._path, upload.draft, data)
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
         upload = self._upload(upload_id)
         opened = self._opened_now()
-        stored = await self._run(opened.catalog.total_bytes) + opened.runner.num_result_bytes
-        if stored + upload.draft.num_bytes > self._config.max_total_bytes:
-            raise InvalidRequest(
-                f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} "
-                f"and has {stored:,} already; delete files first",
-                code="storage_full",
-            )
+        self._check_share(upload.owner, max(0, MIN_CHARGED_BYTES - upload.draft.num_bytes))
         keep_s = new.expires_after_s or self._config.keep_s
         now = self._now()
         file = StoredFile(
@@ -289,8 +292,15 @@ class LocalBatchService(BatchService):
             purpose=new.purpose,
         )
         del self._uploads[upload_id]
-        await self._translated(self._to_its_end(self._keep(opened, upload.draft, file)))
+        await self._translated(self._to_its_end(self._finish(opened, upload, file)))
         return file_object(file)
+
+    async def _finish(self, opened: _Open, upload: _Upload, file: StoredFile) -> None:
+        self._finishing.add(upload)
+        try:
+            await self._keep(opened, upload.draft, file)
+        finally:
+            self._finishing.discard(upload)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
         """Not in the catalog's thread: a large file on its way to a storage elsewhere would hold up all others."""
@@ -372,7 +382,9 @@ class LocalBatchService(BatchService):
     async def _begin_batch(self, opened: _Open, job: Job, has_message: bool, receiver: WebhookReceiver | None) -> None:
         async with self._admission:
             runner = opened.runner
+            self._check_share(job.owner, 1)
             self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
+            await self._run(_check_disk, self._path)
             await self._run(_add_job, opened.catalog, job, has_message, receiver, opened.expiry())
             runner.start(job)
 
@@ -409,7 +421,7 @@ class LocalBatchService(BatchService):
         """The batches as clients read them, with what became of their webhooks."""
         opened = self._opened_now()
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
-        return [batch_object(_as_it_is(job, opened.runner)) | {"webhook": messages.get(job.id)} for job in jobs]
+        return [_shown_batch(job, opened.runner) | {"webhook": messages.get(job.id)} for job in jobs]
 
     def _opened_now(self) -> _Open:
         if self._open is None:
@@ -436,6 +448,18 @@ class LocalBatchService(BatchService):
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
+
+    def _unfinished_uploads(self) -> list[_Upload]:
+        return [*self._uploads.values(), *self._finishing]
+
+    def _check_share(self, owner: str, num_bytes: int) -> None:
+        """Raises InvalidRequest when an owner may not keep so many bytes more."""
+        used = self._opened_now().runner.stored_bytes()
+        for upload in self._unfinished_uploads():
+            used[upload.owner] += upload.draft.num_bytes
+        shortage = shortage_of_share(self._config.max_total_bytes, used, owner, num_bytes)
+        if shortage is not None:
+            raise InvalidRequest(shortage, code="storage_full")
 
     async def _file(self, owner: str, file_id: str) -> StoredFile:
         opened = self._opened_now()
@@ -473,6 +497,23 @@ def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]
     return catalog, files
 
 
+def _check_disk(path: Path, num_bytes: int = 0) -> None:
+    """Raises StorageFull when so many bytes more would leave less than the reserve."""
+    shortage = shortage_of_disk(path, num_bytes)
+    if shortage is not None:
+        raise StorageFull(f"{shortage}; try again later", retry_after_s=RETRY_AFTER_S)
+
+
+def _begin_draft(path: Path, files: FileStore) -> FileDraft:
+    _check_disk(path)
+    return files.draft()
+
+
+def _write(path: Path, draft: FileDraft, data: bytes) -> None:
+    _check_disk(path, len(data))
+    draft.write(data)
+
+
 def _forget_unread(catalog: Catalog, file_id: str) -> None:
     readers = catalog.readers(file_id)
     if readers:
@@ -495,6 +536,12 @@ def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:
     if job.status in (JobState.VALIDATING, JobState.IN_PROGRESS):
         return catalog.change_job(batch_id, job.status, status=JobState.CANCELLING, cancelling_at=now)
     return job
+
+
+def _shown_batch(job: Job, runner: BatchRunner) -> Json:
+    pause = runner.pause(job.id)
+    paused = None if pause is None else {"code": pause.code, "message": pause.message}
+    return batch_object(_as_it_is(job, runner)) | {"paused": paused}
 
 
 def _as_it_is(job: Job, runner: BatchRunner) -> Job:

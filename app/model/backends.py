@@ -13,7 +13,7 @@ from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
-from app.model.cpu.sampling import NativeDraw, NativeLogprobs, NativeMask
+from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.forward import ForwardPass, TransformersForward
@@ -63,7 +63,7 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -
 
 def _native_runner(forward: ForwardPass, device: torch.device, team: Team) -> TorchModelRunner:
     return TorchModelRunner(
-        forward, device, draw=NativeDraw(team), mask=NativeMask(team), compute_logprobs=NativeLogprobs(team)
+        forward, device, draw=NativeDraw(team), adjust=NativeAdjust(team), compute_logprobs=NativeLogprobs(team)
     )
 
 

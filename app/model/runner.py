@@ -9,7 +9,7 @@ from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
 from app.model.pooling import PooledStates
-from app.model.sampler import Draw, Mask, draw, mask, sample
+from app.model.sampler import Adjust, Draw, adjust, draw, sample
 
 
 class TorchModelRunner:
@@ -21,13 +21,13 @@ class TorchModelRunner:
         device: torch.device,
         *,
         draw: Draw = draw,
-        mask: Mask = mask,
+        adjust: Adjust = adjust,
         compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
         self.forward = forward
         self._device = device
         self._draw = draw
-        self._mask = mask
+        self._adjust = adjust
         self._compute_logprobs = compute_logprobs
 
     @torch.inference_mode()
@@ -44,7 +44,7 @@ class TorchModelRunner:
         if batch.has_logprobs:
             return self._with_logprobs(batch, prediction)
         token_ids = sample(
-            prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw, mask=self._mask
+            prediction.logits, batch.sampled, likeliest=prediction.likeliest, draw=self._draw, adjust=self._adjust
         )
         return StepResult(token_ids.tolist())
 
@@ -56,7 +56,7 @@ class TorchModelRunner:
             batch.sampled,
             likeliest=None if likeliest is None else wanted.of_sampled(likeliest),
             draw=self._draw,
-            mask=self._mask,
+            adjust=self._adjust,
         )
         found = wanted.compute(logits, token_ids, self._compute_logprobs)
         return wanted.result(token_ids.tolist(), found)

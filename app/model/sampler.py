@@ -7,7 +7,7 @@ request draws the same tokens alone, in any batch, after preemption and on any r
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
@@ -31,14 +31,11 @@ class Draw(Protocol):
         ...
 
 
-class Mask(Protocol):
-    """Removes the tokens that are not allowed from some rows."""
+class Adjust(Protocol):
+    """Applies the penalties, biases, bans and matchers of some items, in this order."""
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
-        """The logits with -inf wherever the bit of one of `rows` is not set.
-
-        logits: [num_rows, vocab_size] float32; allowed: each row's bits (see `Matcher.allowed`), one after the other.
-        """
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """logits: [_, vocab_size] float32, unchanged → a changed copy of its `rows`, [len(rows), vocab_size]."""
         ...
 
 
@@ -47,13 +44,71 @@ def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSeq
     return _draw(logits[to_device(rows, logits.device)], items)
 
 
-def mask(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
+def adjust(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
     """Plain torch, on any device."""
-    is_cuda = logits.is_cuda
-    packed = torch.frombuffer(allowed, dtype=torch.uint8).view(len(rows), -1)
-    packed = (packed.pin_memory() if is_cuda else packed).to(logits.device, non_blocking=is_cuda)
+    adjusted = logits[to_device(rows, logits.device)]
+    numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
+    _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])
+    _add(adjusted, [(row, each.deducted, each.deductions) for row, each in numbered])
+    _add(adjusted, [(row, each.biased, each.biases) for row, each in numbered])
+    _ban(adjusted, [(row, array("q", item.banned_token_ids)) for row, item in enumerate(items) if not item.matcher])
+    matched = [row for row, item in enumerate(items) if item.matcher is not None]
+    return _masked(adjusted, matched, joined_masks(items)) if matched else adjusted
+
+
+def joined_masks(items: Sequence[ScheduledSequence]) -> bytearray:
+    """The bits of the items that have a matcher (see `Matcher.allowed`), one after the other."""
+    # Only now and not before the forward pass: a device may still be computing it.
+    return bytearray().join([item.allowed() for item in items if item.matcher is not None])
+
+
+def _penalise_repetition(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], float]]) -> None:
+    """entries: (row, tokens, penalty)."""
+    flat, places = logits.view(-1), _places(logits, [(row, tokens) for row, tokens, _ in entries])
+    if not len(places):
+        return
+    lengths = to_device([len(tokens) for _, tokens, _ in entries], logits.device)
+    penalties = to_device([penalty for _, _, penalty in entries], logits.device, torch.float32)
+    penalties = penalties.repeat_interleave(lengths)
+    before = flat[places]
+    flat[places] = torch.where(before > 0, before / penalties, before * penalties)  # equal places get equal values
+
+
+def _add(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], array[float]]]) -> None:
+    """entries: (row, tokens, what is added to each of them)."""
+    places = _places(logits, [(row, tokens) for row, tokens, _ in entries])
+    if len(places):
+        values = bytearray().join([values for _, _, values in entries])
+        logits.view(-1).index_add_(0, places, _from_bytes(values, torch.float32, logits.device))
+
+
+def _ban(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> None:
+    """entries: (row, tokens)."""
+    places = _places(logits, entries)
+    if len(places):
+        logits.view(-1)[places] = float("-inf")
+
+
+def _places(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> torch.Tensor:
+    """Where some tokens of some rows stand in the flat logits. entries: (row, tokens) → [num_tokens] int64."""
+    device, joined = logits.device, bytearray().join([tokens for _, tokens in entries])
+    if not joined:
+        return torch.empty(0, dtype=torch.long, device=device)
+    lengths = to_device([len(tokens) for _, tokens in entries], device)
+    firsts = to_device([row * logits.shape[-1] for row, _ in entries], device).repeat_interleave(lengths)
+    return firsts + _from_bytes(joined, torch.long, device)
+
+
+def _masked(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
+    packed = _from_bytes(allowed, torch.uint8, logits.device).view(len(rows), -1)
     penalties = _penalties_of_bytes(logits.device)[packed.long()].view(len(rows), -1)[:, : logits.shape[-1]]
-    return logits.index_add(0, to_device(rows, logits.device), penalties)
+    return logits.index_add_(0, to_device(rows, logits.device), penalties)
+
+
+def _from_bytes(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As `to_device`, of numbers that lie in memory as the device wants them. There must be some."""
+    tensor, is_cuda = torch.frombuffer(numbers, dtype=dtype), device.type == "cuda"
+    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 
 @cache
@@ -69,87 +124,65 @@ def sample(
     *,
     likeliest: torch.Tensor | None = None,
     draw: Draw = draw,
-    mask: Mask = mask,
+    adjust: Adjust = adjust,
 ) -> torch.Tensor:
     """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
 
-    A row's result depends on that row alone. likeliest: [num_rows] int64, each row's argmax, if it is known already.
+    A row's result depends on that row alone. Rows that ask for no change of their logits are not copied. likeliest:
+    [num_rows] int64, each row's argmax, if it is known already.
     """
-    if likeliest is not None and all(_takes_likeliest(item) for item in items):
-        return likeliest
-    logits = _adjusted(logits.float(), items, mask)
-    drawn = [row for row, item in enumerate(items) if not item.sampling.is_greedy]
-    if drawn and len(drawn) == len(items):
-        return draw(logits, range(len(items)), items)
-    token_ids = logits.argmax(dim=-1)
-    if drawn:
-        token_ids[to_device(drawn, logits.device)] = draw(logits, drawn, [items[row] for row in drawn])
-    return token_ids
-
-
-def _takes_likeliest(item: ScheduledSequence) -> bool:
-    sampling = item.sampling
-    is_plain = item.history is None and item.matcher is None and not (sampling.logit_bias or item.banned_token_ids)
-    return sampling.is_greedy and is_plain
-
-
-def _adjusted(logits: torch.Tensor, items: Sequence[ScheduledSequence], mask: Mask) -> torch.Tensor:
-    """Apply penalties, biases, bans and matchers, in this order, where a row has any."""
-    penalised = [(row, item) for row, item in enumerate(items) if item.history is not None]
-    if penalised:
-        logits = _penalised(logits, penalised)
-    biases = [(row, token, bias) for row, item in enumerate(items) for token, bias in item.sampling.logit_bias]
-    if biases:
-        where, values = _entries(biases, logits)
-        logits = logits.index_put(where, values, accumulate=True)
-    bans = [
-        (row, token, float("-inf"))
-        for row, item in enumerate(items)
-        if item.matcher is None
-        for token in item.banned_token_ids
+    if not items:
+        return torch.empty(0, dtype=torch.long, device=logits.device)
+    logits = logits.float()
+    changed = [row for row, item in enumerate(items) if not item.takes_all_logits]
+    if not changed:
+        return _taken(logits, range(len(items)), items, likeliest, draw)
+    of_changed = [items[row] for row in changed]
+    parts: list[tuple[Sequence[int], torch.Tensor]] = [
+        (changed, _taken(adjust(logits, changed, of_changed), range(len(changed)), of_changed, None, draw))
     ]
-    if bans:
-        where, values = _entries(bans, logits)
-        logits = logits.index_put(where, values)
-    matched = [row for row, item in enumerate(items) if item.matcher is not None]
-    if not matched:
-        return logits
-    # Only now and not before the forward pass: a device may still be computing it.
-    allowed = bytearray().join([items[row].allowed() for row in matched])
-    return mask(logits, matched if len(matched) < len(items) else range(len(items)), allowed)
+    if len(changed) < len(items):
+        plain = sorted(set(range(len(items))).difference(changed))
+        parts.append((plain, _taken(logits, plain, [items[row] for row in plain], likeliest, draw)))
+    return _in_order(parts)
 
 
-def _penalised(logits: torch.Tensor, rows: list[tuple[int, ScheduledSequence]]) -> torch.Tensor:
-    factors: list[tuple[int, int, float]] = []
-    deductions: list[tuple[int, int, float]] = []
-    for row, item in rows:
-        assert item.history is not None, "only rows with a history are penalised"
-        sampling, counts = item.sampling, Counter(item.history.generated)
-        if sampling.repetition_penalty != 1.0:
-            seen = counts.keys() | set(item.history.prompt)
-            factors += [(row, token, sampling.repetition_penalty) for token in seen]
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            deductions += [
-                (row, token, -(sampling.presence_penalty + sampling.frequency_penalty * count))
-                for token, count in counts.items()
-            ]
-    if factors:
-        where, factor = _entries(factors, logits)
-        seen_logits = logits[where]
-        logits = logits.index_put(where, torch.where(seen_logits > 0, seen_logits / factor, seen_logits * factor))
-    if deductions:
-        where, deduction = _entries(deductions, logits)
-        logits = logits.index_put(where, deduction, accumulate=True)
-    return logits
+def _taken(
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    items: Sequence[ScheduledSequence],
+    likeliest: torch.Tensor | None,
+    draw: Draw,
+) -> torch.Tensor:
+    """The likeliest token or a drawn one for each of some rows, which have no adjustments left. [len(rows)] int64."""
+    greedy = [at for at, item in enumerate(items) if item.sampling.is_greedy]
+    if not greedy:
+        return draw(logits, rows, items)
+    if len(greedy) == len(items):
+        return _likeliest(logits, rows, likeliest)
+    drawn = sorted(set(range(len(items))).difference(greedy))
+    return _in_order(
+        [
+            (greedy, _likeliest(logits, [rows[at] for at in greedy], likeliest)),
+            (drawn, draw(logits, [rows[at] for at in drawn], [items[at] for at in drawn])),
+        ]
+    )
 
 
-def _entries(
-    entries: list[tuple[int, int, float]], like: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(row, token, value) triples as an index pair and a float tensor."""
-    rows, tokens, values = zip(*entries, strict=True)
-    device = like.device
-    return (to_device(rows, device), to_device(tokens, device)), to_device(values, device, like.dtype)
+def _likeliest(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | None) -> torch.Tensor:
+    """rows: a list of them, or a range, which is all from the first on."""
+    of_all = logits if known is None else known
+    of_rows = of_all[: len(rows)] if isinstance(rows, range) else of_all[to_device(rows, logits.device)]
+    return of_rows.argmax(dim=-1) if known is None else of_rows
+
+
+def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
+    """Of (places, tokens) pairs that fill all places together: the tokens by place."""
+    if len(parts) == 1:
+        return parts[0][1]
+    tokens = torch.cat([tokens for _, tokens in parts])
+    places = [place for places, _ in parts for place in places]
+    return torch.empty_like(tokens).index_copy_(0, to_device(places, tokens.device), tokens)
 
 
 def _draw(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:

@@ -300,3 +300,21 @@ def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer
             assert third.answer().status == 200
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("limits", "lowest"), [({}, 0), ({"min_priority": -5}, -5)])
+def test_a_key_goes_before_others_as_far_as_its_entry_says(
+    tokenizer: Tokenizer, limits: dict[str, int], lowest: int
+) -> None:
+    service = Service(tokenizer, say(tokenizer, "Hello"), keys=[entry(**limits)])
+    for priority in (lowest, 100):
+        assert complete(service, priority=priority).status == 200
+        assert service.generate.requests[-1].priority == priority
+    refused = complete(service, priority=lowest - 1)
+    assert (refused.status, refused.error["param"]) == (400, "priority")
+    assert refused.error["message"].startswith(f"priority is {lowest - 1}; this API key may ask for {lowest} or more")
+
+
+def test_without_keys_any_priority_may_be_asked_for(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "Hello"))
+    assert service.call("POST", "/v1/completions", {"prompt": "Hi", "priority": -100}).status == 200

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.engine.batch import Batch, StepResult, TokenHistory
+from app.engine.batch import Batch, StepResult
 from app.engine.engine import StepError
 from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
@@ -115,7 +115,7 @@ def test_what_was_generated_elsewhere_counts_for_min_tokens_and_penalties() -> N
     run_to_end(build_fake_engine(runner=runner), request)
     drawn = [item for batch in runner.batches for item in batch.sampled]
     assert [bool(item.banned_token_ids) for item in drawn] == [True, False, False]
-    assert drawn[0].history == TokenHistory(prompt=(5, 6), generated=(20, 21, 22))
+    assert runner.deductions[0] == {20: -0.5, 21: -0.5, 22: -0.5}
     assert [item.end for item in drawn] == [5, 6, 7]
 
 

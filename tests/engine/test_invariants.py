@@ -116,7 +116,15 @@ class EngineMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "b", "c"]),
         deadline_s=st.sampled_from([None, None, None, 0.05, 0.3]),
         stop_token_ids=st.sampled_from([(), (7, 20, 33)]),
-        presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        adjustments=st.sampled_from(
+            [
+                {},
+                {},
+                {"presence_penalty": 0.5},
+                {"frequency_penalty": 0.5, "repetition_penalty": 1.5},
+                {"logit_bias": ((3, 1.0),)},
+            ]
+        ),
         num_generated_elsewhere=st.sampled_from([0, 0, 0, 1, 5]),
         num_scored_elsewhere=st.sampled_from([0, 0, 3]),
         logprobs=st.sampled_from([None, None, 0, 2]),
@@ -131,13 +139,14 @@ class EngineMachine(RuleBasedStateMachine):
         num_generated_elsewhere: int,
         num_scored_elsewhere: int,
         is_background: bool,
+        adjustments: dict[str, Any],
         **fields: Any,
     ) -> str:
         # Few different tokens, so that prefixes are shared.
         length = data.draw(st.integers(1, self.num_slots - 1))
         prompt = tuple(data.draw(st.lists(st.sampled_from([5, 6]), min_size=length, max_size=length)))
         max_tokens = data.draw(st.integers(0, min(12, self.num_slots - length))) if fields["pooling"] is None else 0
-        request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **fields)
+        request = make_request(prompt, max_tokens=max_tokens, cache_salt=salt, **adjustments, **fields)
         before = expected_tokens(prompt, max_tokens, stop_token_ids=request.sampling.stop_token_ids)[:-1]
         generated = tuple(before[:num_generated_elsewhere])
         request = replace(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.errors import BodyTooLarge, Unavailable
 from app.jobs import BatchLimits, NewFile
+from tests import waiting
 from tests.jobs.lives import OWNER, Echo, all_files, begin, ends, input_line, jsonl, service_in, until, upload
 
 MEBIBYTE = 1024 * 1024
@@ -81,6 +84,10 @@ def test_a_batch_whose_results_the_disk_has_no_room_for_waits_and_keeps_what_it_
 ) -> None:
     monkeypatch.setattr("app.jobs.batch_runner.STORAGE_PAUSE_S", 0.05)
     echo = Echo()
+
+    def num_completed(batch: dict[str, Any]) -> int:
+        return int(batch["request_counts"]["completed"])
+
     lines = jsonl(*(input_line(f"l{n}", body={"name": f"{n:02}" + "x" * 100_000}) for n in range(20)))
 
     async def main() -> None:
@@ -88,13 +95,50 @@ def test_a_batch_whose_results_the_disk_has_no_room_for_waits_and_keeps_what_it_
             echo.hold = asyncio.Event()
             batch_id = await begin(service, lines)
             await echo.has_open(20)
-            with no_room_beyond(300_000):  # the store of results reaches it with the third line or so
+            with no_room_beyond(300_000):  # the journal of results reaches it with the third line
                 echo.hold.set()
-                await asyncio.sleep(0.3)
-                batch = await service.batch(OWNER, batch_id)
-                assert (batch["status"], batch["request_counts"]["completed"]) == ("in_progress", 2)
+                await waiting.until(lambda: service.batch(OWNER, batch_id), num_completed)
+                with no_room_beyond(0):  # so that the journal of the next try has no room either
+                    kept = num_completed(await service.batch(OWNER, batch_id))
+                    await asyncio.sleep(0.3)
+                    batch = await service.batch(OWNER, batch_id)
+                    assert (batch["status"], num_completed(batch)) == ("in_progress", kept)
+                    assert kept < 20
             batch = await until(service, batch_id)
             output, _ = await ends(service, batch)
             assert (batch["status"], len(output)) == ("completed", 20)
+
+    asyncio.run(main())
+
+
+def test_a_folder_on_a_full_disk_is_opened_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.jobs.local_service.OPENING_RETRY_S", 0.05)
+
+    async def main() -> None:
+        async with service_in(tmp_path, Echo()) as service:
+            kept = await upload(service, b"x" * MEBIBYTE)
+        service = service_in(tmp_path, Echo())
+        with no_room_beyond(0):
+            service.start()
+            opened = asyncio.create_task(service.opened())
+            await asyncio.sleep(0.3)
+            assert not opened.done(), "neither open nor failed"
+            service.check_health()
+            with pytest.raises(Unavailable):
+                await all_files(service)
+        await opened
+        assert [file["id"] for file in await all_files(service)] == [kept]
+        await service.close()
+
+    asyncio.run(main())
+
+
+def test_a_database_that_cannot_be_opened_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite3").mkdir()
+
+    async def main() -> None:
+        with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+            async with service_in(tmp_path, Echo()):
+                pass
 
     asyncio.run(main())

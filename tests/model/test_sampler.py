@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.batch import ScheduledSequence, TokenHistory
+from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import SamplingParams
-from app.model.sampler import gumbel_noise, sample
+from app.model.sampler import adjust, draw, gumbel_noise, sample
+from tests.fakes import build_fake_engine, make_request, run_to_end
 
 VOCAB_SIZE = 40
 
@@ -20,10 +24,12 @@ def item(
     matcher: Matcher | None = None, **sampling: object,
 ) -> ScheduledSequence:  # fmt: skip
     params = SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
+    adjustments = LogitAdjustments(params, prompt)
+    adjustments.follow(generated)
     return ScheduledSequence(
         request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
         banned_token_ids=banned,
-        history=TokenHistory(prompt=prompt, generated=generated) if params.has_penalties else None,
+        adjustments=adjustments if params.adjusts_logits else None,
         matcher=matcher,
     )  # fmt: skip
 
@@ -133,6 +139,64 @@ def test_a_row_depends_on_that_row_alone(rows: list[dict[str, object]]) -> None:
     together = sample(logits, items).tolist()
     assert together == [sample(logits[n : n + 1], [items[n]]).item() for n in range(len(rows))]
     assert all(0 <= token < VOCAB_SIZE for token in together)
+
+
+class SamplingRunner:
+    """A model that finds all tokens equally likely."""
+
+    def run(self, batch: Batch) -> StepResult:
+        return StepResult(sample(torch.zeros(len(batch.sampled), VOCAB_SIZE), batch.sampled).tolist())
+
+
+class Prompt(tuple[int, ...]):
+    """Counts the tokens that are read one by one. A slice reads as many as it has, however they are used."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.num_read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty"])
+def test_penalties_do_not_read_the_prompt_again_at_every_step(penalty: str) -> None:
+    num_read = []
+    for max_tokens in (4, 40):
+        prompt = Prompt((5, 6, 7, 8) * 50)
+        request = make_request(prompt, max_tokens=max_tokens, ignore_eos=True, **{penalty: 1.5})
+        outcome = run_to_end(build_fake_engine(runner=SamplingRunner(), num_blocks=400), request)
+        assert len(outcome.token_ids[request.request_id]) == max_tokens
+        num_read.append(prompt.num_read)
+    assert num_read[0] == num_read[1]
+
+
+def test_rows_that_ask_for_no_change_are_neither_copied_nor_searched() -> None:
+    logits = random_logits(5)
+    plain, greedy = item(seed=3), item(temperature=0.0)
+    biased = item(temperature=0.0, logit_bias=((3, 50.0),))
+    drawn_of, adjusted_rows = [], []
+
+    def noting_draw(*given: Any) -> torch.Tensor:
+        drawn_of.append((given[0].data_ptr(), list(given[1])))
+        return draw(*given)
+
+    def noting_adjust(*given: Any) -> torch.Tensor:
+        adjusted_rows.extend(given[1])
+        return adjust(*given)
+
+    before, known = logits.clone(), torch.tensor([9, 9, 9, 17, 9])
+    tokens = sample(
+        logits, [plain, biased, plain, greedy, plain], likeliest=known, draw=noting_draw, adjust=noting_adjust
+    )
+    assert tokens[3].item() == 17, "the argmax that is known is not computed again"
+    assert (adjusted_rows, drawn_of) == ([1], [(logits.data_ptr(), [0, 2, 4])])
+    assert tokens[1].item() == 3
+    assert torch.equal(logits, before), "log-probabilities are computed from these later"
 
 
 def test_seed_and_position_both_change_the_draw() -> None:

@@ -151,6 +151,15 @@ class Account:
             raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
         return cap
 
+    def check_priority(self, asked: int) -> None:
+        """Raises InvalidRequest when the key may not go before others by so much."""
+        if self.key is not None and asked < self.key.min_priority:
+            raise InvalidRequest(
+                f"priority is {asked}; this API key may ask for {self.key.min_priority} or more (a lower number goes "
+                f"first); send no lower one",
+                param="priority",
+            )
+
     def reserve_tokens(self, num_tokens: int) -> None:
         """Take what a call may need at most. Raises LimitReached."""
         if self._tokens:
@@ -231,7 +240,7 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
     The key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
-    salt. Raises InvalidRequest for outputs that are too long for the key, and LimitReached.
+    salt. Raises InvalidRequest for outputs that are too long for the key or a priority below its own, and LimitReached.
     """
     account = reservation.account
     call = bounded_call(account, call, body)
@@ -245,7 +254,11 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
 
 
 def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
-    """The call with outputs as long as its key allows. Raises InvalidRequest when it asks for longer ones."""
+    """The call with outputs as long as its key allows.
+
+    Raises InvalidRequest when it asks for longer ones, or to go before others.
+    """
+    account.check_priority(body.priority)
     max_tokens = account.max_tokens(body.asked_tokens, body.length_param)
     if max_tokens is None:
         return call

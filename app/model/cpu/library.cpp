@@ -93,13 +93,18 @@ void carousel_logprobs(void* team, const float* logits, int64_t vocab_size, cons
     members.run([&] { members.share(num_rows, compute); });
 }
 
-// In row rows[n] of logits [..][vocab_size], tokens that the n-th mask of `num_bytes` bytes does not allow become -inf.
-void carousel_mask(void* team, float* logits, int64_t vocab_size, const int64_t* rows, const uint8_t* allowed,
-                   int64_t num_bytes, int64_t num_rows) {
+// adjusted: [num_rows][vocab_size], for each of some rows of logits [..][vocab_size]. masks: of `num_bytes` bytes each.
+void carousel_adjust(void* team, const float* logits, int64_t vocab_size, const int64_t* rows,
+                     const Adjustments* adjustments, int64_t num_rows, const uint8_t* masks, int64_t num_bytes,
+                     float* adjusted) {
     Team& members = *static_cast<Team*>(team);
     members.run([&] {
-        members.share(num_rows,
-                      [&](int64_t at) { mask_row(logits + row_of(rows, at) * vocab_size, vocab_size, allowed + at * num_bytes); });
+        members.share(num_rows, [&](int64_t at) {
+            float* const row = adjusted + at * vocab_size;
+            std::memcpy(row, logits + row_of(rows, at) * vocab_size, vocab_size * sizeof(float));
+            const int64_t mask = adjustments[at].mask;
+            adjust_row(row, vocab_size, adjustments[at], mask < 0 ? nullptr : masks + mask * num_bytes);
+        });
     });
 }
 

@@ -94,9 +94,9 @@ _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "team_new": ((_INT32,), _POINTER),
     "team_delete": ((_POINTER,), None),
+    "adjust": ((_POINTER, _POINTER, _INT64) + (_POINTER,) * 2 + (_INT64, _POINTER, _INT64, _POINTER), None),
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
     "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),
-    "mask": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64), None),
     "has_wide_vectors": ((), _INT32),
     "has_fast_bf16": ((), _INT32),
     "attention_step_{}": (

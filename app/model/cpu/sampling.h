@@ -1,7 +1,8 @@
-// Drawing a token from a row of logits, as app/model/sampler.py defines it: Gumbel-max over what the filters leave, the
+// Adjusting a row of logits and drawing a token from it, as app/model/sampler.py defines it: Gumbel-max over what the filters leave, the
 // noise a hash of (seed, position, token). No sort of the vocabulary: filters look at the likeliest tokens only.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -198,6 +199,36 @@ inline void mask_row(float* logits, int64_t vocab_size, const uint8_t* allowed) 
         const Integers stays = ((Integers{} + bits) >> lane & 1) != 0;
         store_some(stays ? load_some(logits + at, count) : never, logits + at, count);
     }
+}
+
+struct Adjustments {
+    float repetition_penalty;
+    const int64_t* seen;  // each token is changed once, however often it stands here
+    int64_t num_seen;
+    const int64_t* deducted;
+    int64_t num_deducted;
+    const float* deductions;
+    const int64_t* biased;
+    int64_t num_biased;
+    const float* biases;
+    const int64_t* banned;
+    int64_t num_banned;
+    int64_t mask;  // which of the masks; -1: none
+};
+
+// The same operations in the same order as `sampler.adjust`. logits: [vocab_size].
+inline void adjust_row(float* logits, int64_t vocab_size, const Adjustments& row, const uint8_t* mask) {
+    static thread_local std::vector<float> changed;
+    changed.resize(row.num_seen);
+    for (int64_t at = 0; at < row.num_seen; ++at) {
+        const float before = logits[row.seen[at]];
+        changed[at] = before > 0.0f ? before / row.repetition_penalty : before * row.repetition_penalty;
+    }
+    for (int64_t at = 0; at < row.num_seen; ++at) logits[row.seen[at]] = changed[at];
+    for (int64_t at = 0; at < row.num_deducted; ++at) logits[row.deducted[at]] += row.deductions[at];
+    for (int64_t at = 0; at < row.num_biased; ++at) logits[row.biased[at]] += row.biases[at];
+    for (int64_t at = 0; at < row.num_banned; ++at) logits[row.banned[at]] = -std::numeric_limits<float>::infinity();
+    if (mask) mask_row(logits, vocab_size, mask);
 }
 
 }  // namespace carousel

@@ -1,4 +1,4 @@
-"""Masks, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
+"""Adjustments, draws and log-probabilities in C++: the same functions as `sampler` and `logprobs`, without a full sort.
 
 One thread computes a row, in an order of its own, so its bits do not depend on the other rows.
 """
@@ -6,6 +6,7 @@ One thread computes a row, in an order of its own, so its bits do not depend on 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,10 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.model.cpu.library import Team
 from app.model.logprobs import Logprobs
+from app.model.sampler import joined_masks
 
 _DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
+_ADJUSTMENTS = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
 _ALL_BITS = 2**64 - 1
 
 
@@ -42,22 +45,43 @@ class NativeDraw:
         return tokens
 
 
-class NativeMask:
-    """Replaces `sampler.mask` for logits in host memory."""
+class NativeAdjust:
+    """Replaces `sampler.adjust` for logits in host memory."""
 
     def __init__(self, team: Team) -> None:
-        self._team, self._mask = team, team.code.carousel_mask
+        self._team, self._adjust = team, team.code.carousel_adjust
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
-        """See `sampler.Mask`."""
-        logits = logits.clone(memory_format=torch.contiguous_format)
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """See `sampler.Adjust`."""
+        logits = logits.contiguous()
         where = _rows_at(rows)
-        packed = torch.frombuffer(allowed, dtype=torch.uint8)
-        self._mask(
-            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where), packed.data_ptr(),
-            len(allowed) // len(rows), len(rows),
+        masks = joined_masks(items)
+        # Until the call returns nothing else refers to them.
+        banned = [array("q", () if item.matcher else item.banned_token_ids) for item in items]
+        numbers: list[float] = []
+        num_masks = 0
+        for item, tokens in zip(items, banned, strict=True):
+            numbers += _numbers_of(item)
+            numbers += (*tokens.buffer_info(), -1 if item.matcher is None else num_masks)
+            num_masks += item.matcher is not None
+        adjusted = torch.empty(len(items), logits.shape[1])
+        self._adjust(
+            self._team.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
+            struct.pack(_ADJUSTMENTS * len(items), *numbers), len(items),
+            torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
+            len(masks) // max(1, num_masks), adjusted.data_ptr(),
         )  # fmt: skip
-        return logits
+        return adjusted
+
+
+def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
+    """The first fields of an Adjustments of sampling.h: a penalty, then addresses and lengths of the item's arrays."""
+    own = item.adjustments
+    if own is None:
+        return (1.0, *(0,) * 8)
+    deductions, biases = own.deductions.buffer_info()[0], own.biases.buffer_info()[0]
+    tokens = (*own.seen.buffer_info(), *own.deducted.buffer_info(), deductions, *own.biased.buffer_info(), biases)
+    return (own.repetition_penalty, *tokens)
 
 
 class NativeLogprobs:

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
 
 from app.engine.batch import ScheduledSequence
+from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from app.model.cpu.library import Team, library
-from app.model.cpu.sampling import NativeDraw, NativeLogprobs, NativeMask
-from app.model.sampler import draw, gumbel_noise, mask
+from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
+from app.model.sampler import adjust, draw, gumbel_noise
 
 FILTERS = [
     {},
@@ -80,31 +88,82 @@ def test_the_noise_is_the_same_function(native: NativeDraw) -> None:
 
 @pytest.mark.parametrize("vocab_size", [7, 8, 9, 100, 763, 1003, 1024])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
-def test_the_same_logits_are_masked(native_mask: NativeMask, vocab_size: int, share: float) -> None:
+def test_the_same_logits_are_masked(native: NativeDraw, vocab_size: int, share: float) -> None:
     torch.manual_seed(vocab_size)
-    logits, num_bytes = torch.randn(6, vocab_size), -(-vocab_size // 8)
-    rows = [4, 0, 3]
-    bits = torch.rand(3, 8 * num_bytes) < share
-    allowed = bytearray((bits.view(3, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8).flatten().tolist())
-    expected = logits.clone()
-    expected[rows] = expected[rows].masked_fill(~bits[:, :vocab_size], float("-inf"))
-    assert torch.equal(mask(logits, rows, allowed), expected)
-    assert torch.equal(native_mask(logits, rows, allowed), expected)
+    logits, rows = torch.randn(6, vocab_size), [4, 0, 3]
+    bits = torch.rand(3, vocab_size) < share
+    matchers = [TokenSet(row.nonzero()[:, 0].tolist(), vocab_size=vocab_size) for row in bits]
+    masked = [structs.replace(item, matcher=each) for item, each in zip(items(3), matchers, strict=True)]
+    expected = logits[rows].masked_fill(~bits, float("-inf"))
+    for way in (adjust, NativeAdjust(Team(2))):
+        assert torch.equal(way(logits, rows, masked), expected)
 
 
-@pytest.fixture(scope="module")
-def native_mask(native: NativeDraw) -> NativeMask:
-    return NativeMask(Team(2))
+some_tokens = st.lists(st.integers(0, 40), max_size=12).map(tuple)
+any_adjustment = st.fixed_dictionaries(
+    {
+        "presence_penalty": st.sampled_from([0.0, -2.0, 0.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7, 2.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.1, 0.3, 10.0]),
+        "logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-100, 100)).map(lambda each: tuple(each.items())),
+    }
+)
+
+
+@given(
+    rows=st.lists(st.tuples(any_adjustment, some_tokens, some_tokens, some_tokens, st.booleans()), min_size=1),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_same_bits_as_one_token_after_the_other(rows: list[tuple[Any, ...]], seed: int) -> None:
+    """Sets and counts made anew of all tokens, and every operation on one float32."""
+    if library() is None:
+        pytest.skip("no C++ compiler here")
+    logits = torch.randn(len(rows) + 3, 41, generator=torch.Generator().manual_seed(seed)) * 5
+    where = list(range(len(rows) + 2, 2, -1))
+    given_items, expected = [], logits[where]
+    for row, (fields, prompt, generated, banned, has_matcher) in zip(expected, rows, strict=True):
+        sampling = SamplingParams(max_tokens=1, **fields)
+        adjustments = LogitAdjustments(sampling, prompt)
+        for end in range(0, len(generated) + 1, 5):  # some at a time
+            adjustments.follow(generated[:end])
+        adjustments.follow(generated)
+        matcher = TokenSet(range(1, 41, 2), vocab_size=41) if has_matcher else None
+        given_items.append(
+            structs.replace(
+                items(1)[0], sampling=sampling, adjustments=adjustments, banned_token_ids=banned, matcher=matcher
+            )
+        )
+        adjust_plainly(row, given_items[-1], prompt, generated)
+    for way in (adjust, NativeAdjust(Team(2))):
+        assert torch.equal(way(logits, where, given_items), expected)
+
+
+def adjust_plainly(
+    row: torch.Tensor, item: ScheduledSequence, prompt: tuple[int, ...], generated: tuple[int, ...]
+) -> None:
+    sampling, counts = item.sampling, Counter(generated)
+    for token in set(prompt) | set(generated):
+        penalty = torch.tensor(sampling.repetition_penalty)
+        row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+    for token, count in counts.items():
+        row[token] += torch.tensor(-(sampling.presence_penalty + sampling.frequency_penalty * count))
+    for token, bias in sampling.logit_bias:
+        row[token] += torch.tensor(bias)
+    if item.matcher is None:
+        row[list(item.banned_token_ids)] = float("-inf")
+    else:
+        allowed = item.allowed()
+        row[[token for token in range(41) if not allowed[token >> 3] >> (token & 7) & 1]] = float("-inf")
 
 
 def test_all_rows_named_or_not_give_the_same(native: NativeDraw) -> None:
     torch.manual_seed(1)
-    logits, sequences = torch.randn(9, 100), items(9)
-    allowed = bytearray(b"\x5a" * 13 * 9)
+    logits, sequences = torch.randn(9, 100), items(9, frequency_penalty=1.0)
     team = Team(2)
     token_ids = native(logits, range(9), sequences)
     assert token_ids.tolist() == native(logits, list(range(9)), sequences).tolist()
-    masked = [NativeMask(team)(logits, rows, allowed) for rows in (range(9), list(range(9)))]
-    assert torch.equal(*masked)
+    adjusted = [NativeAdjust(team)(logits, rows, sequences) for rows in (range(9), list(range(9)))]
+    assert torch.equal(*adjusted)
     found = [NativeLogprobs(team)(logits, rows, token_ids, num_top=3) for rows in (range(9), list(range(9)))]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
