@@ -12,6 +12,9 @@ from app.errors import InvalidRequest
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
+MAX_LOGPROBS_ON_THE_LOOP = 2000  # of a line of a batch, which a thread writes where there are more
+MAX_REQUESTS_ON_THE_LOOP = 4  # each may have an embedding of thousands of numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
@@ -123,6 +126,11 @@ class Call:
                 num_tokens += sum(len(request.prompt_token_ids) for request in self.requests)
         num_scored = 0 if options.prompt_logprobs is None else self.num_prompt_tokens * (1 + options.prompt_logprobs)
         return num_tokens * (1 + (options.logprobs or 0)) + num_scored
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to write its answer may take more than a few milliseconds."""
+        return self.num_logprobs > MAX_LOGPROBS_ON_THE_LOOP or len(self.requests) > MAX_REQUESTS_ON_THE_LOOP
 
     def with_max_tokens(self, max_tokens: int) -> Call:
         """The call with outputs of at most so many tokens."""

@@ -109,6 +109,7 @@ class RequestHandler:
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
         self.threads = BodyThreads()
+        self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
@@ -230,7 +231,7 @@ class RequestHandler:
             with self.authenticator.account_named(owner).reserve_item() as reservation:
                 client = Client(reservation=reservation, request_id=request_id)
                 pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
-                return Answered(200, await pending.full_response())
+                return Answered(200, await pending.full_response(), is_large=pending.progress.call.is_large)
         except Exception as error:
             if _may_pass(error):
                 raise

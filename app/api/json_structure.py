@@ -18,7 +18,7 @@ _NO_BACKSLASH = re.compile(rb"[^\\]")
 
 
 def check_structure(
-    texts: Iterable[bytes], name: str, *, param: str | None = None, max_values: int = MAX_VALUES
+    texts: Iterable[bytes | bytearray], name: str, *, param: str | None = None, max_values: int = MAX_VALUES
 ) -> None:
     """Raise InvalidRequest when these JSON texts, which `name` names, have more values together than are parsed."""
     num_structure = num_values = 0
@@ -37,7 +37,7 @@ def check_structure(
             )
 
 
-def _counted(text: bytes) -> tuple[int, int]:
+def _counted(text: bytes | bytearray) -> tuple[int, int]:
     """The lists, objects and fields of a JSON text, and its commas. What is in strings does not count."""
     num_structure = num_values = start = 0
     is_in_string = False

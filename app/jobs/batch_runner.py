@@ -86,6 +86,7 @@ class FleetExecution(Execution):
         self._answer = answer
         self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._turn = asyncio.Lock()  # of large lines
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -93,7 +94,9 @@ class FleetExecution(Execution):
 
     async def run(self, work: BatchWork) -> None:
         job = work.job
-        run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
+        run = JobRun[Item](
+            work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens, turn=self._turn
+        )
         executor = RequestExecutor(
             run,
             FleetClient(self._answer, job.owner),

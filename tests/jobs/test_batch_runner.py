@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import sqlite3
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, NewBatch
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
+from app.json_pieces import Rows
 from tests import waiting
 from tests.jobs.lives import (
     CHAT,
@@ -387,6 +390,36 @@ def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_ot
             assert errors["line-2"]["error"]["code"] == "server_error"
 
     run(tmp_path, echo, use)
+
+
+def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> None:
+    threads: list[str] = []
+    under_way: list[int] = []
+
+    def some_at_a_time() -> Iterator[list[int]]:
+        under_way.append(1)
+        assert len(under_way) == 1
+        threads.append(threading.current_thread().name)
+        yield [1, 2]
+        time.sleep(0.01)  # another would begin now
+        yield [3]
+        under_way.pop()
+
+    def large(_: int) -> Answered:
+        return Answered(200, {"rows": Rows(some_at_a_time)}, is_large=True)
+
+    echo = Echo({f"line-{number}": large for number in range(8)})
+
+    async def use(service: LocalBatchService) -> None:
+        for batch_id in [await begin(service, TEN) for _ in range(2)]:
+            batch = await until(service, batch_id)
+            output, _ = await ends(service, batch)
+            assert (batch["status"], len(output)) == ("completed", 10)
+            assert output["line-7"]["response"]["body"] == {"rows": [1, 2, 3]}
+
+    run(tmp_path, echo, use)
+    assert len(threads) == 16
+    assert "MainThread" not in threads
 
 
 def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -12,6 +11,7 @@ from starlette.routing import Route
 from app.api.call import ServedModel, check_token_ids
 from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import ParsedT, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
@@ -19,6 +19,7 @@ from app.api.json_structure import size_of
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
 from app.jobs import Json
+from app.json_pieces import Rows
 
 
 class TokenizationRoutes:
@@ -66,8 +67,7 @@ class TokenizationRoutes:
     async def _answer(self, request: Request, size: int, make: Callable[[], Json]) -> Response:
         """What `make` makes of a body of this size."""
         tenant = reservation_of(request).account.name
-        content = await self._handler.threads.encode(tenant, size, lambda: to_json(make()))
-        return Response(content, media_type="application/json")
+        return JsonAnswer(await self._handler.threads.encode(tenant, size, make), self._handler.turns)
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         return self._handler.model(name, reservation_of(request).account)
@@ -83,6 +83,6 @@ def _tokenized(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedMod
     return {
         "count": len(token_ids),
         "max_model_len": model.facts.max_model_len,
-        "tokens": list(token_ids),
-        "token_strs": model.tokenizer.token_texts(token_ids) if body.return_token_strs else None,
+        "tokens": Rows.of(token_ids),
+        "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if body.return_token_strs else None,
     }

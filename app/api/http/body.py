@@ -43,7 +43,7 @@ async def read_json_object(
     return await threads.read(reservation.account.name, len(body), read)
 
 
-def _object_of(body: bytes) -> dict[str, Any]:
+def _object_of(body: bytes | bytearray) -> dict[str, Any]:
     # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
         value = from_json(body, allow_inf_nan=False)
