@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from app.config import BatchesConfig
 from app.disk import OneThread
 from app.jobs.catalog import Catalog
-from app.jobs.executors import FleetClient, RequestExecutor, Window
+from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
 from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
@@ -82,10 +82,13 @@ class FleetExecution(Execution):
     endpoints: Sequence[str] | None = None
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """As many items are in flight at once over all batches as `max_in_flight` says; batches take turns."""
+        """As many items are in flight at once over all batches as `max_in_flight` says. Owners have equal shares; the
+        batches of an owner take turns.
+        """
         self._answer = answer
         self._max_in_flight = max_in_flight
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = OwnerSlots(max_in_flight)
+        self._turn = asyncio.Lock()  # of large lines
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -93,12 +96,15 @@ class FleetExecution(Execution):
 
     async def run(self, work: BatchWork) -> None:
         job = work.job
-        run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
+        run = JobRun[Item](
+            work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens, turn=self._turn
+        )
         executor = RequestExecutor(
             run,
             FleetClient(self._answer, job.owner),
             window=Window(self._max_in_flight, limit=self._max_in_flight),
             slots=self._slots,
+            owner=job.owner,
             patience_s=math.inf,
         )
         self._executors[job.id] = job.owner, executor
@@ -144,11 +150,13 @@ class BatchRunner:
         limits: BatchLimits,
         config: BatchesConfig,
         clock: Callable[[], float],
+        expiry: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        `clock` gives seconds since 1970; `on_end` is called at each batch's end.
+        `clock` gives seconds since 1970, `expiry` those by which batches expire. `on_end` is called at
+        each end of a batch.
         """
         self._catalog = catalog
         self._files = files
@@ -158,6 +166,7 @@ class BatchRunner:
         self._limits = limits
         self._config = config
         self._clock = clock
+        self._expiry = expiry
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -319,8 +328,9 @@ class BatchRunner:
         """Whether every item has ended. While there is no room for results nothing runs."""
         is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
+        latest = time.monotonic() + job.expires_at - job.created_at
         try:
-            while not is_done and not stopped.done() and (left_s := job.expires_at - self._clock()) > 0:
+            while not is_done and not stopped.done() and (left_s := self._left_s(job, latest)) > 0:
                 if self._is_paused(job.id, await self._shortage(job, results)):
                     await asyncio.wait({stopped}, timeout=min(left_s, STORAGE_PAUSE_S))
                 else:
@@ -329,6 +339,10 @@ class BatchRunner:
         finally:
             stopped.cancel()
             await asyncio.gather(stopped, return_exceptions=True)
+
+    def _left_s(self, job: Job, latest: float) -> float:
+        """Until a batch expires; at `latest` (monotonic) its whole time is over, by whatever clock its end was set."""
+        return min(job.expires_at - self._expiry(), latest - time.monotonic())
 
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float

@@ -19,6 +19,7 @@ from app.disk import OneThread, may_pass, take_lock
 from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
+from app.jobs.expiry_clock import ExpiryClock
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
@@ -69,6 +70,7 @@ class _Open:
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
+    expiry: ExpiryClock
 
 
 class LocalBatchService(BatchService):
@@ -180,26 +182,39 @@ class LocalBatchService(BatchService):
     async def _hold(self) -> None:
         config, thread = self._config, self._thread
         catalog, files = await thread.run(_open_folder, self._path, config.files)
+        expiry = ExpiryClock(self._clock, await thread.run(catalog.seen_time))
         dispatcher = WebhookDispatcher(
-            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
+            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, expiry, random.Random()
         )
         results = self._path / RESULTS_FOLDER
         runner = BatchRunner(
-            catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
+            catalog,
+            files,
+            results,
+            thread,
+            self._execution,
+            self._limits,
+            config,
+            self._clock,
+            expiry,
+            dispatcher.wake,
         )
         try:
             unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
-            self._open = _Open(catalog, files, runner, dispatcher)
+            opened = _Open(catalog, files, runner, dispatcher, expiry)
+            await self._note_time(opened)
+            self._open = opened
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
                 group.create_task(self._stop_when_superseded(catalog))
                 while True:
-                    await self._keep_house(self._open)
+                    await self._keep_house(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
+                    await self._note_time(opened)
         finally:
             self._open = None
             await runner.close()
@@ -221,13 +236,21 @@ class LocalBatchService(BatchService):
             except STORAGE_FAILURES:
                 logger.exception("the generation of the batches folder could not be read")
 
+    async def _note_time(self, opened: _Open) -> None:
+        """So that the next process knows whether its clock has jumped."""
+        opened.expiry()
+        try:
+            await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
+        except STORAGE_FAILURES:
+            logger.exception("the time could not be noted")
+
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired and uploads that are not continued."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
-            for file_id in await self._thread.run(opened.catalog.expired_file_ids, self._clock()):
+            for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
@@ -308,7 +331,8 @@ class LocalBatchService(BatchService):
         return file_object(await self._file(owner, file_id))
 
     async def files(self, page: PageOf) -> Json:
-        files = await self._run(self._opened_now().catalog.files, page, self._clock())
+        opened = self._opened_now()
+        files = await self._run(opened.catalog.files, page, opened.expiry())
         return _list([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
@@ -361,7 +385,7 @@ class LocalBatchService(BatchService):
             self._check_share(job.owner, 1)
             self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
             await self._run(_check_disk, self._path)
-            await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
+            await self._run(_add_job, opened.catalog, job, has_message, receiver, opened.expiry())
             runner.start(job)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
@@ -438,7 +462,8 @@ class LocalBatchService(BatchService):
             raise InvalidRequest(shortage, code="storage_full")
 
     async def _file(self, owner: str, file_id: str) -> StoredFile:
-        return await self._run(self._opened_now().catalog.file, owner, file_id, self._clock())
+        opened = self._opened_now()
+        return await self._run(opened.catalog.file, owner, file_id, opened.expiry())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.http.guard import Routes
@@ -80,7 +80,9 @@ class _Computed:
             arrived_at=handler.metrics.arrived(),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
+            body = with_deadline(
+                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
+            )
         async with WhileConnected(receive):
             try:
                 pending = await handler.handle(self._endpoint, body, client)
@@ -98,9 +100,9 @@ class _Computed:
                 )
                 await events.send_to(send)
             else:
-                content = to_json(await pending.full_response())
-                response = Response(content, headers=response_headers(), media_type="application/json")
-                await response(scope, receive, send)
+                content = await pending.full_response()
+                answer = JsonAnswer(content, handler.turns, headers=response_headers())
+                await answer(scope, receive, send)
 
 
 class Application:
