@@ -81,7 +81,9 @@ class _Computed:
             arrived_at=handler.metrics.arrived(),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
+            body = with_deadline(
+                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
+            )
         async with WhileConnected(receive):
             try:
                 pending = await handler.handle(self._endpoint, body, client)
