@@ -145,8 +145,8 @@ def test_what_owners_keep_is_known_without_adding_it_up(tmp_path: Path) -> None:
 
 
 def test_batches_that_ended_long_ago_are_forgotten_with_their_messages(tmp_path: Path) -> None:
-    def ended(name: str, at: int, **fields: str) -> Job:
-        return replace(a_job(JobState.COMPLETED), id=name, completed_at=at, **fields)
+    def ended(name: str, at: int, output_file_id: str | None = None) -> Job:
+        return replace(a_job(JobState.COMPLETED), id=name, completed_at=at, output_file_id=output_file_id)
 
     kept = StoredFile(
         id="file-2", owner="ann", bytes=1, created_at=1, expires_at=None, filename="x", purpose="batch_output"
@@ -155,8 +155,8 @@ def test_batches_that_ended_long_ago_are_forgotten_with_their_messages(tmp_path:
         catalog.add_file(kept)
         for job in (
             ended("old", 5),
-            ended("old-with-a-file", 5, output_file_id=kept.id),
-            ended("old-without-its-file", 5, output_file_id="file-3"),
+            ended("old-with-a-file", 5, kept.id),
+            ended("old-without-its-file", 5, "file-3"),
             ended("young", 100),
             a_job(JobState.IN_PROGRESS),
         ):
