@@ -58,6 +58,7 @@ class PendingResponse:
     _pieces: AsyncGenerator[ChoiceDelta, None]
     _writer: Writer
     _headers: Mapping[str, str] = field(default_factory=dict)
+    _shows_loads: bool = False  # to an admin only
 
     async def full_response(self) -> Json:
         """The response as one object."""
@@ -69,7 +70,8 @@ class PendingResponse:
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went, as far as that is known by now; `explain`: and why."""
-        return {**self.progress.placement_headers(explain=explain), **self._headers}
+        placement = self.progress.placement_headers(explain=explain, with_loads=self._shows_loads)
+        return {**placement, **self._headers}
 
 
 class RequestHandler:
@@ -124,6 +126,7 @@ class RequestHandler:
             _pieces=pieces,
             _writer=endpoint.writer(parsed),
             _headers=headers,
+            _shows_loads=client.reservation.account.may_administer,
         )
 
     def parse(self, body: Mapping[str, Any], schema: type[ParsedT], *, is_strict: bool = False) -> ParsedT:
@@ -235,6 +238,7 @@ class RequestHandler:
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
+            account.check_priority(parsed.priority)
             for model in models:
                 await endpoint.prepare(parsed, model, self.limits.shared_by(num_bodies))
         return parsed

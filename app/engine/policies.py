@@ -177,23 +177,6 @@ class PriorityFirst(SchedulingPolicy):
         return waiting.request.priority < running.request.priority and waiting.rank < running.rank
 
 
-class EarliestDeadlineFirst(SchedulingPolicy):
-    """The earliest deadline first (Liu and Layland, 1973), among those that can still be met.
-
-    Without refusals, this order is the worst of all under overload: it serves the requests that are about to be late.
-    So a request that can no longer be finished in time is refused, and a deadline that has passed raises no urgency.
-    A request without a deadline is ordered as if it had `DEFAULT_DEADLINE_S`, so that it does not starve; it is never
-    refused.
-    """
-
-    def rank(self, sequence: Sequence) -> Rank:
-        at = sequence.deadline_at
-        return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
-
-    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
-        return None if sequence.deadline_at is None else sequence.deadline_at - service_s
-
-
 # ---------------------------------------------------------------------- fair shares
 
 
@@ -202,7 +185,7 @@ class FairShare(SchedulingPolicy):
 
     Each tenant has a counter, charged for every prompt token that is computed and every token that is generated. A
     tenant with no waiting request is idle. When it returns, its counter is lifted to the smallest of the tenants that
-    wait (or waited last), so that idling earns no credit. Within one tenant the first request to arrive goes first.
+    wait (or waited last), so that idling earns no credit.
     """
 
     def __init__(self) -> None:
@@ -213,11 +196,20 @@ class FairShare(SchedulingPolicy):
 
     def rank(self, sequence: Sequence) -> Rank:
         # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
-        return (self.counter(sequence.request.tenant), sequence.arrival)
+        return (self.counter(sequence.request.tenant), *self.own_rank(sequence))
+
+    def own_rank(self, sequence: Sequence) -> Rank:
+        """The sequence's place among those of its tenant, lowest first: by arrival."""
+        return (sequence.arrival,)
 
     def counter(self, tenant: str) -> float:
         """What the tenant has been charged, in weighted tokens."""
         return self._counters.get(tenant, 0.0)
+
+    @property
+    def has_several_tenants(self) -> bool:
+        """Whether there were requests of more than one."""
+        return len(self._counters) > 1
 
     def new_queue(self) -> PolicyQueue:
         return _FairQueue(self)
@@ -266,8 +258,32 @@ class FairShare(SchedulingPolicy):
         del self._counters[idle]
 
 
+class EarliestDeadlineFirst(FairShare):
+    """Of each tenant the earliest deadline first (Liu and Layland, 1973), among those that can still be met.
+
+    Tenants get fair shares, so a short deadline goes before the same tenant's other requests, and before no other
+    tenant's. One tenant alone has the order of deadlines.
+
+    Without refusals, this order is the worst of all under overload: it serves the requests that are about to be late.
+    So a request that can no longer be finished in time is refused, and a deadline that has passed raises no urgency.
+    A request without a deadline is ordered as if it had `DEFAULT_DEADLINE_S`, so that it does not starve; it is never
+    refused.
+    """
+
+    def rank(self, sequence: Sequence) -> Rank:
+        # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
+        return super().rank(sequence) if self.has_several_tenants else (0.0, *self.own_rank(sequence))
+
+    def own_rank(self, sequence: Sequence) -> Rank:
+        at = sequence.deadline_at
+        return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
+
+    def give_up_at(self, sequence: Sequence, service_s: float) -> float | None:
+        return None if sequence.deadline_at is None else sequence.deadline_at - service_s
+
+
 class _FairQueue:
-    """One queue for each tenant, by arrival; the next is the first of the tenant with the smallest counter."""
+    """One queue for each tenant; the next is the first of the tenant with the smallest counter."""
 
     def __init__(self, policy: FairShare) -> None:
         self._policy = policy
@@ -281,7 +297,7 @@ class _FairQueue:
         if queue is None:
             queue = self._queues[tenant] = RankQueue()
             self._order.add(tenant)
-        sequence.rank = (sequence.arrival,)
+        sequence.rank = self._policy.own_rank(sequence)
         queue.push(sequence)
 
     def peek(self) -> Sequence:

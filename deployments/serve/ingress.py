@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
@@ -25,7 +26,7 @@ from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
-from deployments.serve.settings import check_exposure
+from deployments.serve.settings import check_exposure, max_ingress_requests
 
 READY_CACHE_S = 1.0
 
@@ -57,7 +58,7 @@ class Ingress:
         }
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
-        self._keys = Keys(config.api)
+        self._keys = Keys(config.api, SharedPools(max_ingress_requests(config)))
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()

@@ -203,8 +203,9 @@ def test_what_is_answered_at_once_counts_for_the_key_and_runs_in_its_name(tokeni
         used = answer.json()["usage"]["total_tokens"]
         left = int((await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"])
         assert 6_000 - used <= left < 6_000 - used + 50, "it fills again meanwhile"
-        refused = await post(client, ["Hi"], max_tokens=41)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+        for param, beyond in (("max_tokens", 41), ("priority", -1)):
+            refused = await post(client, ["Hi"], **{param: beyond})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
     with_http(service, tmp_path, use, api=api)
 

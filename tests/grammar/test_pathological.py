@@ -167,6 +167,7 @@ def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabula
         time.sleep(1.2)
         process.send_signal(signal.SIGCONT)
         assert tried.result(30) is not None
+        assert newest_process(grammars) is process
 
 
 def test_one_tenants_expensive_grammars_delay_no_other_tenant(vocabulary: Vocabulary) -> None:

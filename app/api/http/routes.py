@@ -86,6 +86,8 @@ class _Computed:
                 pending = await handler.handle(self._endpoint, body, client)
             finally:
                 state["request_id"] = client.request_id
+            del body  # else it would be in memory until the last token
+            client.reservation.release_body()
             response_headers = partial(pending.headers, explain=wants_explanation(headers))
             if pending.is_streamed:
                 events = EventStream(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from app.engine.engine import Engine
+from app.engine.policies import EarliestDeadlineFirst
+from app.engine.sequence import Sequence
 from app.errors import DeadlineMissed
 from tests.fakes import FakeClock, Outcome, TimedRunner, build_fake_engine, expected_tokens, make_request, run_to_end
 
@@ -30,6 +32,40 @@ def test_the_earliest_deadline_goes_first_and_requests_without_one_have_the_defa
         engine.add(make_request(request_id=name, max_tokens=1, deadline_s=deadline_s))
     run_to_end(engine, clock=clock)
     assert computed(runner) == ["10", "none", "70", "90"]
+
+
+def test_short_deadlines_of_one_tenant_go_before_no_other_tenant() -> None:
+    engine, runner, clock = timed_engine("deadline", max_running=1)
+    for number in range(20):
+        engine.add(make_request(request_id=f"hasty-{number}", tenant="hasty", max_tokens=1, deadline_s=50 - number))
+    for number in range(4):
+        engine.add(make_request(request_id=f"other-{number}", tenant="other", max_tokens=1))
+    run_to_end(engine, clock=clock)
+    order = computed(runner)
+    others = [place for place, name in enumerate(order) if name.startswith("other")]
+    assert others[-1] <= 8, "they take turns"
+    assert [name for name in order if name.startswith("hasty")] == [f"hasty-{number}" for number in reversed(range(20))]
+
+
+def test_of_one_tenant_the_latest_deadline_is_preempted_first_and_of_several_the_one_with_the_most_tokens() -> None:
+    def sequence(number: int, tenant: str, deadline_s: float) -> Sequence:
+        request = make_request((5,) * 10, tenant=tenant, deadline_s=deadline_s)
+        return Sequence(request=request, arrival=number, arrived_at=0.0, rank=())
+
+    policy = EarliestDeadlineFirst()
+    queue = policy.new_queue()
+
+    def joined(each: Sequence) -> Sequence:
+        queue.push(each)
+        assert queue.pop() is each
+        each.rank = policy.rank(each)
+        policy.joined(each)
+        return each
+
+    late, early = joined(sequence(0, "one", 60)), joined(sequence(1, "one", 5))
+    assert early.rank < late.rank
+    other = joined(sequence(2, "other", 90))
+    assert other.rank < joined(sequence(3, "one", 1)).rank
 
 
 @pytest.mark.parametrize("policy", POLICIES)
