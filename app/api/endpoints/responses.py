@@ -14,7 +14,7 @@ from app.api.http.errors import error_body
 from app.api.http.sse import named_event
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import Json, Progress
+from app.api.output.progress import GrowingText, Json, Progress
 from app.api.output.token_details import TokenLogprob, TokenNames, chat_logprobs
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.schemas.responses import ResponsesRequest
@@ -152,7 +152,7 @@ class ResponseBuilder:
             yield from self._open(_Message())
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
-        message.text += text
+        message.text.add(text)
         logprobs = chat_logprobs(self._pending_logprobs, self._names, self._body.top_logprobs or 0)["content"]
         self._pending_logprobs = []
         message.logprobs += logprobs
@@ -164,7 +164,7 @@ class ResponseBuilder:
         call = self._output[-1]
         assert isinstance(call, _FunctionCall), "deltas of a call follow each other"
         self._pending_logprobs = []  # only text has log-probabilities
-        call.arguments += piece.arguments
+        call.arguments.add(piece.arguments)
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
 
@@ -183,11 +183,11 @@ class ResponseBuilder:
         item.status = "completed" if is_complete else "incomplete"
         if isinstance(item, _Message):
             place = self._place() | {"content_index": 0}
-            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            yield self._event("response.output_text.done", **place, text=str(item.text), logprobs=item.logprobs)
             yield self._event("response.content_part.done", **place, part=item.part())
         else:
             yield self._event(
-                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=item.arguments
+                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=str(item.arguments)
             )
         yield self._item_event("response.output_item.done")
 
@@ -214,19 +214,19 @@ class ResponseBuilder:
 class _Message:
     """A message of the assistant."""
 
-    text: str = ""
+    text: GrowingText = field(default_factory=GrowingText)
     logprobs: list[Json] = field(default_factory=list)  # of its tokens, where the request asks for them
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     def part(self) -> Json:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": self.logprobs}
 
     def empty_part(self) -> Json:
         return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
     def as_json(self) -> Json:
-        content = [self.part()] if self.text or self.status != "in_progress" else []
+        content = [self.part()] if str(self.text) or self.status != "in_progress" else []
         return {
             "id": self.item_id,
             "type": "message",
@@ -242,7 +242,7 @@ class _FunctionCall:
 
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
 
@@ -253,5 +253,5 @@ class _FunctionCall:
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": self.arguments,
+            "arguments": str(self.arguments),
         }
