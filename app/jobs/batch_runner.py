@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 from app.config import BatchesConfig
 from app.disk import OneThread
+from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
-from app.jobs.executors import FleetClient, RequestExecutor, Window
+from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
 from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
@@ -82,10 +83,13 @@ class FleetExecution(Execution):
     endpoints: Sequence[str] | None = None
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """As many items are in flight at once over all batches as `max_in_flight` says; batches take turns."""
+        """As many items are in flight at once over all batches as `max_in_flight` says. Owners have equal shares; the
+        batches of an owner take turns.
+        """
         self._answer = answer
         self._max_in_flight = max_in_flight
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = OwnerSlots(max_in_flight)
+        self._turn = asyncio.Lock()  # of large lines
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -93,12 +97,15 @@ class FleetExecution(Execution):
 
     async def run(self, work: BatchWork) -> None:
         job = work.job
-        run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
+        run = JobRun[Item](
+            work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens, turn=self._turn
+        )
         executor = RequestExecutor(
             run,
             FleetClient(self._answer, job.owner),
             window=Window(self._max_in_flight, limit=self._max_in_flight),
             slots=self._slots,
+            owner=job.owner,
             patience_s=math.inf,
         )
         self._executors[job.id] = job.owner, executor
@@ -257,16 +264,16 @@ class BatchRunner:
             try:
                 await steps[-1](job_id)
                 return
-            except FileNotFoundError:
-                logger.exception("batch %s: a file that it needs is gone", job_id)
+            except FileNotFoundError as error:
+                logger.error("batch %s: a file that it needs is gone: %s", job_id, described(error))
                 steps.pop()
             except STORAGE_FAILURES as error:
                 self._pauses[job_id] = _STORAGE_FAILED
                 self._log_failure(job_id, error)
                 self._counted[job_id].set()
                 await asyncio.sleep(STORAGE_PAUSE_S)
-            except Exception:
-                logger.exception("batch %s failed", job_id)
+            except Exception as error:
+                logger.error("batch %s failed: %s", job_id, traceback_of(error))
                 steps.pop()
 
     async def _advance(self, job_id: str) -> None:
@@ -383,7 +390,10 @@ class BatchRunner:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
         if now >= self._logged_at.get(kind, -math.inf) + STORAGE_LOG_EVERY_S:
             self._logged_at[kind] = now
-            logger.exception("batch %s: the storage failed, and is tried again every %g s", job_id, STORAGE_PAUSE_S)
+            reason = described(error)
+            logger.error(
+                "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
+            )
 
     def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
         async def pieces() -> AsyncGenerator[list[Item], None]:

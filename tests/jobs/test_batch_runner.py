@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import sqlite3
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +18,10 @@ import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, NewBatch
+from app.jobs.job import Answer
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
+from app.json_pieces import Rows
 from tests import waiting
 from tests.jobs.lives import (
     CHAT,
@@ -40,7 +45,7 @@ ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
 
 
-def run(folder: Path, echo: Echo, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
+def run(folder: Path, echo: Answer, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         async with service_in(folder, echo, **settings) as service:
             await use(service)
@@ -116,6 +121,37 @@ def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: 
         assert num_asked[0] < 20
 
     run(tmp_path, echo, use, max_in_flight=2)
+
+
+def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_path: Path) -> None:
+    num_asked = []
+
+    def last(_: int) -> Answered:
+        num_asked.append(echo.asked.total())
+        return ok("bob-39")
+
+    echo = Echo({"bob-39": last})
+
+    async def use(service: LocalBatchService) -> None:
+        echo.hold = asyncio.Event()
+        many = [await begin(service, jsonl(*(input_line(f"{n}-{m}") for m in range(40)))) for n in range(10)]
+        await echo.has_open(4)
+        one = await begin(service, jsonl(*(input_line(f"bob-{n}") for n in range(40))), owner="bob")
+        await until(service, one, "in_progress", owner="bob")
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await until(service, one, owner="bob")
+        for batch_id in many:
+            await until(service, batch_id)
+        assert num_asked[0] < 3 * 40, "about as many of the other's, not ten times as many"
+
+    lengths = random.Random(0)
+
+    async def slow(*call: Any) -> Answered:
+        await asyncio.sleep(lengths.uniform(0.001, 0.009))  # else all end at the same time
+        return await echo(*call)
+
+    run(tmp_path, slow, use, max_in_flight=4)
 
 
 def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:
@@ -387,6 +423,36 @@ def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_ot
             assert errors["line-2"]["error"]["code"] == "server_error"
 
     run(tmp_path, echo, use)
+
+
+def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> None:
+    threads: list[str] = []
+    under_way: list[int] = []
+
+    def some_at_a_time() -> Iterator[list[int]]:
+        under_way.append(1)
+        assert len(under_way) == 1
+        threads.append(threading.current_thread().name)
+        yield [1, 2]
+        time.sleep(0.01)  # another would begin now
+        yield [3]
+        under_way.pop()
+
+    def large(_: int) -> Answered:
+        return Answered(200, {"rows": Rows(some_at_a_time)}, is_large=True)
+
+    echo = Echo({f"line-{number}": large for number in range(8)})
+
+    async def use(service: LocalBatchService) -> None:
+        for batch_id in [await begin(service, TEN) for _ in range(2)]:
+            batch = await until(service, batch_id)
+            output, _ = await ends(service, batch)
+            assert (batch["status"], len(output)) == ("completed", 10)
+            assert output["line-7"]["response"]["body"] == {"rows": [1, 2, 3]}
+
+    run(tmp_path, echo, use)
+    assert len(threads) == 16
+    assert "MainThread" not in threads
 
 
 def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(

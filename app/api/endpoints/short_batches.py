@@ -12,6 +12,7 @@ from starlette.routing import Route
 from app.api.endpoints.batch_results import encoded_json, result, results_of
 from app.api.endpoints.prompt_list import PromptList, prompt_list
 from app.api.handler import Client, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
@@ -42,12 +43,14 @@ class ShortBatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
-        body = with_deadline(await read_json_object(request, self._handler.limits), request.headers)
+        body = with_deadline(
+            await read_json_object(request, self._handler.limits, self._handler.threads), request.headers
+        )
         strict = is_strict(request.headers)
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
-        return JSONResponse(await self._answer(request, prompts))
+        return JsonAnswer(await self._answer(request, prompts), self._handler.turns)
 
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""
@@ -73,7 +76,7 @@ class ShortBatchRoutes:
             reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
         )
         async with WhileConnected(request.receive):
-            answers = await self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
+            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), client)
         return _answered_at_once(prompts, answers)
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:

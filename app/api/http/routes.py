@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.http.guard import Routes
@@ -28,6 +28,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.errors import Failure
 from app.metrics import name_task
 
 
@@ -80,7 +81,9 @@ class _Computed:
             arrived_at=handler.metrics.arrived(),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
+            body = with_deadline(
+                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
+            )
         async with WhileConnected(receive):
             try:
                 pending = await handler.handle(self._endpoint, body, client)
@@ -98,9 +101,9 @@ class _Computed:
                 )
                 await events.send_to(send)
             else:
-                content = to_json(await pending.full_response())
-                response = Response(content, headers=response_headers(), media_type="application/json")
-                await response(scope, receive, send)
+                content = await pending.full_response()
+                answer = JsonAnswer(content, handler.turns, headers=response_headers())
+                await answer(scope, receive, send)
 
 
 class Application:
@@ -144,8 +147,8 @@ class Application:
             log_error(error, state["request_id"])
             if not has_started:
                 await error_response(error, state["request_id"])(scope, receive, send_with_id)
-            elif not isinstance(error, ClientGone):
-                raise
+            elif not isinstance(error, ClientGone):  # the server closes the connection, and logs what it gets
+                raise Failure("this response broke off; the log above has the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
         """The router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""
