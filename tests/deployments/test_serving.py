@@ -47,18 +47,6 @@ def ask(service: Service, model: str, prompt: str = "Count from 3 to 9.", **fiel
     return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
 
 
-@contextmanager
-def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
-    """A stream that has begun and is not read on."""
-    body = {"model": model, "prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
-        assert response.status_code == 200, response.read()
-        lines = response.iter_lines()  # kept: httpx closes the connection with its iterator
-        next(lines)
-        yield response
-
-
-@contextmanager
 def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_not(service: Service) -> None:
     """The proxy passes Host and Origin on; the service has no keys, so it answers to loopback's names alone."""
     body = {"model": "least", "prompt": "3", "max_tokens": 1}
@@ -79,6 +67,18 @@ def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_n
     assert (sent.status_code, sent.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
+@contextmanager
+def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
+    """A stream that has begun and is not read on."""
+    body = {"model": model, "prompt": "Once", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # kept: httpx closes the connection with its iterator
+        next(lines)
+        yield response
+
+
+@contextmanager
 def received_tokens(addresses: Sequence[Address], requests: Sequence[Request]) -> Iterator[Mapping[str, list[int]]]:
     """The tokens of these requests by their id, as they arrive. The replicas get the requests in turn."""
     tokens: dict[str, list[int]] = {}
