@@ -35,8 +35,8 @@ class OriginPolicy:
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises NotPermitted for a Host or an Origin that may not use the service.
 
-        A request without Origin is no page's, or reads something that the page will not see. One whose Origin is the
-        Host itself is of a page on the service's own address. Forwarding headers are not looked at: any client can
+        A request without Origin is no page's, or reads something that the page will not see. With the Host itself as
+        its Origin, it is of a page on the service's own address. Forwarding headers are not looked at: any client can
         send them.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
