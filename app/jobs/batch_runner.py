@@ -13,7 +13,7 @@ import math
 import shutil
 import sqlite3
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from app.config import BatchesConfig
 from app.disk import OneThread
+from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
 from app.jobs.files import FileStore
@@ -171,6 +172,8 @@ class BatchRunner:
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}  # by the batch's id, as all here
+        # By owner: reading or writing whole files takes seconds of a thread, and all owners share the threads.
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stops: dict[str, asyncio.Event] = {}
         self._pauses: dict[str, ItemError] = {}
         self._logged_at: dict[tuple[type, int | None], float] = {}  # failures of the storage, by kind
@@ -263,16 +266,16 @@ class BatchRunner:
             try:
                 await steps[-1](job_id)
                 return
-            except FileNotFoundError:
-                logger.exception("batch %s: a file that it needs is gone", job_id)
+            except FileNotFoundError as error:
+                logger.error("batch %s: a file that it needs is gone: %s", job_id, described(error))
                 steps.pop()
             except STORAGE_FAILURES as error:
                 self._pauses[job_id] = _STORAGE_FAILED
                 self._log_failure(job_id, error)
                 self._counted[job_id].set()
                 await asyncio.sleep(STORAGE_PAUSE_S)
-            except Exception:
-                logger.exception("batch %s failed", job_id)
+            except Exception as error:
+                logger.error("batch %s failed: %s", job_id, traceback_of(error))
                 steps.pop()
 
     async def _advance(self, job_id: str) -> None:
@@ -296,7 +299,8 @@ class BatchRunner:
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
 
     async def _validate(self, job: Job) -> Job:
-        checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
+        async with self._turns[job.owner]:
+            checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
         logger.info("batch %s: %d items, %d errors", job.id, checked.num_items, len(checked.errors))
         if checked.errors:
             return await self._change(
@@ -389,7 +393,10 @@ class BatchRunner:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
         if now >= self._logged_at.get(kind, -math.inf) + STORAGE_LOG_EVERY_S:
             self._logged_at[kind] = now
-            logger.exception("batch %s: the storage failed, and is tried again every %g s", job_id, STORAGE_PAUSE_S)
+            reason = described(error)
+            logger.error(
+                "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
+            )
 
     def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
         async def pieces() -> AsyncGenerator[list[Item], None]:
@@ -415,7 +422,8 @@ class BatchRunner:
         results = await self._open_results(job)
         with closing(results):
             await self._room_for_files(job, results)
-            written = await asyncio.to_thread(self._write_files, job, end, results)
+            async with self._turns[job.owner]:
+                written = await asyncio.to_thread(self._write_files, job, end, results)
             now = self._now()
             keep_s = job.output_expires_after_s or self._config.keep_s
             files = [

@@ -16,7 +16,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
 from app.disk import OneThread, may_pass, take_lock
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
+from app.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    StorageFull,
+    Unavailable,
+    described,
+    traceback_of,
+)
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.expiry_clock import ExpiryClock
@@ -47,6 +56,7 @@ T = TypeVar("T")
 LOCK_RETRY_S = 0.5
 OPENING_RETRY_S = 5.0  # after a failure of the storage
 HOUSEKEEPING_S = 60.0
+BATCH_KEPT_S = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
 GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
 MAX_UPLOADS = 64
@@ -233,19 +243,19 @@ class LocalBatchService(BatchService):
             except Superseded:
                 logger.error("the batches folder %s is another process's now; this one stops", self._path)
                 raise
-            except STORAGE_FAILURES:
-                logger.exception("the generation of the batches folder could not be read")
+            except STORAGE_FAILURES as error:
+                logger.error("the generation of the batches folder could not be read: %s", described(error))
 
     async def _note_time(self, opened: _Open) -> None:
         """So that the next process knows whether its clock has jumped."""
         opened.expiry()
         try:
             await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
-        except STORAGE_FAILURES:
-            logger.exception("the time could not be noted")
+        except STORAGE_FAILURES as error:
+            logger.error("the time could not be noted: %s", described(error))
 
     async def _keep_house(self, opened: _Open) -> None:
-        """Remove files that have expired and uploads that are not continued."""
+        """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
@@ -253,8 +263,9 @@ class LocalBatchService(BatchService):
             for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
-        except STORAGE_FAILURES:
-            logger.exception("files and uploads that have expired could not be removed")
+            await self._thread.run(opened.catalog.forget_ended, opened.expiry() - BATCH_KEPT_S)
+        except STORAGE_FAILURES as error:
+            logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
     # Files
 
@@ -319,8 +330,8 @@ class LocalBatchService(BatchService):
         """Of a file that the catalog does not know; when it fails it is swept away at the next start."""
         try:
             await asyncio.to_thread(opened.files.delete, file_id)
-        except OSError:
-            logger.exception("the content of %s could not be deleted", file_id)
+        except OSError as error:
+            logger.error("the content of %s could not be deleted: %s", file_id, described(error))
 
     async def abandon_upload(self, upload_id: str) -> None:
         upload = self._uploads.pop(upload_id, None)
@@ -480,8 +491,8 @@ class LocalBatchService(BatchService):
         try:
             return await call
         except STORAGE_FAILURES as error:
-            logger.exception("the storage of files and batches failed")
-            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from error
+            logger.error("the storage of files and batches failed: %s", traceback_of(error))
+            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from None
 
     def _now(self) -> int:
         return int(self._clock())

@@ -90,7 +90,7 @@ def _is_loopback(host: str) -> bool:
     """Whether the name in a Host header can only be this machine's. Without the header: no browser leaves it out."""
     match = _HOST.fullmatch(host)
     name = match[1].strip("[]").lower().removesuffix(".") if match else host
-    if name in ("", "localhost") or name.endswith(".localhost"):
+    if name in ("", "localhost", "127.0.0.1", "::1") or name.endswith(".localhost"):
         return True
     try:
         address = ip_address(name)
