@@ -3,8 +3,9 @@
     python -m benchmarks.service.fields --only /v1/chat
 
 Starts the service as `make serve` does and takes the fields from its own description (`field_bodies.py`). A body that
-is over a target is sent again twice unless it took long, and its least figures count, as other processes of the machine make pauses too.
-Progress goes to stderr, and so does a table of all bodies over a target; the last line of stdout is one JSON object:
+is over a target is sent again twice unless it took long, and its least figures count: other processes of the machine
+make pauses too. Progress goes to stderr, and so does a table of all bodies over a target; the last line of stdout is
+one JSON object:
 
     calm          the longest pause of the honest stream and the longest step without these bodies, beside a long prompt
     statuses      of all answers

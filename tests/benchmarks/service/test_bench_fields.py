@@ -1,0 +1,143 @@
+"""A body for every field: what there is, what the sweep measures, and that none of them holds the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.api.call import RequestLimits
+from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
+from app.config import ApiConfig
+from app.engine.request import Pooling
+from app.text import Tokenizer
+from app.text.tool_calls import FORMATS
+from benchmarks.harness.http_call import Target
+from benchmarks.service.field_bodies import FieldBody, field_bodies
+from benchmarks.service.fields import Cost, HonestStream, _longest_step_s, figures_of
+from tests.api.batch_services import served
+from tests.api.fakes import MAX_MODEL_LEN, Connection, Service, say
+
+SIZE = RequestLimits().max_body_bytes // 8
+# A body of the full size may hold the loop for 50 ms, so these for 6. On a slow machine it is several times as long.
+MAX_HELD_S = 0.1
+NUM_TRIES = 3
+DOCUMENT = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
+
+
+def bodies(size: int, document: Mapping[str, Any] = DOCUMENT) -> list[FieldBody]:
+    return list(field_bodies(document, size=size, max_model_len=MAX_MODEL_LEN))
+
+
+class Ticker:
+    """The longest time that the event loop was held, as seen from a task that always wants to run.
+
+    Of the time that passed and the time that this process computed the shorter one counts, so that neither other
+    processes nor threads beside the loop are taken for work on it.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def run(self) -> None:
+        at_s, cpu_s = time.perf_counter(), time.process_time()
+        while True:
+            await asyncio.sleep(0)
+            now_s, now_cpu_s = time.perf_counter(), time.process_time()
+            self.longest_s = max(self.longest_s, min(now_s - at_s, now_cpu_s - cpu_s))
+            at_s, cpu_s = now_s, now_cpu_s
+
+
+async def held_s(app: Any, path: str, data: bytes) -> float:
+    """How long the loop was held at most while this body was answered."""
+    async with Connection(app, "POST", path, data, {}) as connection:
+        ticker = Ticker()
+        ticking = asyncio.create_task(ticker.run())
+        try:
+            await connection.finished()
+        finally:
+            ticking.cancel()
+            await asyncio.wait({ticking})
+    assert connection.answer().status < 500, connection.answer().body[:300]
+    return ticker.longest_s
+
+
+def test_no_field_of_any_endpoint_holds_the_event_loop(demo_path: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(demo_path))
+    service = Service(tokenizer, say(tokenizer, "3 4 5."), tool_format=FORMATS["hermes"], pooling=Pooling.MEAN)
+    over: dict[str, list[float]] = {}
+
+    async def send_all() -> None:
+        async with served(service, tmp_path) as app:
+            for body in field_bodies(DOCUMENT, size=SIZE, max_model_len=MAX_MODEL_LEN):
+                data, tries = body.data(), []
+                while len(tries) < NUM_TRIES and min(tries, default=1.0) > MAX_HELD_S:
+                    tries.append(await held_s(app, body.path, data))
+                if min(tries) > MAX_HELD_S:
+                    over[body.name] = tries
+
+    asyncio.run(send_all())
+    assert over == {}
+
+
+def test_there_is_a_body_for_every_field_of_every_schema() -> None:
+    names = {body.name.split()[1].partition(".")[0].partition("[")[0] for body in bodies(2000)}
+    expected = {
+        field.alias or name for schema in (*BODIES, *BATCH_BODIES) for name, field in schema.model_fields.items()
+    }
+    assert expected - names == NOT_FILLED
+    paths = {
+        path
+        for path, operations in DOCUMENT["paths"].items()
+        if "json" in str(operations.get("post", {}).get("requestBody"))
+    }
+    assert {body.path for body in bodies(2000)} == paths
+
+
+# Constants and what an endpoint takes only where it asks for nothing.
+NOT_FILLED = {"completion_window", "previous_response_id", "store"}
+
+
+def test_bodies_are_as_large_as_is_asked_and_always_the_same() -> None:
+    some = [body.data() for body in bodies(60_000)]
+    assert some == [body.data() for body in bodies(60_000)]
+    assert max(map(len, some)) < 150_000
+    assert sum(len(data) > 50_000 for data in some) > 300
+
+
+def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
+    now_s = time.perf_counter()
+    honest = HonestStream(Target.parse("http://127.0.0.1:1"), 8, arrived_s=[now_s - 9, now_s - 5, now_s - 4])
+    assert honest.longest_pause_s(now_s - 4.5) >= 4  # since the last token
+    assert 4 <= honest.longest_pause_s(now_s - 10) < 4.5
+    assert 0 <= honest.longest_pause_s(now_s) < 1
+
+
+def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:
+    calm = cost(step_ms=20.0)
+    assert cost(step_ms=30.0, pause_ms=100.0, grown_mib=100.0).over(calm) == []
+    assert cost(step_ms=50.0, stall_ms=51.0, status="503").over(calm) == ["stall_ms", "step_ms", "status"]
+    figures = figures_of({"one": cost(), "other": cost(pause_ms=300.0)}, calm)
+    assert [(each["body"], each["targets"], each["pause_ms"]) for each in figures["over"]] == [
+        ("other", ["pause_ms"], 300.0)
+    ]
+    assert (figures["bodies"], figures["pause_ms"], figures["statuses"]) == (2, 300.0, {"200": 2})
+
+
+def cost(**figures: Any) -> Cost:
+    nothing = {"seconds": 0.1, "stall_ms": 0.0, "pause_ms": 10.0, "step_ms": 10.0, "cpu_s": 0.1, "grown_mib": 0.0}
+    return Cost(**{"status": "200", "grown": "ingress", **nothing, **figures})
+
+
+def test_the_longest_step_is_read_from_the_buckets() -> None:
+    def samples(*counts: int) -> list[tuple[str, str, float]]:
+        bounds = ("0.01", "0.02", "0.03", "+Inf")
+        return [
+            ("carousel_step_seconds_bucket", f'le="{bound}"', count)
+            for bound, count in zip(bounds, counts, strict=True)
+        ]
+
+    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 12, 12)) == 0.02
+    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 13, 13)) == 0.03
