@@ -378,7 +378,9 @@ class KeyConfig(Settings):
     tokens_per_minute: int | None = Field(
         None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: any number"
     )
-    max_concurrency: int | None = Field(None, ge=1, le=10**6, description="requests at once; default: any number")
+    max_concurrency: int | None = Field(
+        None, ge=1, le=10**6, description="requests at once; default: as many as places are free"
+    )
     max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
     min_priority: int = Field(
         0, ge=-100, le=0, description="lowest `priority` that it may ask for: below 0 it may go before other keys"

@@ -13,7 +13,8 @@
     │   └── Quarantined          this very request has failed the engine before
     ├── Overloaded               queues are full; try again after `retry_after_s`
     │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
-    │   └── LimitReached         this key has used what it may use for now
+    │   ├── LimitReached         this key has used what it may use for now
+    │   └── StorageFull          the disk of files and batches has only its reserve left
     ├── Failure                  ours
     │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
     │   │   └── DeviceFault     it raised for every request alike
@@ -124,6 +125,10 @@ class DeadlineMissed(Overloaded):
 
 class LimitReached(Overloaded):
     """The caller's key has used what it may use for now."""
+
+
+class StorageFull(Overloaded):
+    """The disk of files and batches has no room for anything new."""
 
 
 class Failure(CarouselError):

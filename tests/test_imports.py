@@ -16,6 +16,7 @@ ALLOWED = {
     "app": set(),
     "app.config": {"pydantic"},
     "app.errors": {"pydantic"},
+    "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
     "app.engine": {"app.config", "app.errors", "msgspec"},
     "app.grammar": {
@@ -39,7 +40,7 @@ ALLOWED = {
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
     # The offline core knows no request handling: the API's batch routes use it.
     "app.jobs": {
-        "app.config", "app.disk", "app.errors", "app.webhooks",
+        "app.config", "app.disk", "app.errors", "app.json_pieces", "app.webhooks",
         "aiohttp", "fsspec", "numpy", "pyarrow", "pydantic_core",
     },
     "app.jobs.preparation": {
@@ -50,9 +51,9 @@ ALLOWED = {
     },
     "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
-        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.text", "app.metrics", "app.versions",
-        "app.engine.request",
-        "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.json_pieces", "app.text", "app.metrics",
+        "app.versions", "app.engine.request",
+        "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},

@@ -14,6 +14,8 @@ from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
 MAX_CHARACTERS_ON_THE_LOOP = 2000  # a longer text is encoded in a thread, so that the loop keeps serving streams
+MAX_LOGPROBS_ON_THE_LOOP = 2000  # as for texts, of a line of a batch
+MAX_REQUESTS_ON_THE_LOOP = 4  # each may have an embedding of thousands of numbers
 
 T = TypeVar("T")
 
@@ -128,6 +130,11 @@ class Call:
                 num_tokens += sum(len(request.prompt_token_ids) for request in self.requests)
         num_scored = 0 if options.prompt_logprobs is None else self.num_prompt_tokens * (1 + options.prompt_logprobs)
         return num_tokens * (1 + (options.logprobs or 0)) + num_scored
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to write its answer may take more than a few milliseconds."""
+        return self.num_logprobs > MAX_LOGPROBS_ON_THE_LOOP or len(self.requests) > MAX_REQUESTS_ON_THE_LOOP
 
     def with_max_tokens(self, max_tokens: int) -> Call:
         """The call with outputs of at most so many tokens."""

@@ -58,6 +58,7 @@ class PendingResponse:
     _pieces: AsyncGenerator[ChoiceDelta, None]
     _writer: Writer
     _headers: Mapping[str, str] = field(default_factory=dict)
+    _shows_loads: bool = False  # to an admin only
 
     async def full_response(self) -> Json:
         """The response as one object."""
@@ -69,7 +70,8 @@ class PendingResponse:
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went, as far as that is known by now; `explain`: and why."""
-        return {**self.progress.placement_headers(explain=explain), **self._headers}
+        placement = self.progress.placement_headers(explain=explain, with_loads=self._shows_loads)
+        return {**placement, **self._headers}
 
 
 class RequestHandler:
@@ -92,6 +94,7 @@ class RequestHandler:
         self.limits = limits
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
+        self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], client: Client) -> PendingResponse:
@@ -124,6 +127,7 @@ class RequestHandler:
             _pieces=pieces,
             _writer=endpoint.writer(parsed),
             _headers=headers,
+            _shows_loads=client.reservation.account.may_administer,
         )
 
     def parse(self, body: Mapping[str, Any], schema: type[ParsedT], *, is_strict: bool = False) -> ParsedT:
@@ -187,7 +191,7 @@ class RequestHandler:
             with self.authenticator.account_named(owner).reserve_item() as reservation:
                 client = Client(reservation=reservation, request_id=request_id)
                 pending = await self.handle(ENDPOINTS[path], {**body, **_ITEM_FIELDS, **tenant}, client)
-                return Answered(200, await pending.full_response())
+                return Answered(200, await pending.full_response(), is_large=pending.progress.call.is_large)
         except Exception as error:
             if _may_pass(error):
                 raise

@@ -151,7 +151,8 @@ class Queued(NamedTuple):
     position: int  # waiting requests before it; a policy may put it before some of them
     estimated_wait_s: float
     replica_id: str = ""  # where it waits
-    why_there: str = ""  # one line, with the load of all candidates
+    why_there: str = ""  # in a few words
+    loads_there: str = ""  # of all candidates, in the same line
 
 
 class TokenLogprobs(NamedTuple):

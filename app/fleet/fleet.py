@@ -180,8 +180,11 @@ class Fleet:
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = self._registry.decision(in_flight.attempt_id)
-        why = "" if decision is None else decision.explain()
-        return queued._replace(replica_id=in_flight.replica_id, why_there=why)
+        if decision is None:
+            return queued._replace(replica_id=in_flight.replica_id)
+        return queued._replace(
+            replica_id=in_flight.replica_id, why_there=decision.reason, loads_there=decision.explain_loads()
+        )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""

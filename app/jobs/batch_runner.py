@@ -1,7 +1,8 @@
 """Works batches off: from `validating` to their end, from wherever a crash has left them.
 
-A storage that fails pauses a batch: it is tried again until it works, and no result is deleted meanwhile. What is done
-by then, or by the batch's expiry, is in its output file.
+A storage that fails or is nearly full pauses a batch, and so does an owner's share that is used up: it is tried again
+until it works, and no result is deleted meanwhile. What is done by then, or by the batch's expiry, is in its output
+file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import shutil
 import sqlite3
+import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
@@ -18,8 +20,9 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from app.config import BatchesConfig
 from app.disk import OneThread
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetClient, RequestExecutor, Window
@@ -30,11 +33,16 @@ from app.jobs.outputs import BatchFiles, BatchFormat, KeptFile, write_batch_file
 from app.jobs.results import ResultStore
 from app.jobs.runner import JobRun, read_in_thread
 from app.jobs.service import BatchLimits
+from app.jobs.space import shortage_of_disk, shortage_of_share
 
 logger = logging.getLogger(__name__)
 
 STORAGE_FAILURES = (OSError, sqlite3.Error)
 STORAGE_PAUSE_S = 5.0
+STORAGE_LOG_EVERY_S = 60.0  # of the same failure: many batches meet it, each again and again
+SPACE_LOOK_EVERY_S = 1.0
+# Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
+_RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25
 RATE_WINDOW_S = 60
 
 # What a batch becomes at its end, by what it was when its items stopped.
@@ -78,6 +86,7 @@ class FleetExecution(Execution):
         self._answer = answer
         self._max_in_flight = max_in_flight
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._turn = asyncio.Lock()  # of large lines
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -85,7 +94,9 @@ class FleetExecution(Execution):
 
     async def run(self, work: BatchWork) -> None:
         job = work.job
-        run = JobRun[Item](work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens)
+        run = JobRun[Item](
+            work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens, turn=self._turn
+        )
         executor = RequestExecutor(
             run,
             FleetClient(self._answer, job.owner),
@@ -134,14 +145,15 @@ class BatchRunner:
         thread: OneThread,
         execution: Execution,
         limits: BatchLimits,
-        keep_s: int | None,
+        config: BatchesConfig,
         clock: Callable[[], float],
+        expiry: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
         """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
 
-        Output files are kept for `keep_s` seconds, None: for ever. `clock` gives seconds since 1970; `on_end` is called
-        at each batch's end.
+        `clock` gives seconds since 1970, `expiry` those by which batches expire. `on_end` is called at
+        each end of a batch.
         """
         self._catalog = catalog
         self._files = files
@@ -149,13 +161,16 @@ class BatchRunner:
         self._thread = thread
         self._execution = execution
         self._limits = limits
-        self._keep_s = keep_s
+        self._config = config
         self._clock = clock
+        self._expiry = expiry
         self._on_end = on_end
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}  # by the batch's id, as all here
         self._stops: dict[str, asyncio.Event] = {}
+        self._pauses: dict[str, ItemError] = {}
+        self._logged_at: dict[tuple[type, int | None], float] = {}  # failures of the storage, by kind
         self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
         self._counted: dict[str, asyncio.Event] = {}  # set once the counts of a batch are known, or cannot be now
         self.num_completed = 0  # items of this process, and with an error
@@ -166,10 +181,16 @@ class BatchRunner:
         """Batches that have not ended, by owner."""
         return Counter(self._owners.values())
 
-    @property
-    def num_result_bytes(self) -> int:
-        """What the results of batches that have not ended take on the disk."""
-        return sum(results.num_bytes for results in self._results.values())
+    def stored_bytes(self) -> Counter[str]:
+        """What files, and the results of batches that have not ended, take on the disk, by owner."""
+        taken = Counter(self._catalog.bytes_by_owner)
+        for job_id, results in self._results.items():
+            taken[self._owners[job_id]] += results.num_bytes
+        return taken
+
+    def pause(self, job_id: str) -> ItemError | None:
+        """Why a batch that has not ended waits for the storage; None when it does not."""
+        return self._pauses.get(job_id)
 
     def num_in_flight(self, owner: str) -> int:
         """Items of this owner that are computed."""
@@ -230,6 +251,7 @@ class BatchRunner:
         del self._tasks[job_id], self._owners[job_id], self._stops[job_id]
         self._counted.pop(job_id).set()
         self._results.pop(job_id, None)
+        self._pauses.pop(job_id, None)
         self._on_end()
 
     async def _run(self, job_id: str) -> None:
@@ -241,8 +263,9 @@ class BatchRunner:
             except FileNotFoundError:
                 logger.exception("batch %s: a file that it needs is gone", job_id)
                 steps.pop()
-            except STORAGE_FAILURES:
-                logger.exception("batch %s: the storage failed, and is tried again in %g s", job_id, STORAGE_PAUSE_S)
+            except STORAGE_FAILURES as error:
+                self._pauses[job_id] = _STORAGE_FAILED
+                self._log_failure(job_id, error)
                 self._counted[job_id].set()
                 await asyncio.sleep(STORAGE_PAUSE_S)
             except Exception:
@@ -299,21 +322,71 @@ class BatchRunner:
         return await self._thread.run(self._catalog.job, job.id)
 
     async def _run_until_stopped(self, job: Job, results: ResultStore) -> bool:
-        """Whether every item has ended."""
-        if results.is_complete:
-            return True
-        run = asyncio.create_task(self._execution.run(self._work_of(job, results)))
+        """Whether every item has ended. While there is no room for results nothing runs."""
+        is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
+        latest = time.monotonic() + job.expires_at - job.created_at
         try:
-            timeout_s = max(0.0, job.expires_at - self._clock())
-            await asyncio.wait({run, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if run.done():
-                run.result()
+            while not is_done and not stopped.done() and (left_s := self._left_s(job, latest)) > 0:
+                if self._is_paused(job.id, await self._shortage(job, results)):
+                    await asyncio.wait({stopped}, timeout=min(left_s, STORAGE_PAUSE_S))
+                else:
+                    is_done = await self._run_while_room(job, results, stopped, left_s)
+            return is_done
+        finally:
+            stopped.cancel()
+            await asyncio.gather(stopped, return_exceptions=True)
+
+    def _left_s(self, job: Job, latest: float) -> float:
+        """Until a batch expires; at `latest` (monotonic) its whole time is over, by whatever clock its end was set."""
+        return min(job.expires_at - self._expiry(), latest - time.monotonic())
+
+    async def _run_while_room(
+        self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float
+    ) -> bool:
+        """Whether every item has ended before there is no room, or the batch is stopped, or the time is over."""
+        run = asyncio.create_task(self._execution.run(self._work_of(job, results)))
+        full = asyncio.create_task(self._until_full(job, results))
+        try:
+            await asyncio.wait({run, full, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in (run, full):
+                if task.done():
+                    task.result()
             return run.done()
         finally:
             run.cancel()
-            stopped.cancel()
-            await asyncio.gather(run, stopped, return_exceptions=True)
+            full.cancel()
+            await asyncio.gather(run, full, return_exceptions=True)
+
+    async def _until_full(self, job: Job, results: ResultStore) -> None:
+        while True:
+            await asyncio.sleep(SPACE_LOOK_EVERY_S)
+            if await self._shortage(job, results) is not None:
+                return
+
+    async def _shortage(self, job: Job, results: ResultStore) -> str | None:
+        """Why there is no room for more results, which are written once more at the batch's end."""
+        of_share = shortage_of_share(self._config.max_total_bytes, self.stored_bytes(), job.owner)
+        return of_share or await asyncio.to_thread(
+            shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=_RESERVE_OF_WORK
+        )
+
+    def _is_paused(self, job_id: str, shortage: str | None) -> bool:
+        was_paused = self._pauses.pop(job_id, None) is not None
+        if shortage is None:
+            if was_paused:
+                logger.info("batch %s goes on: there is room again", job_id)
+            return False
+        self._pauses[job_id] = ItemError(code="storage_full", message=shortage)
+        if not was_paused:
+            logger.warning("batch %s waits for room: %s", job_id, shortage)
+        return True
+
+    def _log_failure(self, job_id: str, error: Exception) -> None:
+        kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
+        if now >= self._logged_at.get(kind, -math.inf) + STORAGE_LOG_EVERY_S:
+            self._logged_at[kind] = now
+            logger.exception("batch %s: the storage failed, and is tried again every %g s", job_id, STORAGE_PAUSE_S)
 
     def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
         async def pieces() -> AsyncGenerator[list[Item], None]:
@@ -338,9 +411,10 @@ class BatchRunner:
     async def _finish(self, job: Job, end: JobState, **changes: object) -> None:
         results = await self._open_results(job)
         with closing(results):
+            await self._room_for_files(job, results)
             written = await asyncio.to_thread(self._write_files, job, end, results)
             now = self._now()
-            keep_s = job.output_expires_after_s or self._keep_s
+            keep_s = job.output_expires_after_s or self._config.keep_s
             files = [
                 _stored(file, job, f"{job.id}_{kind}.jsonl", now, keep_s)
                 for kind, file in (("output", written.output), ("error", written.errors))
@@ -363,6 +437,14 @@ class BatchRunner:
                 raise
         logger.info("batch %s: %s", job.id, end.value)
         await asyncio.to_thread(shutil.rmtree, self._folder / job.id, ignore_errors=True)
+
+    async def _room_for_files(self, job: Job, results: ResultStore) -> None:
+        """Returns when the disk has room for the output files, which need as much as the results."""
+        look = partial(shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=_RESERVE_OF_FILES)
+        while True:
+            if not self._is_paused(job.id, await asyncio.to_thread(look)):
+                return
+            await asyncio.sleep(STORAGE_PAUSE_S)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
         """Delete files of a batch that the catalog does not name: they are written again, or were by another."""
@@ -398,6 +480,8 @@ class BatchRunner:
 
 
 _SERVER_ERROR = ItemError(code="server_error", message="the server failed on this batch; its log has the reason")
+
+_STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now, and tries again")
 
 
 def _stored(file: KeptFile, job: Job, name: str, now: int, keep_s: int | None) -> StoredFile:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import InvalidSetup, NotFound
+from app.jobs.expiry_clock import SeenTime
 from app.jobs.job import ItemError, Job, JobState, StoredFile
 from app.jobs.service import PageOf
+from app.jobs.space import MIN_CHARGED_BYTES
 from app.webhooks.outbox import SCHEMA, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver
 
@@ -34,8 +36,12 @@ _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE_COLUMNS)}, UNIQUE (id));
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_JOB_COLUMNS)}, UNIQUE (id));
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
+CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner);
+CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
+CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
+CREATE TABLE IF NOT EXISTS seen_time (one INTEGER PRIMARY KEY CHECK (one = 1), at NOT NULL, doubted_s NOT NULL);
 {SCHEMA}
 PRAGMA user_version = {_VERSION};
 """
@@ -69,6 +75,7 @@ class Catalog:
         self._connection.executescript(_SCHEMA)
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
+        self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()  # replaced, never changed: any thread reads it
 
     def close(self) -> None:
         """Close it; what was committed stays."""
@@ -80,12 +87,23 @@ class Catalog:
         if generation != self._generation:
             raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
 
+    def seen_time(self) -> SeenTime | None:
+        """What the last process has noted; None where none has."""
+        row = self._row("SELECT at, doubted_s FROM seen_time", ())
+        return None if row is None else SeenTime(*row)
+
+    def note_time(self, seen: SeenTime) -> None:
+        """For the next process."""
+        with self._transaction():
+            self._connection.execute("INSERT OR REPLACE INTO seen_time VALUES (1, ?, ?)", (seen.at, seen.doubted_s))
+
     # Files
 
     def add_file(self, file: StoredFile) -> None:
         """Make a kept file known."""
         with self._transaction():
             self._insert("files", _file_row(file))
+        self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def file(self, owner: str, file_id: str, now: float) -> StoredFile:
         """Raises NotFound when the owner has none, or no longer."""
@@ -108,12 +126,6 @@ class Catalog:
         self.check_generation()
         return ids
 
-    def total_bytes(self) -> int:
-        """What all files have together."""
-        row = self._row("SELECT ifnull(sum(bytes), 0) AS total FROM files", ())
-        assert row is not None, "a sum has one row"
-        return int(row["total"])
-
     def readers(self, file_id: str) -> list[str]:
         """The batches that have not ended and read this file."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
@@ -122,7 +134,10 @@ class Catalog:
     def remove_file(self, file_id: str) -> None:
         """Forget a file."""
         with self._transaction():
+            removed = self._row("SELECT owner, bytes FROM files WHERE id = ?", (file_id,))
             self._connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        if removed is not None:
+            self._charge(removed["owner"], -max(removed["bytes"], MIN_CHARGED_BYTES))
 
     def expired_file_ids(self, now: float) -> list[str]:
         """Files that have expired and that no batch reads."""
@@ -179,6 +194,8 @@ class Catalog:
                 f"UPDATE batches SET {columns} WHERE id = ?", (*map(_value, changes.values()), job_id)
             )
             self._note_end(job_id, changes)
+        for file in new_files:
+            self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def _note_end(self, job_id: str, changes: Mapping[str, Any]) -> None:
         status = changes["status"]
@@ -191,6 +208,17 @@ class Catalog:
         query = f"""SELECT status, count(*) AS number, {sums} FROM batches
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
+
+    # What files take
+
+    def _charge(self, owner: str, num_bytes: int) -> None:
+        now = self.bytes_by_owner.get(owner, 0) + num_bytes
+        others = {each: taken for each, taken in self.bytes_by_owner.items() if each != owner}
+        self.bytes_by_owner = others | ({owner: now} if now else {})
+
+    def _bytes_by_owner(self) -> dict[str, int]:
+        query = "SELECT owner, sum(max(bytes, ?)) AS taken FROM files GROUP BY owner"
+        return {row["owner"]: row["taken"] for row in self._connection.execute(query, (MIN_CHARGED_BYTES,))}
 
     # SQL
 

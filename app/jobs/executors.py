@@ -255,7 +255,7 @@ class RequestExecutor(Executor[Item]):
                 await asyncio.sleep(FAILURE_PAUSE_S)
                 self._take_back(item)
             else:
-                self._settle(item, answered)
+                await self._settle(item, answered)
         await self.has_changed()
 
     def _is_to_be_tried_again(self, item: Item, answered: Answered) -> bool:
@@ -264,9 +264,9 @@ class RequestExecutor(Executor[Item]):
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
         return num_failures < ITEM_ATTEMPTS
 
-    def _settle(self, item: Item, answered: Answered) -> None:
+    async def _settle(self, item: Item, answered: Answered) -> None:
         self._num_failures.pop(item.number, None)
-        self._run.answered(item, answered)
+        await self._run.answered(item, answered)
         self._backlog.settle(_SERVICE, [item.number])
 
     def _note_outage(self, reason: str) -> None:

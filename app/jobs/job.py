@@ -56,7 +56,8 @@ class Answered:
     """The response to an item: what an HTTP client would have got."""
 
     status_code: int
-    body: Json
+    body: Json  # its long lists may be `Rows`
+    is_large: bool = False  # it is written in a thread
 
 
 # Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve

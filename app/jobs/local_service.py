@@ -16,9 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
 from app.disk import OneThread, may_pass, take_lock
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
+from app.jobs.expiry_clock import ExpiryClock
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import (
     INPUT_PURPOSE,
@@ -33,7 +34,7 @@ from app.jobs.job import (
     stats_object,
 )
 from app.jobs.service import BatchLimits, BatchService, NewBatch, NewFile, PageOf
-from app.jobs.space import room_left
+from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
 from app.webhooks.client import WebhookClient
 from app.webhooks.dispatcher import RetrySchedule, WebhookDispatcher
 from app.webhooks.receiver import WebhookReceiver
@@ -69,6 +70,7 @@ class _Open:
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
+    expiry: ExpiryClock
 
 
 class LocalBatchService(BatchService):
@@ -100,6 +102,7 @@ class LocalBatchService(BatchService):
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
+        self._finishing: set[_Upload] = set()  # on their way into the catalog
         self._admission = asyncio.Lock()  # from the look at what there is until one more is there
         self._begun: set[asyncio.Task[Any]] = set()  # what goes to its end though its caller may go
         self._life: asyncio.Task[None] | None = None
@@ -179,26 +182,39 @@ class LocalBatchService(BatchService):
     async def _hold(self) -> None:
         config, thread = self._config, self._thread
         catalog, files = await thread.run(_open_folder, self._path, config.files)
+        expiry = ExpiryClock(self._clock, await thread.run(catalog.seen_time))
         dispatcher = WebhookDispatcher(
-            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
+            catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, expiry, random.Random()
         )
         results = self._path / RESULTS_FOLDER
         runner = BatchRunner(
-            catalog, files, results, thread, self._execution, self._limits, config.keep_s, self._clock, dispatcher.wake
+            catalog,
+            files,
+            results,
+            thread,
+            self._execution,
+            self._limits,
+            config,
+            self._clock,
+            expiry,
+            dispatcher.wake,
         )
         try:
             unfinished = await runner.sweep()
             for job in unfinished:
                 logger.info("batch %s goes on: %s", job.id, job.status.value)
             await runner.resume(unfinished)
-            self._open = _Open(catalog, files, runner, dispatcher)
+            opened = _Open(catalog, files, runner, dispatcher, expiry)
+            await self._note_time(opened)
+            self._open = opened
             self._opened.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(dispatcher.work())
                 group.create_task(self._stop_when_superseded(catalog))
                 while True:
-                    await self._keep_house(self._open)
+                    await self._keep_house(opened)
                     await asyncio.sleep(HOUSEKEEPING_S)
+                    await self._note_time(opened)
         finally:
             self._open = None
             await runner.close()
@@ -220,13 +236,21 @@ class LocalBatchService(BatchService):
             except STORAGE_FAILURES:
                 logger.exception("the generation of the batches folder could not be read")
 
+    async def _note_time(self, opened: _Open) -> None:
+        """So that the next process knows whether its clock has jumped."""
+        opened.expiry()
+        try:
+            await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
+        except STORAGE_FAILURES:
+            logger.exception("the time could not be noted")
+
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired and uploads that are not continued."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
-            for file_id in await self._thread.run(opened.catalog.expired_file_ids, self._clock()):
+            for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
         except STORAGE_FAILURES:
@@ -239,10 +263,9 @@ class LocalBatchService(BatchService):
 
     async def _begin_upload(self, opened: _Open, owner: str) -> str:
         async with self._admission:
-            self._check_place(
-                "files are being sent", MAX_UPLOADS, Counter(u.owner for u in self._uploads.values()), owner
-            )
-            draft = await self._run(opened.files.draft)
+            uploads = Counter(upload.owner for upload in self._unfinished_uploads())
+            self._check_place("files are being sent", MAX_UPLOADS, uploads, owner)
+            draft = await self._run(_begin_draft, self._path, opened.files)
             self._uploads[draft.id] = _Upload(owner, draft, time.monotonic())
             return draft.id
 
@@ -250,18 +273,13 @@ class LocalBatchService(BatchService):
         upload = self._upload(upload_id)
         upload.touched_at = time.monotonic()
         self._check_size(upload.draft.num_bytes + len(data))
-        await self._run(upload.draft.write, data)
+        self._check_share(upload.owner, len(data))
+        await self._run(_write, self._path, upload.draft, data)
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
         upload = self._upload(upload_id)
         opened = self._opened_now()
-        stored = await self._run(opened.catalog.total_bytes) + opened.runner.num_result_bytes
-        if stored + upload.draft.num_bytes > self._config.max_total_bytes:
-            raise InvalidRequest(
-                f"the file has {upload.draft.num_bytes:,} bytes; this server keeps {self._config.max_total_bytes:,} "
-                f"and has {stored:,} already; delete files first",
-                code="storage_full",
-            )
+        self._check_share(upload.owner, max(0, MIN_CHARGED_BYTES - upload.draft.num_bytes))
         keep_s = new.expires_after_s or self._config.keep_s
         now = self._now()
         file = StoredFile(
@@ -274,8 +292,15 @@ class LocalBatchService(BatchService):
             purpose=new.purpose,
         )
         del self._uploads[upload_id]
-        await self._translated(self._to_its_end(self._keep(opened, upload.draft, file)))
+        await self._translated(self._to_its_end(self._finish(opened, upload, file)))
         return file_object(file)
+
+    async def _finish(self, opened: _Open, upload: _Upload, file: StoredFile) -> None:
+        self._finishing.add(upload)
+        try:
+            await self._keep(opened, upload.draft, file)
+        finally:
+            self._finishing.discard(upload)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
         """Not in the catalog's thread: a large file on its way to a storage elsewhere would hold up all others."""
@@ -306,7 +331,8 @@ class LocalBatchService(BatchService):
         return file_object(await self._file(owner, file_id))
 
     async def files(self, page: PageOf) -> Json:
-        files = await self._run(self._opened_now().catalog.files, page, self._clock())
+        opened = self._opened_now()
+        files = await self._run(opened.catalog.files, page, opened.expiry())
         return _list([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
@@ -356,8 +382,10 @@ class LocalBatchService(BatchService):
     async def _begin_batch(self, opened: _Open, job: Job, has_message: bool, receiver: WebhookReceiver | None) -> None:
         async with self._admission:
             runner = opened.runner
+            self._check_share(job.owner, 1)
             self._check_place("batches have not ended", self._limits.max_batches, runner.num_batches, job.owner)
-            await self._run(_add_job, opened.catalog, job, has_message, receiver, self._clock())
+            await self._run(_check_disk, self._path)
+            await self._run(_add_job, opened.catalog, job, has_message, receiver, opened.expiry())
             runner.start(job)
 
     async def batch(self, owner: str, batch_id: str) -> Json:
@@ -393,7 +421,7 @@ class LocalBatchService(BatchService):
         """The batches as clients read them, with what became of their webhooks."""
         opened = self._opened_now()
         messages = await self._run(opened.catalog.outbox.shown, [job.id for job in jobs])
-        return [batch_object(_as_it_is(job, opened.runner)) | {"webhook": messages.get(job.id)} for job in jobs]
+        return [_shown_batch(job, opened.runner) | {"webhook": messages.get(job.id)} for job in jobs]
 
     def _opened_now(self) -> _Open:
         if self._open is None:
@@ -421,8 +449,21 @@ class LocalBatchService(BatchService):
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
 
+    def _unfinished_uploads(self) -> list[_Upload]:
+        return [*self._uploads.values(), *self._finishing]
+
+    def _check_share(self, owner: str, num_bytes: int) -> None:
+        """Raises InvalidRequest when an owner may not keep so many bytes more."""
+        used = self._opened_now().runner.stored_bytes()
+        for upload in self._unfinished_uploads():
+            used[upload.owner] += upload.draft.num_bytes
+        shortage = shortage_of_share(self._config.max_total_bytes, used, owner, num_bytes)
+        if shortage is not None:
+            raise InvalidRequest(shortage, code="storage_full")
+
     async def _file(self, owner: str, file_id: str) -> StoredFile:
-        return await self._run(self._opened_now().catalog.file, owner, file_id, self._clock())
+        opened = self._opened_now()
+        return await self._run(opened.catalog.file, owner, file_id, opened.expiry())
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._translated(self._thread.run(function, *args, **kwargs))
@@ -456,6 +497,23 @@ def _open_folder(path: Path, files_url: str | None) -> tuple[Catalog, FileStore]
     return catalog, files
 
 
+def _check_disk(path: Path, num_bytes: int = 0) -> None:
+    """Raises StorageFull when so many bytes more would leave less than the reserve."""
+    shortage = shortage_of_disk(path, num_bytes)
+    if shortage is not None:
+        raise StorageFull(f"{shortage}; try again later", retry_after_s=RETRY_AFTER_S)
+
+
+def _begin_draft(path: Path, files: FileStore) -> FileDraft:
+    _check_disk(path)
+    return files.draft()
+
+
+def _write(path: Path, draft: FileDraft, data: bytes) -> None:
+    _check_disk(path, len(data))
+    draft.write(data)
+
+
 def _forget_unread(catalog: Catalog, file_id: str) -> None:
     readers = catalog.readers(file_id)
     if readers:
@@ -478,6 +536,12 @@ def _cancel(catalog: Catalog, owner: str, batch_id: str, now: int) -> Job:
     if job.status in (JobState.VALIDATING, JobState.IN_PROGRESS):
         return catalog.change_job(batch_id, job.status, status=JobState.CANCELLING, cancelling_at=now)
     return job
+
+
+def _shown_batch(job: Job, runner: BatchRunner) -> Json:
+    pause = runner.pause(job.id)
+    paused = None if pause is None else {"code": pause.code, "message": pause.message}
+    return batch_object(_as_it_is(job, runner)) | {"paused": paused}
 
 
 def _as_it_is(job: Job, runner: BatchRunner) -> Job:

@@ -20,6 +20,7 @@ from app.disk import hidden_name, sync_folder
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import Answered, InvalidItem, Item, ItemOutput, ItemResult, Job, JobState, Json
 from app.jobs.results import ResultStore
+from app.json_pieces import json_pieces
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
@@ -27,7 +28,11 @@ COUNTING_COLUMNS = ("row", "prompt_tokens", "completion_tokens")  # whole number
 ITEM_ATTEMPTS = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
 _PARQUET_ROWS = 10_000
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=fallback)
+    return text.encode("utf-8", errors="replace")
+
 
 _WHY_UNFINISHED = {
     JobState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line was done"),
@@ -91,7 +96,7 @@ class BatchFormat(ResultFormat):
 
 def _batch_line(custom_id: str, response: Json | None, error: Json | None) -> bytes:
     line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-    return _encode(line).encode("utf-8", errors="replace")
+    return b"".join(json_pieces(line, _encode))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,7 @@ class ResultStore:
         self.counts = Counts()
         self.partial = PartialOutputs(folder / PARTIAL)
         self._syncing = threading.Lock()
+        self._appending = threading.Lock()
         self._is_closed = False
         earlier = journals_in(folder)
         self._earlier = {path: self._recover(path) for path in earlier}  # how many bytes of each are whole lines
@@ -197,8 +198,8 @@ class ResultStore:
         return sum(self._earlier.values()) + self._end
 
     def close(self) -> None:
-        """The job can be opened again. Waits for a `sync` in another thread."""
-        with self._syncing:
+        """The job can be opened again. Waits for a `sync` or an `append` in another thread."""
+        with self._syncing, self._appending:
             self._is_closed = True
             os.close(self._journal)
         if not self._end:
@@ -211,12 +212,22 @@ class ResultStore:
             path.unlink(missing_ok=True)
 
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
-        """Write the ends of items, and return those that are new: an item that has ended stays as it was.
+        """Write the ends of items, and return those that are new: an item that has ended stays as it was. Any thread.
 
         Raises ResultsUnwritable, and then none of them has ended.
         """
-        new = {result.number: result for result in results if result.number not in self.ended}
-        content = b"".join(map(_to_line, new.values()))
+        given = list(results)
+        if not given:
+            return []
+        lines = {result.number: _to_line(result) for result in given}
+        with self._appending:
+            if self._is_closed:
+                raise ResultsUnwritable("the store is closed")
+            return self._append([each for each in given if each.number not in self.ended], lines)
+
+    def _append(self, results: list[ItemResult], lines: Mapping[int, bytes]) -> list[ItemResult]:
+        new = {result.number: result for result in results}
+        content = b"".join([lines[number] for number in new])
         try:
             _write_all(self._journal, content)
         except OSError as error:

@@ -51,17 +51,21 @@ class JobRun(Generic[ItemT]):
         on_results: Callable[[Sequence[ItemResult]], None] = lambda _: None,
         on_tokens: Callable[[int], None] = lambda _: None,
         progress: RunProgress | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> None:
         """Results are written to `results` as `form` has them; then `on_results` gets them, and `on_tokens` the number
         of new output tokens.
 
-        With `progress` a line on stderr shows how far the run is.
+        With `progress` a line on stderr shows how far the run is. Runs that share `turn` write one large answer at a
+        time: its line takes some ten times the memory of the answer.
         """
         self._results = results
         self._form = form
         self._on_results = on_results
         self._on_tokens = on_tokens
         self._progress = progress
+        self._turn = turn or asyncio.Lock()
+        self._appending = asyncio.Lock()  # a large line, in a thread
         self.backlog: Backlog[ItemT] = Backlog(results.ended)
         self._num_before = len(results.ended)
         self.began_at: float | None = None
@@ -96,11 +100,19 @@ class JobRun(Generic[ItemT]):
         """Items are computed; some may have been named before."""
         self._results.begun.update(items)
 
-    def answered(self, item: Item, answered: Answered) -> None:
+    async def answered(self, item: Item, answered: Answered) -> None:
         """A response has come. Raises ResultsUnwritable when it cannot be kept."""
         self.begun([item.number])
-        result = self._form.answered(item, answered)
-        self._append([result])
+        if answered.is_large:
+            async with self._turn:
+                result = await asyncio.to_thread(self._form.answered, item, answered)
+                async with self._appending:
+                    new = await asyncio.to_thread(self._results.append, [result])
+        else:
+            result = self._form.answered(item, answered)
+            async with self._appending:
+                new = self._results.append([result])
+        self._on_results(new)
         self._count_tokens(result.num_output_tokens)
 
     def generated(self, output: EngineOutput) -> None:

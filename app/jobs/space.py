@@ -9,6 +9,7 @@ from pathlib import Path
 # The database, logs and other programs need room when batches have used theirs. Of a small disk it is a share.
 RESERVE_BYTES = 512 * 1024 * 1024
 RESERVE_SHARE = 0.05
+MIN_CHARGED_BYTES = 4096  # of a file: a block of the disk and a row of the catalog
 
 
 def room_left(total: int, used: Mapping[str, int], owner: str) -> int:
@@ -22,7 +23,7 @@ def room_left(total: int, used: Mapping[str, int], owner: str) -> int:
     return (free - used.get(owner, 0)) // 2 if owner else free
 
 
-def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes: int) -> str | None:
+def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes: int = 0) -> str | None:
     """Why an owner may not keep so many bytes more; None when it may."""
     if num_bytes <= room_left(total, used, owner):
         return None

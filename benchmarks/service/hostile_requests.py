@@ -153,6 +153,8 @@ def _twice_the_same_key(source: random.Random, path: str, body: Any) -> HostileR
 
 def _odd_header(source: random.Random, path: str, body: Any) -> HostileRequest:
     lines = source.sample(_HEADERS, source.randint(1, 3))
+    if not any(line.startswith("Content-Type") for line in lines):  # without one nothing else is looked at
+        lines.append("Content-Type: application/json")
     return _post("odd_header", path, json.dumps(body).encode(), "\r\n".join(lines))
 
 

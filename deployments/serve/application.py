@@ -14,7 +14,14 @@ from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
 from deployments.serve.ingress import Ingress
 from deployments.serve.replica import Replica
-from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, check, deployment_name
+from deployments.serve.settings import (
+    BATCHES_CPUS,
+    INGRESS_CPUS,
+    check,
+    deployment_name,
+    max_ingress_requests,
+    max_replica_requests,
+)
 
 # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
 DRAIN_POLL_S = 0.5
@@ -70,7 +77,7 @@ def _absolute(path: str) -> str:
 
 def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> serve.Deployment:
     replicas = model.replicas
-    max_requests = _max_requests(model)
+    max_requests = max_replica_requests(model)
     return serve.deployment(Replica).options(
         name=deployment_name(model),
         **number_of_replicas(model),
@@ -91,25 +98,18 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    max_requests = sum(_max_requests(model) * model.replicas.max_replicas for model in config.models)
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_surge_percent=INGRESS_SURGE_PERCENT,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        # Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body.
-        max_ongoing_requests=2 * max_requests,
+        max_ongoing_requests=max_ingress_requests(config),
         graceful_shutdown_timeout_s=max(model.replicas.drain_timeout_s for model in config.models),
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=MAX_START_ATTEMPTS,
     )
-
-
-def _max_requests(model: ServedModelConfig) -> int:
-    """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
-    return 2 * model.engine.scheduler.max_requests
 
 
 def _batches_deployment() -> serve.Deployment:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app.api import RequestHandler, batch_routes, build_app
+from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
@@ -20,12 +21,12 @@ from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
 from deployments.serve.errors import to_carousel_error
-from deployments.serve.garbage import freeze_loaded
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
+from deployments.serve.memory import freeze_loaded, return_large_blocks
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
-from deployments.serve.settings import check_exposure
+from deployments.serve.settings import check_exposure, max_ingress_requests
 
 READY_CACHE_S = 1.0
 
@@ -45,6 +46,7 @@ class Ingress:
         `batches` is the deployment that keeps files and batches, where they are served.
         """
         log_where_serve_does()
+        return_large_blocks()
         keep_calls_on_loopback()
         accept_odd_headers()
         self._config = config
@@ -57,7 +59,7 @@ class Ingress:
         }
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
-        self._keys = Keys(config.api)
+        self._keys = Keys(config.api, SharedPools(max_ingress_requests(config)))
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from app.api.auth.keys import Authenticator, KeyRing, authenticator_of
+from app.api.auth.limits import SharedPools
 from app.config import ApiConfig
 from app.errors import Failure, InvalidSetup
 from deployments.serve.settings import all_keys
@@ -22,17 +23,17 @@ MAX_SILENCE_S = 60.0  # without a look: what was revoked would stay valid
 class Keys:
     """The valid API keys. A change of the file holds within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
 
-    def __init__(self, config: ApiConfig) -> None:
-        """Raises InvalidSetup when the file has mistakes."""
+    def __init__(self, config: ApiConfig, pools: SharedPools | None = None) -> None:
+        """`pools` are shared by the accounts of all keys. Raises InvalidSetup when the file has mistakes."""
         self._config = config
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._looked_at: float | None = None
         self._reported = ""
         self._state = self._look()
         keys = all_keys(config)
-        self._ring = KeyRing(keys)
+        self._ring = KeyRing(keys, pools=pools)
         # A file without keys is a mistake, so that no mistake can end authentication.
-        self.authenticator: Authenticator = self._ring if keys else authenticator_of(config)
+        self.authenticator: Authenticator = self._ring if keys else authenticator_of(config, pools)
 
     async def follow(self) -> NoReturn:
         """Look again and again, whatever is wrong with the file."""

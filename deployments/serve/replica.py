@@ -20,8 +20,8 @@ from app.fleet.dispatch import Group, ReplicaReport, group_of_rank
 from app.metrics import EngineReport, LoopMonitor
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
-from deployments.serve.garbage import freeze_loaded
 from deployments.serve.logs import log_where_serve_does
+from deployments.serve.memory import freeze_loaded
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
 

@@ -35,6 +35,7 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
 # next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
 INGRESS_CPUS = 0.25
+MIN_INGRESS_REQUESTS = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,21 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     except ValidationError as error:
         mistakes = "\n".join(map(_mistake, _causes(error)))
         raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
+
+
+def max_replica_requests(model: ServedModelConfig) -> int:
+    """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
+    return 2 * model.engine.scheduler.max_requests
+
+
+def max_ingress_requests(config: ApplicationConfig) -> int:
+    """What one ingress serves at once.
+
+    Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body, and one account
+    alone, which may take half of it, can fill the replicas.
+    """
+    held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
+    return max(2 * held, MIN_INGRESS_REQUESTS)
 
 
 def _read_yaml(path: Path) -> Any:

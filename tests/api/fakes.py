@@ -216,6 +216,10 @@ class Connection:
     async def _send(self, message: Any) -> None:
         self.messages.append(message)
 
+    def send_body(self, piece: bytes, *, more: bool = True) -> None:
+        """The next piece of a body, for one that began with no pieces."""
+        self._incoming.put_nowait({"type": "http.request", "body": piece, "more_body": more})
+
     def hang_up(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 

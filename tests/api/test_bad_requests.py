@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from app.api.http import body
 from app.api.schemas.requests import MAX_DETOKENIZED, ChatRequest, CompletionRequest, DetokenizeRequest
 from app.api.schemas.responses import ResponsesRequest
 from app.text import Tokenizer
@@ -350,6 +351,32 @@ def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> None:
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
     assert "within 0.05 s (0 bytes of it did)" in answer.error["message"]
     assert answer.headers["connection"] == "close"
+
+
+def test_a_body_that_trickles_is_cut_off_long_before_the_whole_time_and_a_steady_one_is_not(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "PATIENCE_S", 0.3, raising=False)
+    monkeypatch.setattr(body, "MIN_BYTES_PER_S", 200, raising=False)
+    service = Service(tokenizer, say(tokenizer, "3"), body_timeout_s=20.0)
+    whole = json.dumps({"prompt": "Hi", "user": "x" * 250}).encode()
+
+    async def sent(num_bytes: int, every_s: float) -> tuple[Answer, int]:
+        """The answer to the body in pieces of so many bytes, and after how many bytes it came."""
+        async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:
+            for start in range(0, len(whole), num_bytes):
+                if connection.messages:
+                    break
+                connection.send_body(whole[start : start + num_bytes], more=start + num_bytes < len(whole))
+                await asyncio.sleep(every_s)
+            await connection.finished()
+            return connection.answer(), start
+
+    trickled, at = asyncio.run(sent(1, every_s=0.02))
+    assert (trickled.status, trickled.error["code"]) == (408, "body_timeout")
+    assert at < 60, "not 20 s, nor the whole body"
+    assert "at least 200 bytes a second after the first 0.3 s" in trickled.error["message"]
+    assert asyncio.run(sent(16, every_s=0.001))[0].status == 200
 
 
 @pytest.mark.parametrize(

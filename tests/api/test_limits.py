@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import pytest
 
-from app.api.auth.limits import Account, TokenBucket
+from app.api.auth import limits
+from app.api.auth.keys import NoAuthentication
+from app.api.auth.limits import Account, SharedPool, SharedPools, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.text import Tokenizer
@@ -183,6 +186,17 @@ def test_the_name_of_the_key_is_the_tenant_whatever_the_body_says(tokenizer: Tok
     assert service.request.tenant == "alice"
 
 
+def test_two_keys_share_no_session(tokenizer: Tokenizer) -> None:
+    service = with_keys(tokenizer, entry(), entry(OTHER_KEY, "bob"))
+    for key in (KEY, KEY, OTHER_KEY):
+        headers = bearer(key) | {"x-carousel-session": "s" * 256}
+        assert service.call("POST", "/v1/completions", {"prompt": "Hi"}, headers).status == 200
+    first, again, others = [request.session for request in service.generate.requests]
+    assert first == again != others
+    assert complete(service).status == 200
+    assert service.generate.requests[-1].session == "", "a request without a session has none"
+
+
 def test_without_keys_the_user_of_the_body_is_the_tenant(service: Service) -> None:
     assert service.complete(user="somebody", cache_salt="mine").status == 200
     assert (service.request.tenant, service.request.cache_salt) == ("somebody", "mine")
@@ -298,6 +312,117 @@ def test_requests_at_once_are_counted_until_their_last_byte(tokenizer: Tokenizer
         async with Connection(service.app, "GET", "/v1/models", None, bearer()) as third:
             await third.finished()
             assert third.answer().status == 200
+
+    asyncio.run(run())
+
+
+def test_an_account_may_hold_as_much_as_is_free_and_one_that_comes_later_finds_some() -> None:
+    pool, held = SharedPool(120), [0, 0, 0]
+    for index in range(3):  # one after the other takes what it may have
+        while pool.allows(held[index], 1):
+            pool.take(1)
+            held[index] += 1
+    assert held == [60, 30, 15]
+    for _ in range(200):  # each gives one back in its turn, and takes one where it may
+        for index in range(3):
+            pool.take(-1)
+            held[index] -= 1
+            for other in range(3):
+                if pool.allows(held[other], 1):
+                    pool.take(1)
+                    held[other] += 1
+    assert max(held) - min(held) <= 1, held
+
+
+def test_without_a_limit_of_its_own_a_key_may_have_half_of_the_places_and_others_find_some() -> None:
+    pools = SharedPools(max_requests=8)
+    keys = [KeyConfig.model_validate(entry(name, name)) for name in ("alice", "bob")]
+    alice, bob = (Account(key, Clock(), pools) for key in keys)
+    with ExitStack() as running:
+        for _ in range(4):
+            running.enter_context(alice.reserve())
+        with pytest.raises(LimitReached, match="4 requests of this API key are under way, and of the 8 places"):
+            running.enter_context(alice.reserve())
+        for _ in range(2):
+            running.enter_context(bob.reserve())
+        with pytest.raises(LimitReached):
+            running.enter_context(bob.reserve())
+        assert (alice.usage.num_refused, bob.usage.num_refused) == (1, 1)
+    assert pools.requests.allows(0, 8), "all are given back"
+
+
+def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
+    key = KeyConfig.model_validate(entry(max_concurrency=3))
+    account = Account(key, Clock(), SharedPools(max_requests=2))
+    with ExitStack() as running:
+        for _ in range(3):
+            running.enter_context(account.reserve())
+        with pytest.raises(LimitReached, match="may have 3 requests at once"):
+            running.enter_context(account.reserve())
+
+
+def test_requests_without_keys_share_half_of_the_places() -> None:
+    account = NoAuthentication(SharedPools(max_requests=4)).account_of([])
+    with (
+        account.reserve(),
+        account.reserve(),
+        pytest.raises(LimitReached, match="2 requests without a key are under way"),
+        account.reserve(),
+    ):
+        pass
+
+
+def test_bodies_in_arrival_share_what_a_process_reads_at_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key sends bodies that never end; another is served, and after the first has gone it may send again."""
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES_AT_ONCE", 1_000_000, raising=False)
+    keys = [entry(), entry(OTHER_KEY, "bob")]
+    service = Service(tokenizer, say(tokenizer, "3 4 5."), keys=keys)
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            hogs = [
+                await stack.enter_async_context(Connection(service.app, "POST", "/v1/completions", [], bearer()))
+                for _ in range(8)
+            ]
+            for hog in hogs:
+                hog.send_body(b" " * 100_000)
+            await until(lambda: sum(bool(hog.messages) for hog in hogs) == 3)
+            await asyncio.sleep(0.05)
+            answers = [hog.answer() for hog in hogs if hog.messages]
+            assert [answer.status for answer in answers] == [429] * 3, "five of 100,000 bytes are half of all"
+            assert answers[0].headers["retry-after"] == "1"
+            assert "500,000 bytes of other bodies of this API key are being read" in answers[0].error["message"]
+            assert await status_of(b'{"prompt": "Hi"}', bearer(OTHER_KEY)) == 200
+            assert await status_of(b'{"prompt": "Hi"}' + b" " * 200_000, bearer(OTHER_KEY)) == 200
+            for hog in hogs:
+                hog.hang_up()
+                await hog.finished()
+        assert await status_of(b'{"prompt": "Hi"}' + b" " * 400_000, bearer()) == 200
+
+    async def status_of(body: bytes, headers: dict[str, str]) -> int:
+        async with Connection(service.app, "POST", "/v1/completions", [body], headers) as connection:
+            await connection.finished()
+            return connection.answer().status
+
+    asyncio.run(run())
+
+
+def test_a_request_that_generates_holds_no_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams last; what they have sent is token ids by then."""
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES_AT_ONCE", 1_000_000, raising=False)
+    [first_token] = tokenizer.encode("3", add_special_tokens=False)[:1]
+    service = Service(tokenizer, lambda request: [(first_token,), WAIT])
+    body = b'{"prompt": "Hi", "stream": true}' + b" " * 400_000
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            for number in range(1, 5):
+                connection = Connection(service.app, "POST", "/v1/completions", [body], {})
+                await stack.enter_async_context(connection)
+                await until(lambda number=number: len(service.generate.open) == number)  # type: ignore[misc]
+            assert not service.handler.authenticator.accounts[0]._num_body_bytes
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from app.engine.request import FinishReason, Queued, Request, TokenDelta
 from app.errors import DeadlineMissed, Overloaded, Quarantined, StepFailed, Unavailable
 from app.text import Tokenizer
 from tests.api.fakes import WAIT, Answer, Connection, Script, Service, Step, check_error, delta, last, say
+from tests.api.keys import ADMIN_KEY, bearer, entry
 from tests.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -448,15 +449,22 @@ def test_an_error_in_a_queue_before_any_comment_has_its_own_status(tokenizer: To
 
 def test_why_a_request_went_where_it_did_is_told_when_asked(tokenizer: Tokenizer) -> None:
     async def placed(request: Request) -> AsyncIterator[TokenDelta]:
-        yield TokenDelta(request.request_id, (), queued=Queued(0, 0.0, replica_id="r1", why_there="least_loaded: r1"))
+        yield TokenDelta(request.request_id, (), queued=Queued(0, 0.0, "r1", "least_loaded: r1", "r1 (9); r2 (11)"))
         yield TokenDelta(request.request_id, (5,), finish_reason=FinishReason.LENGTH)
 
-    service = Service(tokenizer, generate=placed)
-    body = {"prompt": "x", "stream": True}
-    for explain, why in (("1", "least_loaded: r1"), ("true", "least_loaded: r1"), ("0", None), ("", None)):
-        answer = service.call("POST", "/v1/completions", body, {"x-carousel-explain": explain})
-        assert answer.headers.get("x-carousel-why") == why
+    def told(service: Service, explain: str, headers: dict[str, str]) -> str | None:
+        body = {"prompt": "x", "stream": True}
+        answer = service.call("POST", "/v1/completions", body, {"x-carousel-explain": explain, **headers})
         assert answer.headers["x-carousel-replica"] == "r1"
+        return answer.headers.get("x-carousel-why")
+
+    open_service = Service(tokenizer, generate=placed)
+    everything = "least_loaded: r1: r1 (9); r2 (11)"
+    for explain, why in (("1", everything), ("true", everything), ("0", None), ("", None)):
+        assert told(open_service, explain, {}) == why
+    with_keys = Service(tokenizer, generate=placed, keys=[entry(), entry(ADMIN_KEY, "root", admin=True)])
+    assert told(with_keys, "1", bearer()) == "least_loaded: r1", "the loads of others are for admins"
+    assert told(with_keys, "1", bearer(ADMIN_KEY)) == everything
 
 
 def test_groups_and_sessions_come_from_their_headers(tokenizer: Tokenizer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.output.token_details import TokenLogprob, TokenNames, completion_logprobs
+from app.api.output.token_details import COMPLETION_LOGPROBS, TokenLogprob, TokenNames, write_logprobs
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
 from tests.api.fakes import MAX_MODEL_LEN, Service, Step, last
@@ -240,7 +240,7 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
     names = TokenNames(tokenizer)
     assert (names(0xE2), names(0x41), names.bytes(0xE2)) == ("bytes:\\xe2", "A", [0xE2])
     found = TokenLogprobs(-3.0, 3, (0xE2, 0xE3), (-1.0, -2.0))
-    [top] = completion_logprobs([TokenLogprob(0x41, found, 0)], names, 2)["top_logprobs"]
+    [top] = write_logprobs(COMPLETION_LOGPROBS, [TokenLogprob(0x41, found, 0)], names, num_top=2)["top_logprobs"]
     assert top == {"bytes:\\xe2": -1.0, "bytes:\\xe3": -2.0, "A": -3.0}
 
 
@@ -251,7 +251,7 @@ def test_tokens_of_one_name_are_told_apart_and_infinities_are_written() -> None:
 
     names = TokenNames(Same())  # type: ignore[arg-type]
     found = TokenLogprobs(float("-inf"), 9, (1, 2), (-1.0, float("-inf")))
-    [top] = completion_logprobs([TokenLogprob(7, found, 0)], names, 2)["top_logprobs"]
+    [top] = write_logprobs(COMPLETION_LOGPROBS, [TokenLogprob(7, found, 0)], names, num_top=2)["top_logprobs"]
     assert top == {"same": -1.0, "token_id:2": -9999.0, "token_id:7": -9999.0}
 
 

@@ -94,8 +94,8 @@ def fleet_of(replica: Any) -> Fleet:
 
 
 @pytest.fixture
-def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The deployment's own class around a simulated model, outside of Serve."""
+def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Makes, on the loop, the deployment's own class around a simulated model, outside of Serve."""
     context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(replica_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -111,13 +111,19 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             },
         }
     )
-    built = replica_module.Replica(model)
-    yield built
-    built._engine.shutdown()
+    built: list[Any] = []
+
+    def make() -> Any:
+        built.append(replica_module.Replica(model))
+        return built[0]
+
+    yield make
+    built[0]._engine.shutdown()
 
 
-async def walk(replica: Any, recorder: Recorder) -> list[int]:
+async def walk(make_replica: Callable[[], Any], recorder: Recorder) -> list[int]:
     """Stream three tokens; returns where in the record each event was sent."""
+    replica = make_replica()
     fleet = fleet_of(replica)
     model = ServedModel(
         name="demo",
@@ -161,7 +167,7 @@ def recorded(request: pytest.FixtureRequest) -> tuple[list[Passed], list[int]]:
     """What one request passed, and where in it each of its events was sent."""
     recorder = Recorder()
     with recorder:  # before the engine's thread starts
-        sent = asyncio.run(walk(request.getfixturevalue("replica"), recorder))
+        sent = asyncio.run(walk(request.getfixturevalue("make_replica"), recorder))
     return recorder.passed, sent
 
 

@@ -66,9 +66,8 @@ def test_a_decision_can_be_explained_with_the_numbers_of_all_candidates() -> Non
     request_id, first = place(registry)
     decision = registry.decision(request_id)
     assert decision is not None
-    line = decision.explain()
-    assert line.startswith(f"least_loaded: {first}")
-    assert all(replica_id in line for replica_id in REPLICAS)
+    assert decision.reason == f"least_loaded: {first}, the least work"
+    assert all(replica_id in decision.explain_loads() for replica_id in REPLICAS)
     registry.end(request_id, num_generated=4)
     assert registry.decision(request_id) is None
 

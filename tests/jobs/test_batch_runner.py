@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import sqlite3
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ import pytest
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, NewBatch
 from app.jobs.local_service import LocalBatchService
+from app.jobs.space import RESERVE_BYTES
+from app.json_pieces import Rows
 from tests import waiting
 from tests.jobs.lives import (
     CHAT,
@@ -23,6 +28,7 @@ from tests.jobs.lives import (
     Writes,
     all_files,
     begin,
+    content,
     ends,
     input_line,
     jsonl,
@@ -33,6 +39,7 @@ from tests.jobs.lives import (
     upload,
 )
 
+ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
 
 
@@ -275,6 +282,40 @@ def test_files_go_when_their_time_is_over_but_not_under_a_batch(
     asyncio.run(main())
 
 
+def test_one_start_with_a_clock_a_month_ahead_deletes_no_file_and_expires_no_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.local_service.HOUSEKEEPING_S", 0.01)
+    clock, echo = Clock(), Echo()
+
+    async def life(use: Callable[[LocalBatchService], Awaitable[None]]) -> None:
+        async with service_in(tmp_path, echo, clock=clock) as service:
+            await use(service)
+
+    ids = {}
+
+    async def begins(service: LocalBatchService) -> None:
+        ids["file"] = await upload(service, TEN)
+        ids["batch"] = await some_done(service, echo)
+
+    async def ahead(service: LocalBatchService) -> None:
+        await asyncio.sleep(0.1)
+        assert await content(service, ids["file"]) == TEN
+        assert (await service.batch(OWNER, ids["batch"]))["status"] == "in_progress"
+
+    async def ends_it(service: LocalBatchService) -> None:
+        echo.answers = {}
+        batch = await until(service, ids["batch"])
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 10)
+        assert await content(service, ids["file"]) == TEN
+
+    asyncio.run(life(begins))
+    clock.at += 31 * 86_400
+    asyncio.run(life(ahead))
+    clock.at -= 31 * 86_400
+    asyncio.run(life(ends_it))
+
+
 @pytest.mark.parametrize(
     ("error", "only"),
     [
@@ -351,6 +392,36 @@ def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_ot
     run(tmp_path, echo, use)
 
 
+def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> None:
+    threads: list[str] = []
+    under_way: list[int] = []
+
+    def some_at_a_time() -> Iterator[list[int]]:
+        under_way.append(1)
+        assert len(under_way) == 1
+        threads.append(threading.current_thread().name)
+        yield [1, 2]
+        time.sleep(0.01)  # another would begin now
+        yield [3]
+        under_way.pop()
+
+    def large(_: int) -> Answered:
+        return Answered(200, {"rows": Rows(some_at_a_time)}, is_large=True)
+
+    echo = Echo({f"line-{number}": large for number in range(8)})
+
+    async def use(service: LocalBatchService) -> None:
+        for batch_id in [await begin(service, TEN) for _ in range(2)]:
+            batch = await until(service, batch_id)
+            output, _ = await ends(service, batch)
+            assert (batch["status"], len(output)) == ("completed", 10)
+            assert output["line-7"]["response"]["body"] == {"rows": [1, 2, 3]}
+
+    run(tmp_path, echo, use)
+    assert len(threads) == 16
+    assert "MainThread" not in threads
+
+
 def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,15 +441,91 @@ def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(
     asyncio.run(main())
 
 
-def test_what_running_batches_have_written_counts_for_the_space_of_all_files(tmp_path: Path) -> None:
-    echo = Echo({"line-1": lambda _: ok("x" * 20_000)})
+async def is_paused(service: LocalBatchService, batch_id: str) -> dict[str, Any]:
+    """The batch once it waits for room."""
+    return await waiting.until(lambda: service.batch(OWNER, batch_id), lambda batch: batch["paused"] is not None)
+
+
+def long_answers(num_bytes: int) -> dict[str, Callable[[int], Answered]]:
+    return {f"line-{n}": lambda _: ok("x" * num_bytes) for n in range(10)}
+
+
+def test_a_batch_whose_owner_has_used_its_share_waits_until_it_deletes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
+    echo = Echo(long_answers(10_000) | HALF_HANG)
 
     async def use(service: LocalBatchService) -> None:
-        echo.answers |= HALF_HANG
-        await begin(service, TEN)
-        await waiting.until(lambda: service.stats(OWNER), lambda stats: stats["requests"]["completed"] == 5)
+        kept = await upload(service, b"x" * 50_000)
+        batch_id = await begin(service, TEN)
+        batch = await is_paused(service, batch_id)
+        assert (batch["status"], batch["paused"]["code"]) == ("in_progress", "storage_full")
+        assert "delete files first" in batch["paused"]["message"]
+        echo.answers = {}  # the others would end now
+        await asyncio.sleep(0.05)
+        assert (await service.batch(OWNER, batch_id))["request_counts"]["completed"] == 5
         with pytest.raises(InvalidRequest) as full:
             await upload(service, TEN)
         assert full.value.code == "storage_full"
+        with pytest.raises(InvalidRequest) as full:
+            await service.create_batch(NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=batch["input_file_id"]))
+        assert full.value.code == "storage_full"
+        of_another = await begin(service, ONE, owner="bob")
+        assert (await until(service, of_another, owner="bob"))["status"] == "completed"
+        await service.delete_file(OWNER, kept)
+        batch = await until(service, batch_id)
+        output, _ = await ends(service, batch)
+        assert (len(output), batch["paused"]) == (10, None)
 
-    run(tmp_path, echo, use, max_total_bytes=20_000)
+    run(tmp_path, echo, use, max_total_bytes=200_000)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "expired"])
+def test_a_batch_that_waits_for_room_ends_with_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
+    echo, clock = Echo(long_answers(10_000) | HALF_HANG), Clock()
+
+    async def use(service: LocalBatchService) -> None:
+        batch_id = await begin(service, TEN)
+        batch = await is_paused(service, batch_id)
+        if is_cancelled:
+            await service.cancel_batch(OWNER, batch_id)
+        else:
+            clock.at += 90_000
+        batch = await until(service, batch_id)
+        output, errors = await ends(service, batch)
+        assert batch["status"] == ("cancelled" if is_cancelled else "expired")
+        assert (len(output), len(errors)) == (5, 5)
+
+    run(tmp_path, echo, use, max_total_bytes=100_000, clock=clock)
+
+
+def test_a_batch_waits_for_a_disk_that_is_nearly_full_with_what_it_needs_for_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.batch_runner.SPACE_LOOK_EVERY_S", 0.001)
+    echo = Echo(long_answers(10_000) | HALF_HANG)
+    disk = SimpleNamespace(f_frsize=1, f_bavail=2 * RESERVE_BYTES, f_blocks=100_000_000_000)
+    monkeypatch.setattr("os.statvfs", lambda _: disk)
+
+    async def use(service: LocalBatchService) -> None:
+        batch_id = await begin(service, TEN)
+        await waiting.until(lambda: service.stats(OWNER), lambda stats: stats["requests"]["completed"] == 5)
+        disk.f_bavail = RESERVE_BYTES // 2 + 50_000  # the five lines once more, and not the reserve
+        assert "bytes free" in (await is_paused(service, batch_id))["paused"]["message"]
+        echo.answers = {}
+        await asyncio.sleep(0.05)
+        assert (await service.batch(OWNER, batch_id))["request_counts"]["completed"] == 5
+        disk.f_bavail = RESERVE_BYTES // 4  # not even for the files of what was done
+        await service.cancel_batch(OWNER, batch_id)
+        await asyncio.sleep(0.05)
+        assert (await service.batch(OWNER, batch_id))["status"] == "cancelling"
+        assert not list((tmp_path / "drafts").iterdir())
+        disk.f_bavail = RESERVE_BYTES // 2
+        output, errors = await ends(service, await until(service, batch_id))
+        assert (len(output), len(errors)) == (5, 5)
+
+    run(tmp_path, echo, use)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
 from app.errors import InvalidSetup
-from app.jobs import ItemError, Job, JobState
+from app.jobs import ItemError, Job, JobState, PageOf
 from app.jobs.catalog import Catalog, Superseded
+from app.jobs.job import StoredFile
 from app.webhooks.outbox import DeliveryState
 
 
@@ -82,14 +85,14 @@ def test_a_process_that_another_has_replaced_changes_nothing(tmp_path: Path) -> 
         first.add_job(job, has_message=True)
         first.add_job(a_job(JobState.FINALIZING), has_message=True)
         first.end_job(a_job(JobState.FINALIZING).id, [], **ended)
-        [message] = first.outbox.take(10, 10, 1, {})
+        [message] = first.outbox.take(10, 10, 10, 1, {})
         with closing(Catalog(tmp_path)) as second:
             for change in (
                 lambda: first.add_job(a_job(JobState.VALIDATING)),
                 lambda: first.change_job(job.id, job.status, status=JobState.CANCELLING),
                 lambda: first.end_job(job.id, [], **ended),
                 lambda: first.remove_file("file-1"),
-                lambda: first.outbox.take(10, 20, 1, {}),
+                lambda: first.outbox.take(10, 20, 20, 1, {}),
                 lambda: first.outbox.put_off(message, 20, "reason"),
                 lambda: first.outbox.end(message, DeliveryState.DELIVERED),
                 first.file_ids,  # for a sweep
@@ -100,3 +103,42 @@ def test_a_process_that_another_has_replaced_changes_nothing(tmp_path: Path) -> 
             assert [each.id for each in second.unfinished()] == [job.id]
             assert second.outbox.num_pending() == 1
             second.end_job(job.id, [], **ended)
+
+
+def num_steps(catalog: Catalog, call: Callable[[], object]) -> int:
+    """How many thousand steps SQLite takes for a call."""
+    steps: list[None] = []
+    catalog._connection.set_progress_handler(lambda: steps.append(None), 1000)
+    call()
+    catalog._connection.set_progress_handler(None, 0)
+    return len(steps)
+
+
+def test_an_owners_list_costs_the_same_however_much_others_have(tmp_path: Path) -> None:
+    file = StoredFile(id="", owner="bob", bytes=1, created_at=5, expires_at=90, filename="f", purpose="batch")
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog._connection.executemany(
+            "INSERT INTO files (id, owner, bytes, created_at, expires_at, filename, purpose) VALUES (?,?,?,?,?,?,?)",
+            [(f"file-{n}", *astuple(file)[1:]) for n in range(20_000)],
+        )
+        catalog.add_file(replace(file, id="file-ann", owner="ann"))
+        page = PageOf(owner="ann", limit=10)
+        assert num_steps(catalog, lambda: catalog.files(page, now=6)) <= 1
+        assert num_steps(catalog, lambda: catalog.expired_file_ids(6)) <= 1
+
+
+def test_what_owners_keep_is_known_without_adding_it_up(tmp_path: Path) -> None:
+    file = StoredFile(id="file-1", owner="ann", bytes=1, created_at=5, expires_at=9, filename="f", purpose="batch")
+    large = replace(file, id="file-2", bytes=10_000)
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog.add_job(a_job(JobState.FINALIZING))
+        catalog.add_file(file)
+        catalog.end_job("batch-finalizing", [large], status=JobState.COMPLETED, completed_at=7)
+        assert catalog.bytes_by_owner == {"ann": 14_096}
+    with closing(Catalog(tmp_path)) as catalog:
+        assert catalog.bytes_by_owner == {"ann": 14_096}
+        catalog.remove_file("file-1")
+        catalog.remove_file("file-1")
+        assert catalog.bytes_by_owner == {"ann": 10_000}
+        catalog.remove_file("file-2")
+        assert catalog.bytes_by_owner == {}

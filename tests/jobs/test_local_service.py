@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, Unavailable
+from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
 from app.jobs import BatchLimits, NewBatch, NewFile, PageOf
 from app.jobs.local_service import LocalBatchService
+from app.jobs.space import RESERVE_BYTES
 from tests import waiting
 from tests.jobs.lives import (
     CHAT,
@@ -120,17 +122,73 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
 
 def test_a_file_may_have_so_many_bytes_and_not_one_more(tmp_path: Path) -> None:
     async def use(service: LocalBatchService) -> None:
-        upload_id = await service.begin_upload(OWNER)
-        await service.append(upload_id, b"x" * 100)
+        upload_id = await service.begin_upload("")
+        await service.append(upload_id, b"x" * 10_000)
         with pytest.raises(BodyTooLarge):
             await service.append(upload_id, b"x")
         await service.finish_upload(upload_id, NewFile(filename="x", purpose="batch"))
         with pytest.raises(InvalidRequest) as full:
-            await upload(service, b"x" * 51)
+            await upload(service, b"x" * 5_001, owner="")
         assert full.value.code == "storage_full"
-        await upload(service, b"x" * 50)
+        await upload(service, b"x" * 5_000, owner="")
 
-    run(tmp_path, use, limits=BatchLimits(max_file_bytes=100), max_total_bytes=150)
+    run(tmp_path, use, limits=BatchLimits(max_file_bytes=10_000), max_total_bytes=15_000)
+
+
+async def is_taken(service: LocalBatchService, num_bytes: int, owner: str) -> bool:
+    [result] = await asyncio.gather(upload(service, b"x" * num_bytes, owner=owner), return_exceptions=True)
+    assert isinstance(result, str) or getattr(result, "code", "") == "storage_full", result
+    return isinstance(result, str)
+
+
+def test_no_owner_can_take_the_place_of_all_files(tmp_path: Path) -> None:
+    """Each may keep as much as stays free for others; what it deletes is free again, for another process too."""
+
+    async def main() -> None:
+        for owner, num_files in zip(OWNERS, (10, 5, 2), strict=True):  # of 20
+            async with service_in(tmp_path, Echo(), max_total_bytes=200_000) as service:
+                assert [await is_taken(service, 10_000, owner) for _ in range(num_files)] == [True] * num_files
+                assert not await is_taken(service, 10_000, owner)
+        async with service_in(tmp_path, Echo(), max_total_bytes=200_000) as service:
+            for file in await all_files(service, "ann"):
+                await service.delete_file("ann", file["id"])
+            assert await is_taken(service, 10_000, "bob")
+            uploads = [await service.begin_upload("dan") for _ in range(2)]
+            await service.append(uploads[0], b"x" * 50_000)
+            with pytest.raises(InvalidRequest, match="have 50,000 bytes"):
+                await service.append(uploads[1], b"x" * 50_000)
+
+    asyncio.run(main())
+
+
+def test_many_small_files_take_what_they_take_of_the_disk(tmp_path: Path) -> None:
+    async def use(service: LocalBatchService) -> None:
+        assert [await is_taken(service, 1, OWNER) for _ in range(12)] == [True] * 10 + [False] * 2
+
+    run(tmp_path, use, max_total_bytes=20 * 4096)
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """The disk of 100 GB has so many bytes free."""
+    disk = SimpleNamespace(f_frsize=1, f_bavail=num_bytes, f_blocks=100_000_000_000)
+    monkeypatch.setattr("os.statvfs", lambda _: disk)
+
+
+def test_a_disk_that_is_nearly_full_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(service: LocalBatchService) -> None:
+        file_id, upload_id = await upload(service, ONE), await service.begin_upload(OWNER)
+        has_free(monkeypatch, RESERVE_BYTES - 1)
+        new = NewBatch(owner=OWNER, endpoint=CHAT, input_file_id=file_id)
+        for call in (service.begin_upload(OWNER), service.append(upload_id, ONE), service.create_batch(new)):
+            with pytest.raises(StorageFull, match="536,870,911 bytes free"):
+                await call
+        await service.abandon_upload(upload_id)
+        assert not list((tmp_path / "drafts").iterdir())
+        assert (await service.delete_file(OWNER, file_id))["deleted"]
+        has_free(monkeypatch, RESERVE_BYTES)
+        assert await service.begin_upload(OWNER)
+
+    run(tmp_path, use)
 
 
 def test_what_was_abandoned_leaves_nothing(tmp_path: Path) -> None:

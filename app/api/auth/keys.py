@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from app.api.auth.limits import Account
+from app.api.auth.limits import Account, SharedPools
 from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
 
@@ -32,8 +32,14 @@ class Authenticator(Protocol):
 class KeyRing:
     """All keys, each with its account."""
 
-    def __init__(self, keys: Iterable[KeyConfig], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        keys: Iterable[KeyConfig],
+        clock: Callable[[], float] = time.monotonic,
+        pools: SharedPools | None = None,
+    ) -> None:
         self._clock = clock
+        self._pools = pools or SharedPools()
         self._accounts: dict[bytes, Account] = {}
         self.replace(keys)
 
@@ -42,7 +48,7 @@ class KeyRing:
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
-            account = self._accounts.get(digest) or Account(key, self._clock)
+            account = self._accounts.get(digest) or Account(key, self._clock, self._pools)
             if account.key != key:
                 account.set_limits(key)
             accounts[digest] = account
@@ -66,7 +72,7 @@ class KeyRing:
         Raises Unauthenticated when there is no such key any more.
         """
         if not name:
-            return Account(None, self._clock)
+            return Account(None, self._clock, self._pools)
         for account in self._accounts.values():
             if account.name == name:
                 return account
@@ -79,11 +85,11 @@ class KeyRing:
 
 
 class NoAuthentication:
-    """Where no keys are needed: all requests have the same account, which has no name and no limits."""
+    """Where no keys are needed: all requests have the same account, without a name, with the process's limits alone."""
 
-    def __init__(self, *, may_administer: bool = False) -> None:
+    def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
         """`may_administer`: whether the admin routes are open too."""
-        self._account = Account(None, time.monotonic, may_administer=may_administer)
+        self._account = Account(None, time.monotonic, pools, may_administer=may_administer)
 
     @property
     def accounts(self) -> Sequence[Account]:
@@ -99,15 +105,15 @@ class NoAuthentication:
         return self._account
 
 
-def authenticator_of(config: ApiConfig) -> KeyRing | NoAuthentication:
+def authenticator_of(config: ApiConfig, pools: SharedPools | None = None) -> KeyRing | NoAuthentication:
     """For the keys of the config.
 
     Without keys, on loopback, processes of this machine may use the admin routes. A service that other machines reach
     without keys (`allow_unauthenticated`) has no admin routes.
     """
     if config.keys:
-        return KeyRing(config.keys)
-    return NoAuthentication(may_administer=not config.allow_unauthenticated)
+        return KeyRing(config.keys, pools=pools)
+    return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 
 
 def _bearer(headers: Headers) -> bytes:

@@ -1,10 +1,11 @@
-"""What one key may use: requests and tokens a minute, requests at once; and what it changes about a call.
+"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once; how it changes a call.
 
 All numbers are those of this process, by its clock.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from app.errors import InvalidRequest, LimitReached, NotPermitted
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
+# Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
+MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 
 
 class TokenBucket:
@@ -56,6 +59,35 @@ class TokenBucket:
         return self._balance
 
 
+class SharedPool:
+    """What all accounts of a process share, for example places: an account may hold as many as are free.
+
+    So an account alone may hold half of all, and one that comes later half of what the others leave. As places are
+    given back, accounts that want more come to hold equally many (dynamic thresholds: Choudhury and Hahne, 1998).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._num_held = 0
+
+    def allows(self, num_held: int, num_more: int) -> bool:
+        """Whether an account that holds so many may have more."""
+        return num_held + num_more <= self.size - self._num_held
+
+    def take(self, amount: int) -> None:
+        """Take an amount; a negative amount is given back."""
+        self._num_held += amount
+
+
+class SharedPools:
+    """The pools of one process."""
+
+    def __init__(self, max_requests: int = sys.maxsize) -> None:
+        """`max_requests`: requests that the process serves at once; by default, any number."""
+        self.requests = SharedPool(max_requests)
+        self.body_bytes = SharedPool(MAX_BODY_BYTES_AT_ONCE)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one key has used since this process has started, or has first known the key."""
@@ -78,12 +110,22 @@ class Usage:
 class Account:
     """What one key has used. Lives as long as its key, and outlives a change of its limits."""
 
-    def __init__(self, key: KeyConfig | None, clock: Callable[[], float], *, may_administer: bool = False) -> None:
+    def __init__(
+        self,
+        key: KeyConfig | None,
+        clock: Callable[[], float],
+        pools: SharedPools | None = None,
+        *,
+        may_administer: bool = False,
+    ) -> None:
         """Without a key it is the account of all requests where no keys are needed: it has no name and no limits.
 
-        `may_administer` says whether those requests may use the admin routes; of a key, the key says so.
+        `pools` are shared with all accounts of the process; by default, with none. `may_administer` says whether
+        requests without keys may use the admin routes; of a key, the key says so.
         """
         self._clock = clock
+        self._pools = pools or SharedPools()
+        self._num_body_bytes = 0
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
         self.set_limits(key)
@@ -120,6 +162,8 @@ class Account:
             raise
         finally:
             self._num_running -= 1
+            self._pools.requests.take(-1)
+            reservation.release_body()
             num_used = reservation.num_used()
             self._num_tokens += num_used
             self.take_tokens(num_used - reservation.num_reserved)
@@ -150,6 +194,17 @@ class Account:
         if cap is not None and asked is not None and asked > cap:
             raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
         return cap
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Count bytes of a body; fewer than none are given back. Raises LimitReached."""
+        if num_bytes > 0 and not self._pools.body_bytes.allows(self._num_body_bytes, num_bytes):
+            raise LimitReached(
+                f"{self._num_body_bytes:,} bytes of other bodies {self._of_sender} are being read, and of the "
+                f"{self._pools.body_bytes.size:,} that this server reads at once no more are free; send fewer at once",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        self._num_body_bytes += num_bytes
+        self._pools.body_bytes.take(num_bytes)
 
     def check_priority(self, asked: int) -> None:
         """Raises InvalidRequest when the key may not go before others by so much."""
@@ -195,14 +250,25 @@ class Account:
             raise
         self._num_requests += 1
         self._num_running += 1
+        self._pools.requests.take(1)
 
     def _check_concurrency(self) -> None:
         limit = self.key.max_concurrency if self.key else None
+        if limit is None and not self._pools.requests.allows(self._num_running, 1):
+            raise LimitReached(
+                f"{self._num_running:,} requests {self._of_sender} are under way, and of the "
+                f"{self._pools.requests.size:,} places for them no more are free; wait for one of them",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
         if limit is not None and self._num_running >= limit:
             raise LimitReached(
                 f"this API key may have {limit:,} requests at once and has {self._num_running:,}; wait for one of them",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
+
+    @property
+    def _of_sender(self) -> str:
+        return "of this API key" if self.key else "without a key"
 
     def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
         wait_s = bucket.wait_s(amount)
@@ -216,16 +282,27 @@ class Account:
 
 @dataclass(slots=True)
 class Reservation:
-    """One HTTP request on an account: the tokens that it has reserved, and how many it has used."""
+    """One HTTP request on an account: the tokens that it has reserved and has used, the bytes of its body."""
 
     account: Account
     num_reserved: int = 0
+    num_body_bytes: int = 0
     _usages: list[Callable[[], int]] = field(default_factory=list)
 
     def reserve(self, num_tokens: int) -> None:
         """Reserve what a call may need at most. The end of the request settles it. Raises LimitReached."""
         self.account.reserve_tokens(num_tokens)
         self.num_reserved += num_tokens
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
+        self.account.hold_body(num_bytes)
+        self.num_body_bytes += num_bytes
+
+    def release_body(self) -> None:
+        """The body is not in memory any more."""
+        self.account.hold_body(-self.num_body_bytes)
+        self.num_body_bytes = 0
 
     def add_usage(self, num_tokens: Callable[[], int]) -> None:
         """Count the tokens that this function gives at the end of the request."""
@@ -239,8 +316,9 @@ class Reservation:
 def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, share_prefixes: bool) -> Call:
     """The call as its key allows it, with the tokens that it may need reserved on the key's account.
 
-    The key's name is the tenant, whatever the body says of its `user`, and without `share_prefixes` part of the cache
-    salt. Raises InvalidRequest for outputs that are too long for the key or a priority below its own, and LimitReached.
+    The key's name is the tenant, whatever the body says of its `user`, and part of the session; without
+    `share_prefixes`, of the cache salt too. Raises InvalidRequest for outputs that are too long for the key or a
+    priority below its own, and LimitReached.
     """
     account = reservation.account
     call = bounded_call(account, call, body)
@@ -271,9 +349,10 @@ def bounded_call(account: Account, call: Call, body: QueuedRequest) -> Call:
 
 
 def _owned(request: Request, name: str, *, share_prefixes: bool) -> Request:
-    # No name has a line end, so no two keys can agree on a salt.
+    # No name has a line end, so no two keys can agree on a salt or a session.
     salt = request.cache_salt if share_prefixes else f"{name}\n{request.cache_salt}"
-    return replace(request, tenant=name, cache_salt=salt)
+    session = request.session and f"{name}\n{request.session}"
+    return replace(request, tenant=name, cache_salt=salt, session=session)
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import sys
@@ -20,8 +19,7 @@ from app.api.output.progress import Json, Progress
 from app.api.schemas.requests import EmbeddingsRequest
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest
-
-MAX_BYTES_ON_THE_LOOP = 50_000  # larger responses are written in a thread, so that the event loop keeps serving streams
+from app.json_pieces import Rows
 
 
 async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits) -> Call:
@@ -78,38 +76,32 @@ class EmbeddingsWriter(Writer):
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """Wait for all vectors and write them."""
-        vectors = [b""] * len(progress.outputs)
+        vectors = [array("f")] * len(progress.outputs)
 
         def keep(piece: ChoiceDelta) -> None:
             if piece.finish_reason is not None:
-                vectors[piece.index] = _vector_of(piece)
+                vectors[piece.index] = normalised(array("f", _vector_of(piece))[: self.body.dimensions])
 
         await progress.read(pieces, keep)
         progress.log_end()
         num_tokens = progress.call.num_prompt_tokens
         return {
             "object": "list",
-            "data": await self._written(vectors),
+            "data": Rows(lambda: ([self._row(at, each)] for at, each in enumerate(vectors))),
             "model": progress.call.model.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
 
-    async def _written(self, vectors: list[bytes]) -> list[Json]:
-        def write() -> list[Json]:
-            return [
-                {"object": "embedding", "index": at, "embedding": self._one(each)} for at, each in enumerate(vectors)
-            ]
+    def _row(self, index: int, vector: array[float]) -> Json:
+        return {"object": "embedding", "index": index, "embedding": self._written(vector)}
 
-        is_short = sum(map(len, vectors)) <= MAX_BYTES_ON_THE_LOOP
-        return write() if is_short else await asyncio.to_thread(write)
-
-    def _one(self, vector: bytes) -> list[float] | str:
-        numbers = normalised(array("f", vector)[: self.body.dimensions])
+    def _written(self, vector: array[float]) -> list[float] | str:
         if self.body.encoding_format == "float":
-            return numbers.tolist()
+            return vector.tolist()
+        little_endian = array("f", vector)
         if sys.byteorder == "big":
-            numbers.byteswap()
-        return base64.b64encode(numbers.tobytes()).decode()
+            little_endian.byteswap()
+        return base64.b64encode(little_endian.tobytes()).decode()
 
 
 def _vector_of(piece: ChoiceDelta) -> bytes:

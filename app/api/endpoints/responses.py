@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import error_body
-from app.api.http.sse import named_event
+from app.api.http.sse import named_event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
-from app.api.output.token_details import TokenLogprob, TokenNames, chat_logprobs
+from app.api.output.token_details import (
+    CHAT_LOGPROBS,
+    PackedLogprobs,
+    TokenLogprob,
+    TokenNames,
+    write_logprobs,
+)
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.schemas.responses import ResponsesRequest
+from app.json_pieces import Rows, joined
 
 
 async def prepare_response(body: ResponsesRequest, model: ServedModel, limits: RequestLimits) -> Call:
@@ -62,17 +70,18 @@ class ResponseBuilder:
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
-    def write(self, piece: ChoiceDelta) -> bytes:
+    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         """Add a delta and write its events."""
-        return b"".join(map(named_event, self.add(piece)))
+        return joined(chain.from_iterable(map(named_event_pieces, self.add(piece))))
 
-    def end(self) -> bytes:
+    def end(self) -> Iterable[bytes]:
         """No events: the last delta has ended the response."""
-        return b""
+        return ()
 
-    def fail(self, error: Exception) -> bytes:
+    def fail(self, error: Exception) -> Iterable[bytes]:
         """The events with which the response has failed."""
-        return b"".join(map(named_event, self._fail(error_body(error, self._progress.request_id)["error"])))
+        events = self._fail(error_body(error, self._progress.request_id)["error"])
+        return joined(chain.from_iterable(map(named_event_pieces, events)))
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
@@ -149,13 +158,13 @@ class ResponseBuilder:
 
     def _say(self, text: str) -> Iterator[Json]:
         if not self._output or not isinstance(self._output[-1], _Message):
-            yield from self._open(_Message())
+            yield from self._open(_Message(self._logprobs))
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
         message.text += text
-        logprobs = chat_logprobs(self._pending_logprobs, self._names, self._body.top_logprobs or 0)["content"]
+        logprobs = self._logprobs(self._pending_logprobs)
+        message.logprobs.add(self._pending_logprobs)
         self._pending_logprobs = []
-        message.logprobs += logprobs
         yield self._event("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
 
     def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
@@ -183,7 +192,7 @@ class ResponseBuilder:
         item.status = "completed" if is_complete else "incomplete"
         if isinstance(item, _Message):
             place = self._place() | {"content_index": 0}
-            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.rows())
             yield self._event("response.content_part.done", **place, part=item.part())
         else:
             yield self._event(
@@ -193,10 +202,16 @@ class ResponseBuilder:
 
     def _end(self, *, is_complete: bool) -> Iterator[Json]:
         if not self._output:
-            yield from self._open(_Message())
+            yield from self._open(_Message(self._logprobs))
         yield from self._close(is_complete=is_complete)
         self._status = "completed" if is_complete else "incomplete"
         yield self._event(f"response.{self._status}", response=self.as_json())
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> list[Json]:
+        entries: list[Json] = write_logprobs(CHAT_LOGPROBS, tokens, self._names, num_top=self._body.top_logprobs or 0)[
+            "content"
+        ]
+        return entries
 
     def _place(self) -> Json:
         return {"item_id": self._output[-1].item_id, "output_index": len(self._output) - 1}
@@ -214,13 +229,17 @@ class ResponseBuilder:
 class _Message:
     """A message of the assistant."""
 
+    write_logprobs: Callable[[list[TokenLogprob]], list[Json]]
     text: str = ""
-    logprobs: list[Json] = field(default_factory=list)  # of its tokens, where the request asks for them
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # where the request asks for them
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
+    def rows(self) -> Rows | list[Json]:
+        return self.logprobs.rows(self.write_logprobs) if self.logprobs else []
+
     def part(self) -> Json:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.rows()}
 
     def empty_part(self) -> Json:
         return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from app.api.endpoints.batch_results import encoded_json, result, results_of
 from app.api.endpoints.prompt_list import PromptList, prompt_list
 from app.api.handler import Client, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict, with_deadline
@@ -47,7 +48,7 @@ class ShortBatchRoutes:
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(self._owner_of(request), prompts))
-        return JSONResponse(await self._answer(request, prompts))
+        return JsonAnswer(await self._answer(request, prompts), self._handler.turns)
 
     async def retrieve(self, request: Request) -> Response:
         """A batch, how far it is, and once it has ended what came of each prompt."""

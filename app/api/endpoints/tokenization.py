@@ -9,10 +9,12 @@ from starlette.routing import Route
 from app.api.call import ServedModel, check_token_ids, off_the_loop
 from app.api.generation import encode_chat, encode_prompts
 from app.api.handler import RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from app.json_pieces import Rows
 
 
 class TokenizationRoutes:
@@ -47,10 +49,10 @@ class TokenizationRoutes:
         answer = {
             "count": len(token_ids),
             "max_model_len": model.facts.max_model_len,
-            "tokens": list(token_ids),
-            "token_strs": model.tokenizer.token_texts(token_ids) if parsed.return_token_strs else None,
+            "tokens": Rows.of(token_ids),
+            "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if parsed.return_token_strs else None,
         }
-        return JSONResponse(answer)
+        return JsonAnswer(answer, self._handler.turns)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of token ids, special ones included."""
@@ -61,7 +63,7 @@ class TokenizationRoutes:
         text = await off_the_loop(
             lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False), num_characters=len(token_ids)
         )
-        return JSONResponse({"prompt": text})
+        return JsonAnswer({"prompt": text}, self._handler.turns)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""

@@ -8,21 +8,30 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from app.api.auth.limits import Reservation
 from app.api.call import RequestLimits
 from app.api.http.errors import ClientGone
+from app.api.http.guard import reservation_of
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 
 JSON_MEDIA_TYPE = "application/json"
+
+
+PATIENCE_S = 10.0
+MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what it has sent for next to nothing
 
 
 async def read_json_object(request: Request, limits: RequestLimits) -> dict[str, Any]:
     """The body as an object.
 
     Raises UnsupportedMediaType when it is not declared as JSON, BodyTooLarge as soon as that is certain, BodyTooSlow
-    when it is not there in time, InvalidRequest when it is no object.
+    when it is not there in time, InvalidRequest when it is no object, LimitReached when too many bytes
+    of bodies are in memory.
     """
     _check_media_type(request.headers.get("content-type", ""))
-    body = await _read(request, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+    body = await _read(
+        request, reservation_of(request), max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s
+    )
     # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -42,26 +51,31 @@ def _check_media_type(declared: str) -> None:
         )
 
 
-async def _read(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+async def _read(request: Request, reservation: Reservation, *, max_bytes: int, timeout_s: float) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) > 18:
         raise _too_large(declared[:18] + "...", max_bytes)
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(f"{int(declared):,}", max_bytes)
-    body = bytearray()
+    body, loop = bytearray(), asyncio.get_running_loop()
+    began_at, allowed_s = loop.time(), min(timeout_s, PATIENCE_S)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(allowed_s) as timeout:
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
+                if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
+                reservation.hold_body(len(chunk))
+                body += chunk
+                allowed_s = min(timeout_s, PATIENCE_S + len(body) / MIN_BYTES_PER_S)
+                timeout.reschedule(began_at + allowed_s)
     except ClientDisconnect:
         raise ClientGone from None
     except TimeoutError:
         raise BodyTooSlow(
-            f"the body did not arrive within {timeout_s:g} s ({len(body):,} bytes of it did); send it faster"
+            f"the body did not arrive within {allowed_s:.3g} s ({len(body):,} bytes of it did); send it faster: at "
+            f"least {MIN_BYTES_PER_S:,} bytes a second after the first {PATIENCE_S:g} s, all of it in {timeout_s:g} s"
         ) from None
-    return bytes(body)
+    return body
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:

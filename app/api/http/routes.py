@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +20,7 @@ from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.handler import Client, RequestHandler
+from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.errors import ClientGone, error_response, from_http_exception, log_error
 from app.api.http.guard import Routes
@@ -86,6 +86,8 @@ class _Computed:
                 pending = await handler.handle(self._endpoint, body, client)
             finally:
                 state["request_id"] = client.request_id
+            del body  # else it would be in memory until the last token
+            client.reservation.release_body()
             response_headers = partial(pending.headers, explain=wants_explanation(headers))
             if pending.is_streamed:
                 events = EventStream(
@@ -96,9 +98,9 @@ class _Computed:
                 )
                 await events.send_to(send)
             else:
-                content = to_json(await pending.full_response())
-                response = Response(content, headers=response_headers(), media_type="application/json")
-                await response(scope, receive, send)
+                content = await pending.full_response()
+                answer = JsonAnswer(content, handler.turns, headers=response_headers())
+                await answer(scope, receive, send)
 
 
 class Application:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Send
 
 from app.api.http.errors import ClientGone
+from app.json_pieces import json_pieces
 from app.metrics import task_name
 
 DONE = b"data: [DONE]\n\n"
@@ -24,9 +25,17 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(payload)
 
 
-def named_event(payload: Mapping[str, Any]) -> bytes:
-    """One event that has the payload's type as its name."""
-    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
+def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
+    """One event whose payload may hold `Rows`."""
+    yield b"data: "
+    yield from json_pieces(payload)
+    yield b"\n\n"
+
+
+def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
+    """The same with the payload's type as the event's name."""
+    yield b"event: %b\n" % payload["type"].encode()
+    yield from event_pieces(payload)
 
 
 class WhileConnected:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from pydantic_core import to_json
 
 from app.api.call import Call
 from app.api.http.errors import error_body, log_error
-from app.api.http.sse import DONE, event
+from app.api.http.sse import DONE, event, event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.progress import ChoiceOutput, Json, Progress, tool_call, usage_of
-from app.api.output.token_details import DetailsWriter, TokenLogprob, TokenNames, chat_logprobs, completion_logprobs
+from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
+from app.json_pieces import joined
 
 
 class Format(Protocol):
@@ -24,6 +26,7 @@ class Format(Protocol):
 
     object: str
     chunk_object: str
+    logprobs: LogprobsForm
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         """A finished choice."""
@@ -34,9 +37,6 @@ class Format(Protocol):
         `details` are fields of the choice that has the text.
         """
 
-    def write_logprobs(self, tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
-        """The log-probabilities of tokens, each with the `num_top` likeliest."""
-
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
         """Add the fields about a choice's prompt to the body or to the choice."""
 
@@ -46,7 +46,7 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    write_logprobs = staticmethod(chat_logprobs)
+    logprobs = CHAT_LOGPROBS
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         message: Json = {"role": "assistant", "content": output.text, "refusal": None}
@@ -81,7 +81,7 @@ class CompletionFormat:
 
     object = "text_completion"
     chunk_object = "text_completion"
-    write_logprobs = staticmethod(completion_logprobs)
+    logprobs = COMPLETION_LOGPROBS
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
         return {"index": index, "text": output.text} | _ending(output.finish_reason, output.stop_reason)
@@ -107,13 +107,13 @@ class EventWriter(Protocol):
     def has_begun(self) -> bool:
         """Whether there was an event."""
 
-    def write(self, piece: ChoiceDelta) -> bytes:
-        """The events for a delta that the progress has; b"" for one without content."""
+    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
+        """The events for a delta that the progress has, in pieces; none for one without content."""
 
-    def end(self) -> bytes:
+    def end(self) -> Iterable[bytes]:
         """The events after the last delta."""
 
-    def fail(self, error: Exception) -> bytes:
+    def fail(self, error: Exception) -> Iterable[bytes]:
         """The events after an error."""
 
 
@@ -142,8 +142,7 @@ class Writer(ABC):
                 async with aclosing(pieces):
                     async for piece in pieces:
                         progress.add(piece, keep_text=False)
-                        written = writer.write(piece)
-                        if written:
+                        for written in writer.write(piece):
                             yield written
             last = writer.end()
             progress.log_end()
@@ -152,8 +151,8 @@ class Writer(ABC):
                 raise
             log_error(error, progress.request_id)
             last = writer.fail(error)
-        if last:
-            yield last
+        for written in last:
+            yield written
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ class ChoiceWriter(Writer):
 
     async def full_response(self, progress: Progress, pieces: AsyncGenerator[ChoiceDelta, None]) -> Json:
         call, form = progress.call, self.form
-        details = DetailsWriter(call, form.write_logprobs) if call.detail_options else None
+        details = DetailsWriter(call, form.logprobs) if call.detail_options else None
 
         def keep(piece: ChoiceDelta) -> None:
             if details is not None and piece.details is not None:
@@ -206,7 +205,7 @@ class _ChunkWriter:
         self._envelope = _envelope(progress.call, form.chunk_object)
         self._begun: set[int] = set()
         self._text_events: dict[int, _TextEvents] = {}  # by choice, once it has a second text
-        self._details = DetailsWriter(self._call, form.write_logprobs) if self._call.detail_options else None
+        self._details = DetailsWriter(self._call, form.logprobs) if self._call.detail_options else None
         # Whether the events in the middle of a choice differ in more than their text.
         self._events_differ = self._details is not None or self._call.continuous_usage
 
@@ -214,30 +213,31 @@ class _ChunkWriter:
     def has_begun(self) -> bool:
         return bool(self._begun)
 
-    def write(self, piece: ChoiceDelta) -> bytes:
+    def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         is_first = piece.index not in self._begun
         if not is_first and piece.finish_reason is None and not piece.calls and not self._events_differ:
-            return self._text_events_of(piece.index).write(piece.text) if piece.text else b""
+            return (self._text_events_of(piece.index).write(piece.text),) if piece.text else ()
         if self._details is not None:
             return self._detailed_events(piece, self._details)
         if not piece.num_tokens and piece.finish_reason is None:
-            return b""  # the request is queued; nothing is sent before the first token
+            return ()  # the request is queued; nothing is sent before the first token
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
             self._begun.add(piece.index)
-        return b"".join([event(self._chunk(choice)) for choice in choices])
+        return joined(event(self._chunk(choice)) for choice in choices)
 
-    def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> bytes:
+    def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""
         if piece.details is None:
-            return b""  # the request is queued
+            return ()  # the request is queued
         is_first = piece.index not in self._begun
         choices = self._form.chunk_choices(piece, is_first=is_first, details=details.of_chunk(piece.details))
         chunks = [self._chunk(choice) for choice in choices]
         if chunks and is_first:
             self._begun.add(piece.index)
             self._form.with_prompt(chunks[0], choices[0], details.of_prompt(piece.index))
-        return b"".join([event(chunk) for chunk in chunks])
+            return joined(chain.from_iterable(map(event_pieces, chunks)))
+        return joined(map(event, chunks))
 
     def _text_events_of(self, index: int) -> _TextEvents:
         events = self._text_events.get(index)
@@ -253,13 +253,13 @@ class _ChunkWriter:
             chunk["usage"] = self._progress.usage() if self._call.continuous_usage else None
         return chunk
 
-    def end(self) -> bytes:
+    def end(self) -> Iterable[bytes]:
         if not self._call.include_usage:
-            return DONE
-        return event(self._envelope | {"choices": [], "usage": self._progress.usage()}) + DONE
+            return (DONE,)
+        return (event(self._envelope | {"choices": [], "usage": self._progress.usage()}) + DONE,)
 
-    def fail(self, error: Exception) -> bytes:
-        return event(error_body(error, self._progress.request_id)) + DONE
+    def fail(self, error: Exception) -> Iterable[bytes]:
+        return (event(error_body(error, self._progress.request_id)) + DONE,)
 
 
 _MARK = "\0"

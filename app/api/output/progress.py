@@ -109,8 +109,11 @@ class Progress:
         num_cached = sum(output.num_cached_tokens for output in firsts)
         return usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.extra_usage
 
-    def placement_headers(self, *, explain: bool) -> dict[str, str]:
-        """The replica of the first request and its place in the queue; `explain`: and why this replica."""
+    def placement_headers(self, *, explain: bool, with_loads: bool) -> dict[str, str]:
+        """The replica of the first request and its place in the queue; `explain`: and why this replica.
+
+        `with_loads`: with the loads of all replicas, which other clients' requests cause.
+        """
         queued = self.queued
         if queued is None:
             return {}
@@ -121,7 +124,8 @@ class Progress:
         if queued.replica_id:
             headers["x-carousel-replica"] = queued.replica_id
         if explain and queued.why_there:
-            headers["x-carousel-why"] = queued.why_there
+            loads = f": {queued.loads_there}" if with_loads and queued.loads_there else ""
+            headers["x-carousel-why"] = queued.why_there + loads
         return headers
 
     def log_end(self) -> None:

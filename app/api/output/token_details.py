@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from app.api.call import Call
 from app.engine.request import TokenDelta, TokenLogprobs
+from app.json_pieces import Rows
 from app.text import Tokenizer, TokenOffsets
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+MAX_KNOWN_NAMES = 10_000  # of one call: some 2 MB
+_TOKENS_AT_ONCE = 32  # written in one go: 0.5 ms with the top 20
 
 Json = dict[str, Any]
 
@@ -89,25 +95,32 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer, *, are_ids: bool = False) -> None:
         self._bytes_of = tokenizer.token_bytes
         self._are_ids = are_ids
+        self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._are_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
         """Its text or bytes, whatever `are_ids` says. Two tokens may have the same."""
-        found = self._bytes_of(token_id)
-        try:
-            return found.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+        return (self._known.get(token_id) or self._found(token_id))[0]
 
     def bytes(self, token_id: int) -> list[int]:
-        return list(self._bytes_of(token_id))
+        """Its bytes; not to be changed."""
+        return (self._known.get(token_id) or self._found(token_id))[1]
+
+    def _found(self, token_id: int) -> tuple[str, list[int]]:
+        found = self._bytes_of(token_id)
+        try:
+            text = found.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+        if len(self._known) == MAX_KNOWN_NAMES:
+            self._known.clear()
+        self._known[token_id] = text, list(found)
+        return self._known[token_id]
 
 
-def chat_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
-    """`logprobs` as the chat endpoint has it."""
-
+def _chat_entries(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[Json]:
     def entry(token_id: int, logprob: float) -> Json:
         return {"token": names(token_id), "logprob": _finite(logprob), "bytes": names.bytes(token_id)}
 
@@ -116,17 +129,80 @@ def chat_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -
         assert found is not None, "no prompt is echoed in a chat"
         top = [entry(*each) for each in list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]]
         content.append(entry(token_id, found.logprob) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return content
 
 
-def completion_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> Json:
-    """`logprobs` as the completions endpoint has it: four lists, one entry for each token."""
-    return {
-        "tokens": [names(each.token_id) for each in tokens],
-        "token_logprobs": [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in tokens],
-        "top_logprobs": [_top_map(each, names, num_top) for each in tokens],
-        "text_offset": [each.offset for each in tokens],
-    }
+def _names(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[str]:
+    return [names(each.token_id) for each in tokens]
+
+
+def _token_logprobs(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[float | None]:
+    return [None if each.logprobs is None else _finite(each.logprobs.logprob) for each in tokens]
+
+
+def _top_maps(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[dict[str, float] | None]:
+    return [_top_map(each, names, num_top) for each in tokens]
+
+
+def _offsets(tokens: list[TokenLogprob], names: TokenNames, num_top: int) -> list[int]:
+    return [each.offset for each in tokens]
+
+
+# How an endpoint writes log-probabilities: lists with one entry for each token, and fields that are always null.
+LogprobsForm = Mapping[str, Callable[[list[TokenLogprob], TokenNames, int], list[Any]] | None]
+CHAT_LOGPROBS: LogprobsForm = {"content": _chat_entries, "refusal": None}
+COMPLETION_LOGPROBS: LogprobsForm = {
+    "tokens": _names,
+    "token_logprobs": _token_logprobs,
+    "top_logprobs": _top_maps,
+    "text_offset": _offsets,
+}
+
+
+def write_logprobs(form: LogprobsForm, tokens: list[TokenLogprob], names: TokenNames, *, num_top: int) -> Json:
+    """`logprobs` of a few tokens, each with so many of the likeliest."""
+    return {name: None if column is None else column(tokens, names, num_top) for name, column in form.items()}
+
+
+class PackedLogprobs:
+    """The log-probabilities of many tokens, in some 15 bytes each until the answer is written."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._packed)
+
+    def add(self, tokens: list[TokenLogprob]) -> None:
+        """Add the next tokens, a few of them."""
+        if tokens:
+            self._packed.append(_pack(tokens))
+
+    def rows(self, write: Callable[[list[TokenLogprob]], list[Any]]) -> Rows:
+        """What `write` makes of all of them, some at a time."""
+        return Rows(lambda: map(write, self._some_at_a_time()))
+
+    def written(self, form: LogprobsForm, names: TokenNames, *, num_top: int) -> Json:
+        """As `write_logprobs` has them."""
+
+        def rows(column: Callable[[list[TokenLogprob], TokenNames, int], list[Any]]) -> Rows:
+            return self.rows(lambda tokens: column(tokens, names, num_top))
+
+        return {name: None if column is None else rows(column) for name, column in form.items()}
+
+    def _some_at_a_time(self) -> Iterator[list[TokenLogprob]]:
+        tokens: list[TokenLogprob] = []
+        for packed in self._packed:
+            tokens += _unpack(packed)
+            if len(tokens) >= _TOKENS_AT_ONCE:
+                yield tokens
+                tokens = []
+        if tokens:
+            yield tokens
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
 
 
 def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, float] | None:
@@ -144,14 +220,11 @@ def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, 
     return top
 
 
-def prompt_logprobs_entries(
-    token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], names: TokenNames, *, num_top: int
-) -> list[Json]:
-    """`prompt_logprobs` as vLLM has it: for each token a map of ids, the token's own among them."""
-    return [_ranked(token_id, found, names, num_top) for token_id, found in zip(token_ids, logprobs, strict=False)]
-
-
-def _ranked(token_id: int, found: TokenLogprobs, names: TokenNames, num_top: int) -> Json:
+def _ranked(token: TokenLogprob, names: TokenNames, num_top: int) -> Json | None:
+    """An entry of `prompt_logprobs` as vLLM has it: a map of ids, the token's own among them."""
+    token_id, found, _ = token
+    if found is None:
+        return None
     ranked = {token_id: (found.logprob, found.rank)}
     for rank, (each, logprob) in enumerate(zip(found.top_token_ids[:num_top], found.top_logprobs, strict=False), 1):
         ranked.setdefault(each, (logprob, rank))
@@ -165,50 +238,42 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-# Writes log-probabilities, each with so many of the likeliest tokens, as one endpoint has them.
-_WriteLogprobs = Callable[[list[TokenLogprob], TokenNames, int], Json]
-
-
 @dataclass(slots=True)
 class ChoiceDetails:
     """The details of one choice by now."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("l"))
     sum_logprobs: float = 0.0
-    logprobs: Json | None = None  # as the endpoint has them
-    # A prompt's first token has no prediction.
-    prompt_logprobs: list[Json | None] = field(default_factory=lambda: [None])
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    num_prompt_logprobs: int = 0
 
 
 class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
-    def __init__(self, call: Call, write_logprobs: _WriteLogprobs) -> None:
+    def __init__(self, call: Call, form: LogprobsForm) -> None:
         self._call = call
         self._detail_options = call.detail_options
-        self._write_logprobs = write_logprobs
+        self._form = form
         self._names = TokenNames(call.model.tokenizer, are_ids=call.detail_options.names_are_ids)
         self._kept = [ChoiceDetails() for _ in call.requests]
 
     def keep(self, index: int, details: TokenDetails) -> None:
         """Add the details of a delta to one of the call's requests."""
-        # Written delta by delta: those of a long prompt, in one piece, would keep the event loop busy.
         kept = self._kept[index]
-        kept.token_ids += details.token_ids
+        kept.token_ids.extend(details.token_ids)
         kept.sum_logprobs += sum([each.logprob for each in details.logprobs])
-        new = self._logprobs(details)
-        if kept.logprobs is None:
-            kept.logprobs = new
-        elif new is not None:
-            for name, values in new.items():
-                if values:
-                    kept.logprobs[name] += values
+        kept.logprobs.add(details.text_logprobs)
         if self._detail_options.prompt_logprobs is not None and details.prompt_logprobs:
-            first = len(kept.prompt_logprobs)
-            token_ids = self._call.requests[index].prompt_token_ids[first : first + len(details.prompt_logprobs)]
-            kept.prompt_logprobs += prompt_logprobs_entries(
-                token_ids, details.prompt_logprobs, self._names, num_top=self._detail_options.prompt_logprobs
-            )
+            self._keep_prompt(index, kept, details.prompt_logprobs)
+
+    def _keep_prompt(self, index: int, kept: ChoiceDetails, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        found = logprobs if kept.num_prompt_logprobs else (None, *logprobs)  # the first token has no prediction
+        first = kept.num_prompt_logprobs
+        token_ids = self._call.requests[index].prompt_token_ids[first : first + len(found)]
+        kept.num_prompt_logprobs += len(token_ids)
+        kept.prompt_logprobs.add([TokenLogprob(*each, 0) for each in zip(token_ids, found, strict=False)])
 
     def mean_logprob(self, index: int) -> float:
         """The mean over the generated tokens of one of the requests."""
@@ -217,34 +282,35 @@ class DetailsWriter:
 
     def of_choice(self, index: int) -> Json:
         """The fields of a finished choice."""
-        kept, fields = self._kept[index], Json()
-        if self._detail_options.logprobs is not None:
-            fields["logprobs"] = kept.logprobs
+        kept, fields, num_top = self._kept[index], Json(), self._detail_options.logprobs
+        if num_top is not None:
+            fields["logprobs"] = kept.logprobs.written(self._form, self._names, num_top=num_top)
         if self._detail_options.token_ids:
-            fields["token_ids"] = kept.token_ids
+            fields["token_ids"] = Rows.of(kept.token_ids)
         return fields
 
     def of_chunk(self, details: TokenDetails | None) -> Json:
         """The fields of a chunk's choice."""
-        fields = Json()
+        fields, num_top = Json(), self._detail_options.logprobs
         if details is None:
             return fields
-        if details.text_logprobs:
-            fields["logprobs"] = self._logprobs(details)
+        if details.text_logprobs and num_top is not None:
+            fields["logprobs"] = write_logprobs(self._form, details.text_logprobs, self._names, num_top=num_top)
         if self._detail_options.token_ids:
             fields["token_ids"] = list(details.token_ids)
         return fields
 
     def of_prompt(self, index: int) -> Json:
         """The fields about the prompt of one of the requests."""
-        fields = Json()
+        fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
-            fields["prompt_token_ids"] = list(self._call.requests[index].prompt_token_ids)
-        if self._detail_options.prompt_logprobs is not None:
+            fields["prompt_token_ids"] = Rows.of(self._call.requests[index].prompt_token_ids)
+        if num_top is not None:
             first_sample = index - index % self._call.num_samples  # the only one that has them
-            fields["prompt_logprobs"] = self._kept[first_sample].prompt_logprobs
+            logprobs = self._kept[first_sample].prompt_logprobs
+            fields["prompt_logprobs"] = (
+                logprobs.rows(lambda tokens: [_ranked(each, self._names, num_top) for each in tokens])
+                if logprobs
+                else [None]  # of one token, which has no prediction
+            )
         return fields
-
-    def _logprobs(self, details: TokenDetails) -> Json | None:
-        num_top = self._detail_options.logprobs
-        return None if num_top is None else self._write_logprobs(details.text_logprobs, self._names, num_top)

@@ -96,11 +96,16 @@ class Decision:
         """The ids of all candidates, most preferred first."""
         return [candidate.replica_id for candidate in self.candidates]
 
-    def explain(self) -> str:
-        """One line for a log or a trace."""
+    @property
+    def reason(self) -> str:
+        """The policy, the replica and the rule, in a few words. It has no numbers of other requests."""
         if not self.candidates:
             return f"{self.policy}: there is no replica"
+        return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}"
+
+    def explain_loads(self) -> str:
+        """The numbers of all candidates, in one line."""
         shown = "; ".join(map(self.scoring.explain, self.candidates[:_MAX_EXPLAINED]))
         num_more = len(self.candidates) - _MAX_EXPLAINED
         more = f"; and {num_more:,} more" if num_more > 0 else ""
-        return f"{self.policy}: {self.candidates[0].replica_id}, {self.rule}: {shown}{more}"
+        return shown + more

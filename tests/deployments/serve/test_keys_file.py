@@ -124,11 +124,11 @@ def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unkno
 
     async def run() -> None:
         following = asyncio.create_task(keys.follow())
-        path.write_text(mistake)
+        replace(path, mistake)
         await until(lambda: caplog.messages)
         await asyncio.sleep(0.05)
         assert is_known(keys, KEY)
-        write(path, [entry(OTHER_KEY, "bob")])
+        replace(path, yaml.safe_dump([entry(OTHER_KEY, "bob")]))
         await until(lambda: is_known(keys, OTHER_KEY))
         assert not following.done()
         following.cancel()
@@ -139,6 +139,13 @@ def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unkno
     [message] = caplog.messages
     assert message.startswith("the API keys stay as they were: ")
     keys.check_health()
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that no follower sees half written."""
+    other = path.with_suffix(".new")
+    other.write_text(text)
+    os.replace(other, path)
 
 
 def test_a_file_whose_disk_fails_for_a_moment_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import yaml
 from app.config import SchedulerConfig, StaticConfig
 from app.errors import InvalidSetup
 from app.fleet.dispatch import RequestSize, make_policy
-from deployments.serve.settings import parse, read_serve_file, retuned
+from deployments.serve.settings import max_ingress_requests, parse, read_serve_file, retuned
 
 SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
@@ -284,3 +284,11 @@ def test_a_default_receiver_that_can_be_is_taken(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("whsec_" + "QUJD" * 8 + "\n")
     webhooks = {"url": "https://a.example/hook", "secret_file": str(tmp_path / "secret")}
     assert parse({"batches": {"webhooks": webhooks}}).batches is not None
+
+
+def test_one_account_alone_can_fill_the_replicas_and_leaves_places_to_others() -> None:
+    """It may have half of the places of an ingress: `SharedPool`."""
+    config = parse({"models": [{"engine": {"scheduler": {"max_running": 256, "max_waiting": 1024}}}]})
+    assert max_ingress_requests(config) // 2 >= 2 * (256 + 1024)
+    tiny = parse({"models": [{"engine": {"scheduler": {"max_running": 1, "max_waiting": 0}}}]})
+    assert max_ingress_requests(tiny) == 256

@@ -102,7 +102,7 @@ def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> N
     matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
     decision = prefix_affinity().decide([matching, load("idle")], SIZE)
     assert decision.order == ["idle", "matching"]
-    assert "over 1,000 tokens more" in decision.explain()
+    assert "over 1,000 tokens more" in decision.reason
 
 
 def test_prefix_affinity_takes_the_second_best_match_when_the_best_is_too_loaded() -> None:
@@ -124,15 +124,16 @@ def test_prefix_affinity_without_a_match_is_least_loaded() -> None:
 def test_a_decision_is_told_in_one_line_with_its_numbers() -> None:
     busy = load("a", num_prefill_tokens=1200, num_decode_tokens=300, tokens_per_s=200)
     idle = load("b", tokens_per_s=100, is_full=True)
-    line = least_loaded().decide([idle, busy], SIZE).explain()
-    assert line == (
-        "least_loaded: a, the least work: a (1,200 prompt + 300 output + 150 own tokens at speed 1.33 = 1,238); "
+    decision = least_loaded().decide([idle, busy], SIZE)
+    assert decision.reason == "least_loaded: a, the least work"
+    assert decision.explain_loads() == (
+        "a (1,200 prompt + 300 output + 150 own tokens at speed 1.33 = 1,238); "
         "b (0 prompt + 0 output + 150 own tokens at speed 0.67 = 225, full)"
     )
 
 
 def test_of_many_candidates_the_line_shows_the_first_and_counts_the_rest() -> None:
-    line = least_loaded().decide([load(f"r{n}", num_decode_tokens=n) for n in range(16)], SIZE).explain()
+    line = least_loaded().decide([load(f"r{n}", num_decode_tokens=n) for n in range(16)], SIZE).explain_loads()
     assert "r3" in line
     assert line.endswith("; and 12 more")
 
@@ -162,7 +163,7 @@ def test_every_policy_orders_all_replicas_once_and_the_full_ones_last(choice: An
     assert sorted(decision.order) == sorted(each.replica_id for each in many)
     fullness = [candidate.is_full for candidate in decision.candidates]
     assert fullness == sorted(fullness)
-    assert "\n" not in decision.explain() or any("\n" in each.replica_id for each in many)
+    assert "\n" not in decision.reason + decision.explain_loads() or any("\n" in each.replica_id for each in many)
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:

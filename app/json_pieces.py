@@ -1,0 +1,80 @@
+"""JSON of answers that may be large, in pieces: the rows of a long list are made when they are written, some at a time.
+
+No piece takes long to make, so the event loop and other threads go on between two of them, and neither the rows nor the
+JSON are in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+
+PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
+_STEPS_AT_ONCE = 16  # short rows may take long to make
+_VALUES_AT_ONCE = 2048
+
+T = TypeVar("T")
+
+
+class Rows:
+    """A long list within an answer. Its rows are made anew each time that it is written."""
+
+    def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[Any]]]) -> None:
+        """`some_at_a_time` gives the rows, so many at once that these take well below a millisecond."""
+        self.some_at_a_time = some_at_a_time
+
+    @classmethod
+    def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows:
+        """What `write` makes of numbers, some at a time; by default, the numbers themselves."""
+        starts = range(0, len(values), _VALUES_AT_ONCE)
+        return cls(lambda: (write(values[at : at + _VALUES_AT_ONCE]) for at in starts))
+
+
+Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # a value; what stands for a part that is no JSON
+
+
+def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
+    return to_json(value, fallback=fallback)
+
+
+def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
+    """The JSON of a value that may hold `Rows`; one piece where it holds none. `encode` writes all but the rows."""
+    found: list[Rows] = []
+    mark = secrets.token_hex(16)  # no text of a client has it
+
+    def marked(part: Any) -> str:
+        if not isinstance(part, Rows):
+            raise TypeError(f"{type(part).__name__} is not JSON")
+        found.append(part)
+        return mark
+
+    first, *others = encode(value, marked).split(f'"{mark}"'.encode())
+    piece = bytearray(first)
+    for rows, text in zip(found, others, strict=True):
+        separator = b"["
+        for step, some in enumerate(rows.some_at_a_time(), 1):
+            if some:
+                piece += separator
+                piece += to_json(some)[1:-1]
+                separator = b","
+            if len(piece) >= PIECE_BYTES or step % _STEPS_AT_ONCE == 0:
+                yield bytes(piece)
+                piece.clear()
+        piece += b"]" if separator == b"," else b"[]"
+        piece += text
+    yield bytes(piece)
+
+
+def joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Short pieces put together."""
+    piece = bytearray()
+    for each in pieces:
+        piece += each
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
