@@ -458,7 +458,8 @@ class WebhooksConfig(Settings):
         None,
         min_length=1,
         max_length=2048,
-        description="webhooks: told of every batch that names no webhook of its own",
+        description="webhooks: told of every batch that names no webhook of its own; may be in a private network, "
+        "over http and on any port",
     )
     secret_file: str | None = Field(
         None, min_length=1, description="webhooks: file with the secret (`whsec_…`) that signs what goes to that url"
@@ -466,7 +467,8 @@ class WebhooksConfig(Settings):
     allowed_networks: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="webhooks: networks, as 10.1.0.0/16, in which receivers are allowed too, over http and on any port",
+        description="webhooks: networks, as 10.1.0.0/16, in which receivers that batches name are allowed too, over "
+        "http and on any port: every key may have messages sent there",
     )
 
     @field_validator("allowed_networks")

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from app.config import BatchesConfig
 from app.disk import OneThread
 from app.jobs.catalog import Catalog
-from app.jobs.executors import FleetClient, RequestExecutor, Window
+from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
 from app.jobs.files import FileStore
 from app.jobs.items import InputRules, OpenFile, check, pieces_of, read_items
 from app.jobs.job import OUTPUT_PURPOSE, Answer, Counts, Item, ItemError, ItemResult, Job, JobState, StoredFile, counted
@@ -82,10 +82,12 @@ class FleetExecution(Execution):
     endpoints: Sequence[str] | None = None
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """As many items are in flight at once over all batches as `max_in_flight` says; batches take turns."""
+        """As many items are in flight at once over all batches as `max_in_flight` says. Owners have equal shares; the
+        batches of an owner take turns.
+        """
         self._answer = answer
         self._max_in_flight = max_in_flight
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = OwnerSlots(max_in_flight)
         self._turn = asyncio.Lock()  # of large lines
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
@@ -102,6 +104,7 @@ class FleetExecution(Execution):
             FleetClient(self._answer, job.owner),
             window=Window(self._max_in_flight, limit=self._max_in_flight),
             slots=self._slots,
+            owner=job.owner,
             patience_s=math.inf,
         )
         self._executors[job.id] = job.owner, executor

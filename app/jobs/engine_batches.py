@@ -20,6 +20,7 @@ from app.api.schemas.requests import QueuedRequest
 from app.disk import write_atomically
 from app.errors import CarouselError, InvalidRequest
 from app.jobs.batch_runner import BatchWork, Execution
+from app.jobs.executors import OwnerSlots
 from app.jobs.items import GENERATION_URLS, seed_of
 from app.jobs.job import Answered, InvalidItem, Item, ItemResult
 from app.jobs.outputs import BatchFormat
@@ -52,14 +53,15 @@ class EngineExecution(Execution):
         weights: Mapping[str, Any],
         max_at_once: int = MAX_AT_ONCE,
     ) -> None:
-        """`handler` checks and tokenizes items. At most `max_at_once` batches have engines at the same time.
+        """`handler` checks and tokenizes items. At most `max_at_once` batches have engines at the same time;
+        owners take turns.
 
         `weights` describe what the models compute with, by their names: tokens of one are not continued by another.
         """
         self._handler = handler
         self._make_pool = make_pool
         self._weights = dict(weights)
-        self._places = asyncio.Semaphore(max_at_once)
+        self._places = OwnerSlots(max_at_once)
         self._running: dict[str, BatchWork] = {}  # by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -71,14 +73,16 @@ class EngineExecution(Execution):
         )
 
     async def run(self, work: BatchWork) -> None:
-        async with self._places:
-            self._running[work.job.id] = work
-            try:
-                await asyncio.to_thread(self._check_weights, work.results)
-                while (model := await self._next_model(work)) is not None:
-                    await self._run_model(work, model)
-            finally:
-                del self._running[work.job.id]
+        owner = work.job.owner
+        await self._places.acquire(owner)
+        self._running[work.job.id] = work
+        try:
+            await asyncio.to_thread(self._check_weights, work.results)
+            while (model := await self._next_model(work)) is not None:
+                await self._run_model(work, model)
+        finally:
+            del self._running[work.job.id]
+            self._places.release(owner)
 
     def _check_weights(self, results: ResultStore) -> None:
         """Drop partial tokens that other weights have made: the service has got another model since. Raises OSError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -113,6 +114,52 @@ class Window:
         self._grows_at = now + min(max(TRY_EVERY_S, (now - self.gone_since) / 2), MAX_OUTAGE_PAUSE_S)
 
 
+class OwnerSlots:
+    """Slots that owners share: one that is free goes to the owner that has the fewest, in turns where that is the same.
+
+    Without shares an owner with many batches would have nearly all of them.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._num_held: Counter[str] = Counter()  # by owner
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner; each has some
+
+    def locked(self) -> bool:
+        """Whether `acquire` would wait."""
+        return not self._num_free
+
+    async def acquire(self, owner: str) -> None:
+        """Returns when the owner has one more."""
+        if self._num_free:
+            self._num_free -= 1
+            self._num_held[owner] += 1
+            return
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(slot)
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if not slot.cancelled():  # it came in the same moment
+                self.release(owner)
+            raise
+
+    def release(self, owner: str) -> None:
+        """The owner has one less."""
+        self._num_held -= Counter([owner])
+        while self._waiting:
+            following = min(self._waiting, key=self._num_held.__getitem__)
+            slots = self._waiting.pop(following)
+            slot = slots.popleft()
+            if slots:
+                self._waiting[following] = slots  # behind the others
+            if not slot.done():
+                self._num_held[following] += 1
+                slot.set_result(None)
+                return
+        self._num_free += 1
+
+
 class RequestExecutor(Executor[Item]):
     """One service as the engine of a run: as many items are under way as it has idle slots, found out by trying."""
 
@@ -122,10 +169,12 @@ class RequestExecutor(Executor[Item]):
         client: RequestClient,
         *,
         window: Window,
-        slots: asyncio.Semaphore,
+        slots: OwnerSlots,
+        owner: str = "",
         patience_s: float,
     ) -> None:
-        """`slots` bound the requests of all runs that share them. A run waits for one at a time, so they take turns.
+        """`slots` bound the requests of all runs that share them. A run waits for one at a time, so runs of an owner
+        take turns.
 
         A service that does not answer is waited for, at most `patience_s` seconds at a time.
         """
@@ -133,6 +182,7 @@ class RequestExecutor(Executor[Item]):
         self._client = client
         self._window = window
         self._slots = slots
+        self._owner = owner
         self._patience_s = patience_s
         self._sent_at: dict[int, float] = {}  # items under way
         self._num_failures: dict[int, int] = {}  # by item
@@ -172,7 +222,7 @@ class RequestExecutor(Executor[Item]):
                     while self._has_next() and await self._has_slot():
                         [item] = self._backlog.take(_SERVICE, room=1, input_is_over=self._input_is_over)
                         self._next_slot = None
-                        group.create_task(self._ask(item)).add_done_callback(lambda _: self._slots.release())
+                        group.create_task(self._ask(item)).add_done_callback(lambda _: self._slots.release(self._owner))
                     await self._wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -209,17 +259,18 @@ class RequestExecutor(Executor[Item]):
     async def _has_slot(self) -> bool:
         """Whether there is a slot for the next item; if not, the loop is woken once there is."""
         if self._next_slot is None and not self._slots.locked():
-            return await self._slots.acquire()  # at once
+            await self._slots.acquire(self._owner)  # at once
+            return True
         if self._next_slot is None:
             self._next_slot = asyncio.create_task(self._take_slot())
         return self._next_slot.done()
 
     async def _take_slot(self) -> None:
-        await self._slots.acquire()
+        await self._slots.acquire(self._owner)
         try:
             await self.has_changed()
         except asyncio.CancelledError:
-            self._slots.release()
+            self._slots.release(self._owner)
             raise
 
     async def _give_back_slot(self) -> None:
@@ -227,7 +278,7 @@ class RequestExecutor(Executor[Item]):
             self._next_slot.cancel()
             [failure] = await asyncio.gather(self._next_slot, return_exceptions=True)
             if failure is None:
-                self._slots.release()
+                self._slots.release(self._owner)
 
     async def _wait(self) -> None:
         """Return when something has changed, or the clock should be looked at."""

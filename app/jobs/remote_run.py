@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from app.errors import Failure, InvalidSetup
-from app.jobs.executors import RequestExecutor, ServiceGone, Window
+from app.jobs.executors import OwnerSlots, RequestExecutor, ServiceGone, Window
 from app.jobs.http_client import HttpClient
 from app.jobs.input_files import InputRows, read_piece
 from app.jobs.items import RowSettings, item_of
@@ -54,7 +54,7 @@ async def _run(
             run,
             client,
             window=Window(settings.max_in_flight),
-            slots=asyncio.Semaphore(settings.max_in_flight),
+            slots=OwnerSlots(settings.max_in_flight),
             patience_s=settings.patience_s,
         )
         await run.run(executor, lambda: read_in_thread(_items(found, folder.results.ended, rows)))

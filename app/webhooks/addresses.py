@@ -74,16 +74,21 @@ class WebhookUrl:
 class AddressGate:
     """Decides where a message may go: to a public address over https, to an allowed network over http too."""
 
-    def __init__(self, allowed_networks: Iterable[str]) -> None:
-        """`allowed_networks` are those beside the public addresses, as `10.0.0.0/8`."""
+    def __init__(self, allowed_networks: Iterable[str], *, is_operators: bool = False) -> None:
+        """`allowed_networks` are those beside the public addresses, as `10.0.0.0/8`.
+
+        `is_operators`: the receiver is the one of the settings, not of a request; any address that is not public is
+        allowed, too.
+        """
         self._allowed: tuple[Network, ...] = tuple(map(ipaddress.ip_network, allowed_networks))
+        self._is_operators = is_operators
 
     def check(self, url: WebhookUrl, address: Address | None) -> None:
         """Raise InvalidRequest when nothing may be sent to a URL, as far as that is known now.
 
         `address` is the URL's own; None where it has a name: a name's addresses may change before a message goes out.
         """
-        if self._allowed and (address is None or self._is_in_allowed_network(address)):
+        if (self._allowed or self._is_operators) and (address is None or self._is_in_allowed_network(address)):
             return
         if url.scheme != "https":
             raise _refused("should begin with https://")
@@ -101,6 +106,8 @@ class AddressGate:
         return socket.socket(family, kind, protocol)
 
     def _is_in_allowed_network(self, address: Address) -> bool:
+        if self._is_operators and not is_public(address):
+            return True
         return any(address in network for network in self._allowed)
 
 

@@ -82,6 +82,7 @@ class WebhookClient:
         """
         self.timeout_s = timeout_s
         self._gate = AddressGate(allowed_networks)
+        self._operators_gate = AddressGate(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
         self._threads = ThreadPoolExecutor(_NUM_LOOK_UP_THREADS, thread_name_prefix="webhook-names")
@@ -93,9 +94,10 @@ class WebhookClient:
 
     async def deliver(self, message: WebhookMessage, receiver: WebhookReceiver, now: float) -> None:
         """Send it once, signed for this moment (seconds since 1970). Raises DeliveryFailed."""
+        gate = self._operators_gate if message.receiver is None else self._gate
         try:
             # Again, for what is allowed may have changed since it was asked for.
-            url = parse_url(receiver.url, self._gate)
+            url = parse_url(receiver.url, gate)
             key = SigningKey.parse(receiver.secret)
         except InvalidRequest as error:
             raise DeliveryFailed(error.message, is_final=True) from None
@@ -104,14 +106,14 @@ class WebhookClient:
             "content-type": "application/json",
             "user-agent": "carousel-webhooks",
         }
-        status = await self._status(url, headers, body)
+        status = await self._status(url, gate, headers, body)
         if not 200 <= status < 300:
             raise DeliveryFailed(f"the receiver answered with {status}", is_final=status == GONE)
 
-    async def _status(self, url: WebhookUrl, headers: dict[str, str], body: bytes) -> int:
+    async def _status(self, url: WebhookUrl, gate: AddressGate, headers: dict[str, str], body: bytes) -> int:
         try:
             async with (
-                self._session(url) as session,
+                self._session(url, gate) as session,
                 session.post(
                     URL(str(url), encoded=True), headers=headers, data=body, allow_redirects=False
                 ) as response,
@@ -124,13 +126,13 @@ class WebhookClient:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise DeliveryFailed(_reason(error)) from None
 
-    def _session(self, url: WebhookUrl) -> aiohttp.ClientSession:
+    def _session(self, url: WebhookUrl, gate: AddressGate) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
             ssl=self._tls,
             resolver=_Names(self._look_up, self._threads),
             use_dns_cache=False,
             force_close=True,
-            socket_factory=partial(self._gate.open_socket, url),
+            socket_factory=partial(gate.open_socket, url),
         )
         return aiohttp.ClientSession(
             connector=connector,

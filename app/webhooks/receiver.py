@@ -36,7 +36,7 @@ def check_default(config: WebhooksConfig) -> None:
     try:
         receiver = default_receiver(config)
         if receiver is not None:
-            parse_url(receiver.url, AddressGate(config.allowed_networks))
+            parse_url(receiver.url, AddressGate(config.allowed_networks, is_operators=True))
             SigningKey.parse(receiver.secret)
     except InvalidRequest as error:
         what = "url" if error.param == "webhook.url" else "secret_file"

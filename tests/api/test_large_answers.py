@@ -16,10 +16,12 @@ from app.api.auth.limits import Account
 from app.api.endpoints.table import ENDPOINTS
 from app.api.handler import Client
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
+from app.errors import LimitReached
 from app.json_pieces import PIECE_BYTES
 from app.text import Tokenizer
 from tests.api.batch_services import served
-from tests.api.fakes import Answer, Connection, Service, Step, last
+from tests.api.fakes import WAIT, Answer, Connection, Service, Step, last
+from tests.waiting import until
 
 NUM_TOKENS = 2000
 NUM_TOP = 20
@@ -195,3 +197,31 @@ def test_the_answers_to_a_list_of_prompts_are_sent_in_pieces(tokenizer: Tokenize
     found = [each["response"]["choices"][0]["logprobs"]["tokens"] for each in answer.json["results"]]
     assert [len(tokens) for tokens in found] == [NUM_TOKENS] * 4
     assert max(map(len, answer.parts)) < MOST_BYTES < len(answer.body)
+
+
+def test_answers_under_way_hold_a_bounded_number_of_logprobs(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [(5,), WAIT], max_model_len=100_000)
+    path, body = "/v1/chat/completions", CHAT | TOP | {"max_tokens": 47_000}  # 987,000 of 4,000,000
+
+    async def answer(body: dict[str, Any]) -> Answer:
+        service.generate.script = lambda request: [last(request, (), FinishReason.LENGTH)]
+        async with Connection(service.app, "POST", path, body, {}) as connection:
+            await connection.finished()
+            return connection.answer()
+
+    async def main() -> None:
+        waiting = [asyncio.create_task(service._call("POST", path, body, {}, "")) for _ in range(4)]
+        await until(lambda: len(service.generate.open) == 4)
+        refused = await answer(body)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"]
+        with pytest.raises(LimitReached):  # a line of a batch waits
+            await service.handler.handle_item("", path, body)
+        assert (await answer(body | {"max_tokens": 100})).status == 200
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (await answer(body)).status == 200
+        assert (await service.handler.handle_item("", path, body)).status_code == 200
+
+    asyncio.run(main())

@@ -32,3 +32,11 @@ def test_every_node_starts_ray_in_serves_fast_modes(config: dict[str, Any], comm
     start = next(command for command in config[commands] if "ray start" in command)
     assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1" in start
     assert start.index("RAY_SERVE_") < start.index("ray start")
+
+
+@pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_every_node_wants_the_token_of_the_cluster(config: dict[str, Any], commands: str) -> None:
+    """Without one, any process that reaches Ray's ports runs code there."""
+    start = next(command for command in config[commands] if "ray start" in command)
+    assert "RAY_AUTH_MODE=token" in start[: start.index("ray start")]
+    assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}

@@ -130,6 +130,7 @@ def test_every_pod_starts_ray_as_the_cluster_launcher_does(cluster_config: Json)
         start = next(command for command in launcher[commands] if "ray start" in command)
         modes = dict(re.findall(r"(RAY_[A-Z_]+)=(\S+)", start.partition("ray start")[0]))
         assert "RAY_SERVE_ENABLE_HA_PROXY" in modes
+        assert modes.pop("RAY_AUTH_MODE") == cluster_config["authOptions"]["mode"], "which KubeRay sets in every pod"
         for container in containers(cluster_config):
             assert {each["name"]: each["value"] for each in container["env"]} == modes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import sqlite3
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, NewBatch
+from app.jobs.job import Answer
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
 from app.json_pieces import Rows
@@ -43,7 +45,7 @@ ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
 
 
-def run(folder: Path, echo: Echo, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
+def run(folder: Path, echo: Answer, use: Callable[[LocalBatchService], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         async with service_in(folder, echo, **settings) as service:
             await use(service)
@@ -119,6 +121,37 @@ def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_path: 
         assert num_asked[0] < 20
 
     run(tmp_path, echo, use, max_in_flight=2)
+
+
+def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_path: Path) -> None:
+    num_asked = []
+
+    def last(_: int) -> Answered:
+        num_asked.append(echo.asked.total())
+        return ok("bob-39")
+
+    echo = Echo({"bob-39": last})
+
+    async def use(service: LocalBatchService) -> None:
+        echo.hold = asyncio.Event()
+        many = [await begin(service, jsonl(*(input_line(f"{n}-{m}") for m in range(40)))) for n in range(10)]
+        await echo.has_open(4)
+        one = await begin(service, jsonl(*(input_line(f"bob-{n}") for n in range(40))), owner="bob")
+        await until(service, one, "in_progress", owner="bob")
+        await asyncio.sleep(0.05)
+        echo.hold.set()
+        await until(service, one, owner="bob")
+        for batch_id in many:
+            await until(service, batch_id)
+        assert num_asked[0] < 3 * 40, "about as many of the other's, not ten times as many"
+
+    lengths = random.Random(0)
+
+    async def slow(*call: Any) -> Answered:
+        await asyncio.sleep(lengths.uniform(0.001, 0.009))  # else all end at the same time
+        return await echo(*call)
+
+    run(tmp_path, slow, use, max_in_flight=4)
 
 
 def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from itertools import pairwise
 
-from app.jobs.executors import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, Window
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.jobs.executors import MAX_OUTAGE_PAUSE_S, TRY_EVERY_S, OwnerSlots, Window
 
 MAX = 100
 
@@ -78,3 +83,69 @@ def test_while_the_service_is_gone_one_row_tries_less_and_less_often() -> None:
     assert len(tries) < 25
     window.answered()
     assert window.gone_since is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "release", "cancel"]), st.sampled_from("abc")), max_size=60))
+def test_a_slot_goes_to_the_owner_with_the_fewest_and_none_is_lost(steps: list[tuple[str, str]]) -> None:
+    async def main() -> None:
+        slots, num_slots = OwnerSlots(3), 3
+        tasks: list[tuple[str, asyncio.Task[None]]] = []
+
+        def held() -> Counter[str]:
+            return Counter(owner for owner, task in tasks if task.done())
+
+        for step, owner in steps:
+            mine = [entry for entry in tasks if entry[0] == owner]
+            if step == "take":
+                tasks.append((owner, asyncio.create_task(slots.acquire(owner))))
+            elif step == "release" and (done := [entry for entry in mine if entry[1].done()]):
+                waiting = {each for each, task in tasks if not task.done()}
+                tasks.remove(done[0])
+                before = held()
+                slots.release(owner)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                if waiting:
+                    [winner] = (held() - before).keys()
+                    assert before[winner] == min(before[each] for each in waiting)
+            elif step == "cancel" and (waiters := [entry for entry in mine if not entry[1].done()]):
+                waiters[0][1].cancel()
+                tasks.remove(waiters[0])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert held().total() == min(num_slots, len(tasks))
+            assert slots.locked() == (len(tasks) >= num_slots)
+        for _, task in tasks:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_owners_take_turns_at_the_only_slot() -> None:
+    async def main() -> None:
+        slots, order = OwnerSlots(1), []
+
+        async def use(owner: str) -> None:
+            await slots.acquire(owner)
+            order.append(owner)
+            await asyncio.sleep(0)
+            slots.release(owner)
+
+        await asyncio.gather(*(use(owner) for owner in "aaaabbc"))
+        assert "".join(order) == "aabcaba"
+
+    asyncio.run(main())
+
+
+def test_a_slot_that_comes_as_its_task_is_cancelled_is_given_back() -> None:
+    async def main() -> None:
+        slots = OwnerSlots(1)
+        await slots.acquire("a")
+        waiting = asyncio.create_task(slots.acquire("b"))
+        await asyncio.sleep(0)
+        slots.release("a")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not slots.locked()
+
+    asyncio.run(main())

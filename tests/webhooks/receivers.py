@@ -94,7 +94,8 @@ QUICKLY = RetrySchedule(first_pause_s=0.01, max_pause_s=0.05)
 
 
 def message(event: str = "batch.completed") -> WebhookMessage:
-    return WebhookMessage(id="evt_1", batch_id="batch_1", owner="", receiver=None, event=event, ended_at=5)
+    receiver = at("https://named.example/")  # by a batch; it is sent to what a test says
+    return WebhookMessage(id="evt_1", batch_id="batch_1", owner="", receiver=receiver, event=event, ended_at=5)
 
 
 def at(url: str) -> WebhookReceiver:

@@ -258,7 +258,7 @@ def test_after_a_time_no_more_attempts_are_made_and_the_secret_is_forgotten(tmp_
 def test_what_we_did_not_foresee_is_a_failed_attempt_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: WebhookClient, url: Any, headers: Any, body: Any) -> Any:
+    def broken(self: WebhookClient, *_: Any) -> Any:
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(WebhookClient, "_status", broken)
@@ -365,6 +365,24 @@ def test_a_default_receiver_hears_of_batches_that_name_none(tmp_path: Path) -> N
                 assert batch["webhook"]["last_error"] == "the file with the secret cannot be read"
             assert [read(default.received[0]).data.id, read(own.received[0]).data.id] == [plain, named]
             assert read(default.received[1], other).data.id == later
+
+    asyncio.run(main())
+
+
+def test_the_receiver_of_the_settings_may_be_in_a_private_network_and_opens_it_to_no_batch(tmp_path: Path) -> None:
+    secret_file = tmp_path / "secret"
+    secret_file.write_text(SECRET)
+
+    async def main() -> None:
+        async with Receiver() as default:
+            webhooks = WebhooksConfig(url=default.url, secret_file=str(secret_file))
+            async with service_in(tmp_path / "folder", webhooks=webhooks) as service:
+                plain = await begin(service, None)
+                await webhook_of(service, plain, "delivered")
+                for url in (default.url, f"https://localhost:{default.port}/"):
+                    with pytest.raises(InvalidRequest):
+                        await begin(service, url)
+            assert [read(each).data.id for each in default.received] == [plain]
 
     asyncio.run(main())
 

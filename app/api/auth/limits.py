@@ -20,6 +20,9 @@ from app.errors import InvalidRequest, LimitReached, NotPermitted
 CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
+# Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some 70 bytes
+# while a client does not read its stream.
+MAX_LOGPROBS_AT_ONCE = 8_000_000
 
 
 class TokenBucket:
@@ -86,6 +89,7 @@ class SharedPools:
         """`max_requests`: requests that the process serves at once; by default, any number."""
         self.requests = SharedPool(max_requests)
         self.body_bytes = SharedPool(MAX_BODY_BYTES_AT_ONCE)
+        self.logprobs = SharedPool(MAX_LOGPROBS_AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Account:
         """
         self._clock = clock
         self._pools = pools or SharedPools()
-        self._num_body_bytes = 0
+        self._num_body_bytes = self._num_logprobs = 0
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_running = self._num_tokens = 0
         self.set_limits(key)
@@ -164,6 +168,7 @@ class Account:
             self._num_running -= 1
             self._pools.requests.take(-1)
             reservation.release_body()
+            self.hold_logprobs(-reservation.num_logprobs)
             num_used = reservation.num_used()
             self._num_tokens += num_used
             self.take_tokens(num_used - reservation.num_reserved)
@@ -205,6 +210,18 @@ class Account:
             )
         self._num_body_bytes += num_bytes
         self._pools.body_bytes.take(num_bytes)
+
+    def hold_logprobs(self, number: int) -> None:
+        """Count log-probabilities that an answer may have; fewer than none are given back. Raises LimitReached."""
+        if number > 0 and not self._pools.logprobs.allows(self._num_logprobs, number):
+            raise LimitReached(
+                f"this answer may have {number:,} log-probabilities; others under way {self._of_sender} may have "
+                f"{self._num_logprobs:,}, and of the {self._pools.logprobs.size:,} that this server holds at once not "
+                f"so many more are free; wait for one of them, or ask for fewer tokens",
+                retry_after_s=CONCURRENCY_RETRY_S,
+            )
+        self._num_logprobs += number
+        self._pools.logprobs.take(number)
 
     def check_priority(self, asked: int) -> None:
         """Raises InvalidRequest when the key may not go before others by so much."""
@@ -282,11 +299,12 @@ class Account:
 
 @dataclass(slots=True)
 class Reservation:
-    """One HTTP request on an account: the tokens that it has reserved and has used, the bytes of its body."""
+    """One HTTP request on an account: the tokens that it has reserved and has used, what it holds of the memory."""
 
     account: Account
     num_reserved: int = 0
     num_body_bytes: int = 0
+    num_logprobs: int = 0
     _usages: list[Callable[[], int]] = field(default_factory=list)
 
     def reserve(self, num_tokens: int) -> None:
@@ -298,6 +316,11 @@ class Reservation:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
         self.account.hold_body(num_bytes)
         self.num_body_bytes += num_bytes
+
+    def hold_logprobs(self, number: int) -> None:
+        """Count log-probabilities that the answer may have, until the end. Raises LimitReached."""
+        self.account.hold_logprobs(number)
+        self.num_logprobs += number
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
@@ -327,6 +350,7 @@ def apply_key(reservation: Reservation, call: Call, body: QueuedRequest, *, shar
             call,
             requests=tuple(_owned(each, account.name, share_prefixes=share_prefixes) for each in call.requests),
         )
+    reservation.hold_logprobs(call.num_logprobs)
     reservation.reserve(call.num_prompt_tokens + sum(request.sampling.max_tokens for request in call.requests))
     return call
 

@@ -18,10 +18,11 @@ if sys.argv[1] == "with":
     return_large_blocks()
 large = bytes(4 << 20)
 del large  # from now on glibc takes such blocks from the heap
-before, bodies, kept = resident_mib(), [], []
+kept = [bytearray(600) for _ in range(20_000)]  # larger than what Python allocates by itself: no hole is left for more
+before, bodies = resident_mib(), []
 for number in range(100):
     bodies.append(b"x" * (1 << 20))
-    kept.append(b"y" * 600)  # larger than what Python allocates by itself
+    kept.append(bytearray(600))
 del bodies
 print(resident_mib() - before)
 """
