@@ -68,7 +68,9 @@ class _Filled:
         return self.filling == "most"
 
 
-def field_bodies(document: Mapping[str, Any], *, size: int, max_model_len: int) -> Iterator[FieldBody]:
+def field_bodies(
+    document: Mapping[str, Any], *, size: int, max_model_len: int, with_pairs: bool = True
+) -> Iterator[FieldBody]:
     """For each endpoint of an OpenAPI document: its fields one by one, its lists two by two, and the largest answer.
 
     size: bytes of a body, about. Bodies are the same each time.
@@ -78,7 +80,8 @@ def field_bodies(document: Mapping[str, Any], *, size: int, max_model_len: int) 
         for filled in filler.fields(schema, size):
             if filled.place:  # not the body as a whole
                 yield _body(path, f"{filled.place} {filled.filling}", filled.value)
-        for first, second in combinations(_lists(filler.fields(schema, size // 2)), 2):
+        lists = _lists(filler.fields(schema, size // 2)) if with_pairs else []
+        for first, second in combinations(lists, 2):
             yield _body(path, f"{first.place} + {second.place}", merged(first.value, second.value))
         if "temperature" in schema["properties"]:
             yield _body(path, "the largest answer", filler.minimal(schema) | _large_answer(schema, max_model_len // 2))
