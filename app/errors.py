@@ -30,6 +30,8 @@ They cross process borders, so each survives pickling with all its attributes. H
 
 from __future__ import annotations
 
+import traceback
+from pathlib import PurePath
 from typing import Any
 
 
@@ -161,3 +163,41 @@ class InvalidSetup(CarouselError):
 
 class UnsupportedModel(InvalidSetup):
     """The model cannot be served; the message says why."""
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line of a log: its kind, where it was raised, and its message if that has no client's text.
+
+    Other messages show values: that of a KeyError, of a ValueError of `int`, and the repr of a UnicodeEncodeError,
+    which holds a whole text.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    message = str(error) if _may_be_shown(error) else ""
+    return f"{type(error).__qualname__}{place}" + (f": {message}" if message else "")
+
+
+def traceback_of(error: BaseException) -> str:
+    """An exception and what it came from, over several lines of a log, with the messages that `described` shows."""
+    stacks: list[str] = []
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        each = following.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        stacks.append("".join((*traceback.format_tb(each.__traceback__), described(each))))
+        following += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        following.append(each.__cause__ or (None if each.__suppress_context__ else each.__context__))
+    return "\nraised after:\n".join(stacks)
+
+
+def _may_be_shown(error: BaseException) -> bool:
+    """Messages of ours, unless they quote a request, of the system and of SQLite, which name no values.
+
+    A RuntimeError is torch's, as a rule: it names sizes and devices.
+    """
+    if isinstance(error, CarouselError):
+        return not isinstance(error, InvalidRequest)
+    return isinstance(error, OSError | RuntimeError | MemoryError) or type(error).__module__ == "sqlite3"

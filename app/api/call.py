@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from app.api.output.tool_calls import ToolUse
 from app.engine.request import Generate, ModelFacts, Pooling, Request
@@ -13,11 +12,8 @@ from app.errors import InvalidRequest
 from app.text import Tokenizer
 from app.text.tool_calls import ToolFormat
 
-MAX_CHARACTERS_ON_THE_LOOP = 2000  # a longer text is encoded in a thread, so that the loop keeps serving streams
-MAX_LOGPROBS_ON_THE_LOOP = 2000  # as for texts, of a line of a batch
+MAX_LOGPROBS_ON_THE_LOOP = 2000  # of a line of a batch, which a thread writes where there are more
 MAX_REQUESTS_ON_THE_LOOP = 4  # each may have an embedding of thousands of numbers
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +155,6 @@ class Call:
 def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     """Each model under its name and under each of its aliases."""
     return {name: model for model in models for name in (model.name, *model.aliases)}
-
-
-async def off_the_loop(work: Callable[[], T], num_characters: int) -> T:
-    """The result of work on so many characters; a thread does it where it would keep the event loop busy for long."""
-    return work() if num_characters <= MAX_CHARACTERS_ON_THE_LOOP else await asyncio.to_thread(work)
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:

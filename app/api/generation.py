@@ -10,18 +10,23 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids, off_the_loop
+from app.api.call import Call, RequestLimits, ServedModel, TokenDetailOptions, check_token_ids
+from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
-from app.api.output.tool_calls import ToolUse
-from app.api.schemas.requests import Conversation, GenerationRequest, QueuedRequest, template_messages
+from app.api.output.tool_calls import ToolUse, tool_use
+from app.api.schemas.requests import ChatRequest, Conversation, GenerationRequest, QueuedRequest, template_messages
 from app.engine.request import Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Tokenizer
 
 SEED_MASK = 2**63 - 1
+# A text with more characters for each token of the context is counted before it is encoded: it is hardly one that fits.
+USUAL_CHARACTERS_PER_TOKEN = 16
+# Bytes of a text of which only the end is wanted, or the number of tokens: it is encoded in a second.
+MAX_LONGER_TEXT = 1_000_000
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
@@ -53,45 +58,106 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
     check_token_ids(body.allowed_token_ids, model, "allowed_token_ids")
 
 
-async def encode_prompts(
-    prompts: Sequence[str | list[int]], model: ServedModel, param: str, *, add_special_tokens: bool
+@dataclass(frozen=True, slots=True)
+class SharedFields:
+    """What all prompts of a body have in common, checked and made once."""
+
+    sampling: SamplingParams  # all but what each request has of its own: `max_tokens`, `seed`, `prompt_logprobs`
+    tools: ToolUse | None
+
+
+def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> SharedFields:
+    """Raises InvalidRequest."""
+    check_limits(body, model, limits)
+    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) else None
+    sampling = _sampling(body, model.tokenizer)
+    if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
+        sampling = replace(sampling, grammar=tools.grammar)
+    return SharedFields(sampling, tools)
+
+
+def encode_prompts(
+    prompts: Sequence[str | list[int]],
+    model: ServedModel,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    may_be_longer: bool = False,
 ) -> list[tuple[int, ...]]:
-    """The token ids of texts, and of prompts that are ids already. Raises InvalidRequest for ids that do not exist."""
+    """The token ids of texts, and of prompts that are ids already.
+
+    Raises InvalidRequest for ids that do not exist and for texts that the context cannot hold; `may_be_longer`: that is
+    no mistake of a text.
+    """
     for prompt in prompts:
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            _check_text(prompt, model, param, may_be_longer=may_be_longer)
+        else:
             check_token_ids(prompt, model, param)
-
-    def encode() -> list[tuple[int, ...]]:
-        return [
-            model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            if isinstance(prompt, str)
-            else tuple(prompt)
-            for prompt in prompts
-        ]
-
-    return await off_the_loop(encode, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+    most = _max_encoded(model)
+    return [
+        model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=most)
+        if isinstance(prompt, str)
+        else tuple(prompt)
+        for prompt in prompts
+    ]
 
 
-async def encode_chat(
-    body: Conversation, model: ServedModel, *, with_tools: bool, continue_final_message: bool = False
+def encode_chat(
+    body: Conversation,
+    model: ServedModel,
+    *,
+    with_tools: bool,
+    continue_final_message: bool = False,
+    may_be_longer: bool = False,
 ) -> tuple[int, ...]:
-    """The token ids of a conversation in the model's chat template. Raises InvalidRequest."""
-    messages = template_messages(body.messages)
-    tools = [tool.for_template() for tool in body.tools] if with_tools else None
+    """The token ids of a conversation in the model's chat template. Raises InvalidRequest as `encode_prompts`."""
+    calls = [call for message in body.messages for call in message.tool_calls or ()]
+    check_structure(
+        (call.function.arguments.encode() for call in calls),
+        "arguments of tool calls",
+        param="messages",
+        max_values=MAX_STRUCTURE,
+    )
+    text = model.tokenizer.render_chat(
+        template_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+        tools=[tool.for_template() for tool in body.tools] if with_tools else None,
+        template_variables=body.chat_template_kwargs,
+    )
+    _check_text(text, model, "messages", may_be_longer=may_be_longer)
+    return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=_max_encoded(model))
 
-    def encode() -> tuple[int, ...]:
-        return model.tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            add_special_tokens=body.add_special_tokens,
-            tools=tools,
-            template_variables=body.chat_template_kwargs,
+
+def _max_encoded(model: ServedModel) -> int:
+    """The most tokens of a text that are worth an exact answer."""
+    return max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+
+
+def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: bool) -> None:
+    """Raise InvalidRequest for a text that the context cannot hold, before all of it is encoded.
+
+    A text that may be longer, as only its end is wanted or its tokens are counted, has a limit too.
+    """
+    max_model_len = model.facts.max_model_len
+    if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
+        return
+    if may_be_longer:
+        if (num_bytes := len(text.encode())) <= MAX_LONGER_TEXT:
+            return
+        raise ContextTooLong(
+            f"{param} has a text of {num_bytes:,} bytes; at most {MAX_LONGER_TEXT:,} are accepted, and this model "
+            f"accepts {max_model_len:,} tokens; shorten it",
+            param=param,
         )
-
-    num_characters = sum(message.num_characters for message in body.messages)
-    num_characters += len(str(tools or "")) + len(str(body.chat_template_kwargs))
-    return await off_the_loop(encode, num_characters)
+    num_tokens = model.tokenizer.count_up_to(text, 2 * max_model_len)
+    if num_tokens > 2 * max_model_len:
+        raise ContextTooLong(
+            f"{param} has a text of {len(text):,} characters, which has more than {max_model_len:,} tokens; this model "
+            f"accepts {max_model_len:,} together with its output; shorten the prompt",
+            param=param,
+        )
 
 
 def scheduling_of(body: QueuedRequest) -> dict[str, Any]:
@@ -111,16 +177,13 @@ def call_of(
     model: ServedModel,
     limits: RequestLimits,
     prompts: Sequence[tuple[int, ...]],
+    shared: SharedFields,
     *,
     default_max_tokens: int | None,
-    tools: ToolUse | None = None,
 ) -> Call:
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     detail_options = _detail_options(body)
-    sampling = _sampling(body, detail_options, model.tokenizer)
-    if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
-        sampling = replace(sampling, grammar=tools.grammar)
     requests: list[Request] = []
     scheduling = scheduling_of(body)
     for prompt in prompts:
@@ -132,7 +195,7 @@ def call_of(
                 request_id=f"{call_id}-{len(requests)}",
                 prompt_token_ids=prompt,
                 sampling=replace(
-                    sampling,
+                    shared.sampling,
                     max_tokens=max_tokens,
                     seed=_sample_seed(seed, sample),
                     prompt_logprobs=detail_options.scored_logprobs(is_first=sample == 0),
@@ -153,7 +216,7 @@ def call_of(
         detail_options=detail_options,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
-        tools=tools,
+        tools=shared.tools,
     )
     is_open_ended = body.asked_tokens is None and default_max_tokens is None
     return _with_bounded_logprobs(call, body, limits.max_answer_logprobs, is_open_ended=is_open_ended)
@@ -235,7 +298,7 @@ def _sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, detail_options: TokenDetailOptions, tokenizer: Tokenizer) -> SamplingParams:
+def _sampling(body: GenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
     """All but what each request has of its own: `max_tokens`, `seed` and `prompt_logprobs`."""
     return SamplingParams(
         max_tokens=1,
@@ -253,12 +316,11 @@ def _sampling(body: GenerationRequest, detail_options: TokenDetailOptions, token
         grammar=grammar_of(body),
         allowed_token_ids=tuple(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, tokenizer),
-        logprobs=detail_options.drawn_logprobs,
+        logprobs=_detail_options(body).drawn_logprobs,
     )
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word's token ids, at the beginning of a text and behind a space."""
-    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    encoded = tokenizer.encode_all([text for word in words for text in (word, f" {word.lstrip()}")])
     return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

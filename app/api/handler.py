@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from app.api.auth.keys import Authenticator, authenticator_of
@@ -17,13 +18,16 @@ from app.api.auth.limits import Account, Reservation, apply_key, bounded_call
 from app.api.call import Call, RequestLimits, ServedModel, by_any_name
 from app.api.cascades import Cascade, judge
 from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.http.headers import with_group_and_session
+from app.api.json_structure import size_of
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
 from app.api.schemas.parameters import UnknownFields, parse
-from app.api.schemas.requests import GenerationRequest, ModelRequest, QueuedRequest
+from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
+from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, DeadlineMissed, EngineStopped, InvalidRequest, NotFound, Overloaded, Unavailable
@@ -74,6 +78,16 @@ class PendingResponse:
         return {**placement, **self._headers}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBody:
+    """The body of many requests without their prompts, checked."""
+
+    endpoint: Endpoint
+    parsed: GenerationRequest
+    fields: Sequence[tuple[ServedModel, SharedFields]]  # for the model that answers, or the two of a cascade
+    size: int  # of what the encoding of each prompt writes into it
+
+
 class RequestHandler:
     """Handles requests on the served models."""
 
@@ -94,6 +108,7 @@ class RequestHandler:
         self.limits = limits
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
+        self.threads = BodyThreads()
         self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
@@ -103,12 +118,19 @@ class RequestHandler:
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
         arrived_at = self.metrics.arrived() if client.arrived_at is None else client.arrived_at
+        size = size_of(body, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            parsed = self.parse(body, endpoint.schema, is_strict=client.is_strict)
+            account = client.reservation.account
+            parsed = await self.parse(body, endpoint.schema, account, is_strict=client.is_strict)
             if parsed.request_id is not None and not client.has_own_id:
                 client.request_id = parsed.request_id
-            models = self._models_for(parsed, client.reservation.account)
-        calls = [await self._prepare(endpoint, parsed, model, client) for model in models]
+            models = self._models_for(parsed, account)
+        calls = [await self._prepare(endpoint, parsed, model, client, size) for model in models]
+        return await self._response(endpoint, parsed, calls, client, arrived_at)
+
+    async def _response(
+        self, endpoint: Endpoint, parsed: QueuedRequest, calls: Sequence[Call], client: Client, arrived_at: float
+    ) -> PendingResponse:
         headers: dict[str, str] = {}
         if len(calls) == 1:
             progress = Progress.measured(calls[0], client.request_id, self.metrics, arrived_at=arrived_at)
@@ -130,9 +152,15 @@ class RequestHandler:
             _shows_loads=client.reservation.account.may_administer,
         )
 
-    def parse(self, body: Mapping[str, Any], schema: type[ParsedT], *, is_strict: bool = False) -> ParsedT:
+    async def parse(
+        self, body: Mapping[str, Any], schema: type[ParsedT], account: Account, *, is_strict: bool = False
+    ) -> ParsedT:
         """The typed body. Raises InvalidRequest."""
-        return parse(body, schema, self._unknown_fields, is_strict=is_strict)
+        return await self.threads.read(
+            account.name,
+            size_of(body, MAX_SMALL_SIZE),
+            lambda: parse(body, schema, self._unknown_fields, is_strict=is_strict),
+        )
 
     def model(self, name: str | None, account: Account) -> ServedModel:
         """The model of this name or alias for this account; without a name the only one.
@@ -170,12 +198,24 @@ class RequestHandler:
         cascade.check_account(account)
         return cascade.small, cascade.large
 
-    async def _prepare(self, endpoint: Endpoint, parsed: QueuedRequest, model: ServedModel, client: Client) -> Call:
-        """What the body asks of a model, checked, and what it may need reserved."""
+    async def _prepare(
+        self,
+        endpoint: Endpoint,
+        parsed: QueuedRequest,
+        model: ServedModel,
+        client: Client,
+        size: int,
+        shared: SharedFields | None = None,
+    ) -> Call:
+        """What a body of this size asks of a model, checked, and what it may need reserved."""
+        reservation = client.reservation
         with self.counting_refusals(model.name):
             limits = self.limits.shared_by(client.num_bodies)
-            call = with_group_and_session(await endpoint.prepare(parsed, model, limits), client.headers)
-            return apply_key(client.reservation, call, parsed, share_prefixes=self.config.share_prefixes)
+            call = await self.threads.encode(
+                reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
+            )
+            call = with_group_and_session(call, client.headers)
+            return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:
         """The response that an HTTP client would have got for this batch item at the endpoint with this path.
@@ -197,17 +237,18 @@ class RequestHandler:
                 raise
             return _refusal(error, request_id)
 
-    async def handle_items(self, path: str, bodies: Sequence[Json], client: Client) -> list[Answered]:
-        """The responses to several bodies of one client, in their order, computed side by side.
+    async def handle_items(self, common: SharedBody, prompts: Sequence[Json], client: Client) -> list[Answered]:
+        """The responses to several prompts of one client, in their order, computed side by side.
 
-        Raises Overloaded, Unavailable or EngineStopped when none of them could be served now.
+        Each prompt is a body with no other fields. Raises Overloaded, Unavailable or EngineStopped when none of them
+        could be served now.
         """
-        ids = [f"{client.request_id}-{index}" for index in range(len(bodies))]
-        clients = [replace(client, request_id=request_id, num_bodies=len(bodies)) for request_id in ids]
+        ids = [f"{client.request_id}-{index}" for index in range(len(prompts))]
+        clients = [replace(client, request_id=request_id, num_bodies=len(prompts)) for request_id in ids]
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._outcome(ENDPOINTS[path], body, each), name=task_name())
-                for body, each in zip(bodies, clients, strict=True)
+                group.create_task(self._outcome(common, prompt, each), name=task_name())
+                for prompt, each in zip(prompts, clients, strict=True)
             ]
         outcomes = [task.result() for task in tasks]
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -218,31 +259,52 @@ class RequestHandler:
             for outcome, each in zip(outcomes, clients, strict=True)
         ]
 
-    async def _outcome(self, endpoint: Endpoint, body: Json, client: Client) -> Json | Exception:
+    async def _outcome(self, common: SharedBody, prompt: Json, client: Client) -> Json | Exception:
         try:
-            return await (await self.handle(endpoint, body, client)).full_response()
+            pending = await self._handle_shared(common, prompt, client)
+            return await pending.full_response()
         except Exception as error:
             return error
 
+    async def _handle_shared(self, common: SharedBody, prompt: Json, client: Client) -> PendingResponse:
+        """As `handle`, for a body of which all but the prompt is checked."""
+        arrived_at, endpoint = self.metrics.arrived(), common.endpoint
+        with self.counting_refusals():
+            own = await self.parse(prompt, endpoint.schema, client.reservation.account, is_strict=client.is_strict)
+        parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
+        calls = [
+            await self._prepare(endpoint, parsed, model, client, size_of(prompt, MAX_SMALL_SIZE) + common.size, shared)
+            for model, shared in common.fields
+        ]
+        return await self._response(endpoint, parsed, calls, client, arrived_at)
+
     async def check_shared(
         self, account: Account, path: str, body: Mapping[str, Any], *, is_strict: bool, num_bodies: int
-    ) -> GenerationRequest:
-        """The fields that many items have in common, typed; a prompt in `body` stands for theirs.
+    ) -> SharedBody:
+        """The fields that many items have in common, checked; a prompt in `body` stands for theirs.
 
         `num_bodies` of them are answered together.
 
         Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
         """
-        endpoint = ENDPOINTS[path]
+        endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            parsed = self.parse(body, endpoint.schema, is_strict=is_strict)
+            parsed = await self.parse(body, endpoint.schema, account, is_strict=is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             account.check_priority(parsed.priority)
-            for model in models:
-                await endpoint.prepare(parsed, model, self.limits.shared_by(num_bodies))
-        return parsed
+            limits = self.limits.shared_by(num_bodies)
+
+            def check(model: ServedModel) -> SharedFields:
+                shared = shared_fields(parsed, model, limits)
+                endpoint.prepare(parsed, model, limits, shared)
+                return shared
+
+            fields = [(each, await self.threads.encode(account.name, size, partial(check, each))) for each in models]
+        # What is left to do with them for each prompt is to write the tools into it.
+        size = size if isinstance(parsed, ChatRequest) and parsed.tools else 0
+        return SharedBody(endpoint=endpoint, parsed=parsed, fields=fields, size=size)
 
     async def prepare_item(
         self, owner: str, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
@@ -256,7 +318,7 @@ class RequestHandler:
         try:
             account = self.authenticator.account_named(owner)
             endpoint = ENDPOINTS[path]
-            parsed = self.parse(body, endpoint.schema)
+            parsed = await self.parse(body, endpoint.schema, account)
             model, *larger = self._models_for(parsed, account)
             if larger:
                 raise InvalidRequest(
@@ -265,7 +327,10 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed)
-            return bounded_call(account, await endpoint.prepare(parsed, model, self.limits), parsed)
+            call = await self.threads.encode(
+                owner, size_of(body, MAX_SMALL_SIZE), lambda: endpoint.prepare(parsed, model, self.limits, None)
+            )
+            return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id)
 

@@ -22,7 +22,7 @@ from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.throughput import RetryTimes
-from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded
+from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded, traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +268,8 @@ class AsyncEngine:
                     self._step_began_at = self._engine.now()
                     self._step()
                     self._step_began_at = None
-        except Exception:
-            logger.exception("the engine died")
+        except Exception as error:
+            logger.error("the engine died: %s", traceback_of(error))
         finally:
             with self._wake:
                 self._is_stopping = True
@@ -310,7 +310,7 @@ class AsyncEngine:
         try:
             deltas = self._compute()
         except StepError as error:
-            logger.error("a step failed; its requests: %s", ", ".join(error.request_ids), exc_info=error.__cause__)
+            logger.error("a step failed; its requests: %s; %s", ", ".join(error.request_ids), traceback_of(error))
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:

@@ -17,7 +17,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed
+from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +168,11 @@ class Engine:
             raise StepError(self._scheduler.fail(batch)) from error
         self._recorder.failed(FailureKind.REQUESTS, [sequence for sequence, _ in found.culprits])
         if not found.culprits:
-            logger.warning("a step of %d requests failed as a whole, not in parts: %r", len(batch.scheduled), error)
+            logger.warning(
+                "a step of %d requests failed as a whole, not in parts: %s", len(batch.scheduled), described(error)
+            )
         for sequence, failure in found.culprits:
-            logger.error("request %s made its step fail", sequence.request.request_id, exc_info=failure)
+            logger.error("request %s made its step fail: %s", sequence.request.request_id, traceback_of(failure))
             self._quarantine.note_failure(sequence.request)
             self._scheduler.fail_one(sequence, StepFailed("this request made the model fail; others were not affected"))
         return found.result(batch)

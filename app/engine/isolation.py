@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from app.engine.batch import Batch, StepResult
 from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
+from app.errors import described
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
         try:
             result = run(half)
         except Exception as failure:
-            logger.debug("a part of %d requests fails too: %r", len(half.scheduled), failure)
+            logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(failure))
             _split(run, half, failure, found)
         else:
             found.add(half, result)

@@ -23,6 +23,7 @@ from app.engine.request import ModelFacts, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
+from app.errors import described
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class OverlappedEngine(Engine):
         self._scheduler.retreat(failed.batch)
 
     def _retry_after(self, how: FailureKind, batch: Batch, error: Exception) -> None:
-        logger.warning("a step of %d requests failed and is computed again: %r", len(batch.scheduled), error)
+        logger.warning("a step of %d requests failed and is computed again: %s", len(batch.scheduled), described(error))
         self._recorder.failed(how)
         self._has_failed = True
 

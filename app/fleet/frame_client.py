@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.errors import described
 from app.fleet.frame_server import Address, Hello
 from app.fleet.frames import Frame, frame_decoder
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
@@ -96,7 +97,7 @@ class FrameReader(asyncio.Protocol):
         if error is None:
             error = ReplicaLost("its stream ended", reason="ended")
         elif not isinstance(error, ReplicaLost):
-            error = ReplicaLost(f"its stream broke: {type(error).__name__}: {error}", reason="broken")
+            error = ReplicaLost(f"its stream broke: {described(error)}", reason="broken")
         self._silence_timer.cancel()
         self._ended.set_result(error)
 

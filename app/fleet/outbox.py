@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
-from app.errors import CarouselError, Failure
+from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
 
@@ -117,7 +117,7 @@ class Outbox:
 
     def _refuse(self, request: Request, error: Exception) -> None:
         if not isinstance(error, CarouselError):
-            logger.error("request %s could not be submitted", request.request_id, exc_info=error)
+            logger.error("request %s could not be submitted: %s", request.request_id, traceback_of(error))
             error = Failure("the replica failed on this request; its log says why")
         self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
 

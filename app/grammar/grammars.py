@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from llguidance import LLMatcher
@@ -21,7 +21,7 @@ from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, 
 from app.grammar.compile_queue import CompileQueue, WaitingRequest
 from app.grammar.compiling import Unusable, new_matcher, tags_of
 from app.grammar.free_text import FreeText, TokenTable, Trigger
-from app.grammar.matchers import GrammarMatcher, TagContent, TaggedMatcher
+from app.grammar.matchers import GrammarMatcher, MatchingTime, TagContent, TaggedMatcher
 from app.grammar.sandbox import Sandbox, WorkerKilled
 from app.grammar.vocabulary import Vocabulary
 
@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_REFUSALS = 1024
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
-# A compiled grammar caches what it learns in matching, which only grows: after so many requests it is compiled anew.
-MAX_USES = 256
+# A compiled grammar caches what it learns in matching, which only grows: up to 80 MB in a second of CPU. After so much
+# it is compiled anew; and those that learned most are forgotten when all together have had MAX_CACHED_S.
+MAX_MATCHING_S = 1.0
+MAX_CACHED_S = 5.0
 # Two tenants' grammars are compiled at the same time: one that sends only expensive ones delays no other.
 _NUM_THREADS = 2
 _NICENESS = 10
@@ -69,7 +71,7 @@ class _Tagged:
 @dataclass(slots=True)
 class _Compiled:
     grammar: _Plain | _Tagged
-    num_uses: int = 0
+    matched: MatchingTime = field(default_factory=MatchingTime)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,20 +211,25 @@ class Grammars:
 
     # ------------------------------------------------------------------ the caches, under the lock
 
-    def _known(self, key: Key) -> _Plain | _Tagged | None:
+    def _known(self, key: Key) -> _Compiled | None:
+        self._forget_the_largest()
         found = self._compiled.get(key)
         if found is None:
             return None
-        found.num_uses += 1
-        if found.num_uses >= MAX_USES:
+        if found.matched.seconds >= MAX_MATCHING_S:
             self._forget(key)
-        else:
-            self._compiled.move_to_end(key)
-        return found.grammar
+            return None
+        self._compiled.move_to_end(key)
+        return found
 
-    def _remember(self, key: Key, grammar: _Plain | _Tagged) -> None:
+    def _forget_the_largest(self) -> None:
+        """Forget the grammars that have learned most in matching, while all together have learned too much."""
+        while sum(each.matched.seconds for each in self._compiled.values()) > MAX_CACHED_S:
+            self._forget(max(self._compiled, key=lambda key: self._compiled[key].matched.seconds))
+
+    def _remember(self, key: Key, compiled: _Compiled) -> None:
         self._forget(key)
-        self._compiled[key] = _Compiled(grammar)
+        self._compiled[key] = compiled
         self._num_characters += len(key[2])
         while len(self._compiled) > self._limits.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
             self._forget(next(iter(self._compiled)))
@@ -251,7 +258,7 @@ class Grammars:
                 raise Unavailable(f"{grammar.param}: {killed}; send it again") from killed
             raise _refusal(grammar, str(killed)) from killed
 
-    def _compile_now(self, grammar: Grammar, key: Key) -> _Plain | _Tagged:
+    def _compile_now(self, grammar: Grammar, key: Key) -> _Compiled:
         with self._making_tools:
             tools = self._tools = self._tools or self._make_tools()
         if tools is None:
@@ -262,7 +269,7 @@ class Grammars:
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         has_tags = grammar.kind is GrammarKind.TAGS
-        compiled = self._tagged(tools, grammar.text, matchers) if has_tags else _Plain(matchers[0])
+        compiled = _Compiled(self._tagged(tools, grammar.text, matchers) if has_tags else _Plain(matchers[0]))
         with self._lock:
             self._remember(key, compiled)
         return compiled
@@ -295,7 +302,7 @@ class Grammars:
 
     # ------------------------------------------------------------------ any thread
 
-    def _begin(self, grammar: _Plain | _Tagged, request: Request, key: Key) -> Matcher:
+    def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
         """A matcher behind the request's generated tokens."""
 
         def begin(matcher: LLMatcher) -> GrammarMatcher:
@@ -303,10 +310,11 @@ class Grammars:
                 matcher,
                 stop_token_ids=set(request.sampling.stop_token_ids),
                 vocab_size=self._vocab_size,
+                spent=compiled.matched,
                 on_failure=partial(self._drop, key),
             )
 
-        begun = grammar.begun(begin)
+        begun = compiled.grammar.begun(begin)
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
         begun.catch_up()

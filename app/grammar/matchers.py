@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,6 +56,13 @@ class LazyMatcher(ABC):
         """The tokens that may follow all that were consumed."""
 
 
+@dataclass(slots=True)
+class MatchingTime:
+    """CPU time of all matchers of one grammar. What they learn in it, they share and keep."""
+
+    seconds: float = 0.0
+
+
 class GrammarMatcher(LazyMatcher):
     """Says which tokens the grammar allows next. End tokens are allowed where the grammar may end, and nowhere else."""
 
@@ -64,13 +72,18 @@ class GrammarMatcher(LazyMatcher):
         *,
         stop_token_ids: Iterable[int],
         vocab_size: int,
+        spent: MatchingTime,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stop_token_ids`: the request's own, beside the model's end tokens, which `matcher` knows."""
+        """`stop_token_ids`: the request's own, beside the model's end tokens, which `matcher` knows.
+
+        `spent` is increased by what it takes.
+        """
         super().__init__()
         self._matcher = matcher
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_bytes = -(-vocab_size // 8)
+        self._spent = spent
         self._on_failure = on_failure
         self.failure: str | None = None
 
@@ -98,7 +111,9 @@ class GrammarMatcher(LazyMatcher):
     def _compute_allowed(self) -> bytes:
         """See `Matcher`. When it fails, every token is allowed: what is drawn then is not used."""
         if self.failure is None:
+            began_at = time.thread_time()
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
+            self._spent.seconds += time.thread_time() - began_at
             if not self._matcher.is_error():
                 return self._with_stops(allowed) if self._stop_token_ids else allowed
             self._fail(reason_of(self._matcher.get_error()))

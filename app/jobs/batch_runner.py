@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from app.config import BatchesConfig
 from app.disk import OneThread
+from app.errors import described, traceback_of
 from app.jobs.catalog import Catalog
 from app.jobs.executors import FleetClient, OwnerSlots, RequestExecutor, Window
 from app.jobs.files import FileStore
@@ -263,16 +264,16 @@ class BatchRunner:
             try:
                 await steps[-1](job_id)
                 return
-            except FileNotFoundError:
-                logger.exception("batch %s: a file that it needs is gone", job_id)
+            except FileNotFoundError as error:
+                logger.error("batch %s: a file that it needs is gone: %s", job_id, described(error))
                 steps.pop()
             except STORAGE_FAILURES as error:
                 self._pauses[job_id] = _STORAGE_FAILED
                 self._log_failure(job_id, error)
                 self._counted[job_id].set()
                 await asyncio.sleep(STORAGE_PAUSE_S)
-            except Exception:
-                logger.exception("batch %s failed", job_id)
+            except Exception as error:
+                logger.error("batch %s failed: %s", job_id, traceback_of(error))
                 steps.pop()
 
     async def _advance(self, job_id: str) -> None:
@@ -389,7 +390,10 @@ class BatchRunner:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
         if now >= self._logged_at.get(kind, -math.inf) + STORAGE_LOG_EVERY_S:
             self._logged_at[kind] = now
-            logger.exception("batch %s: the storage failed, and is tried again every %g s", job_id, STORAGE_PAUSE_S)
+            reason = described(error)
+            logger.error(
+                "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
+            )
 
     def _work_of(self, job: Job, results: ResultStore) -> BatchWork:
         async def pieces() -> AsyncGenerator[list[Item], None]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
-from app.errors import EngineStopped, InvalidRequest
+from app.errors import EngineStopped, InvalidRequest, described, traceback_of
 from app.jobs.job import EngineOutput, ItemOutput
 from app.jobs.preparation import PreparedItem
 from app.text import GeneratedText, Tokenizer
@@ -117,9 +117,9 @@ class EngineWorker:
                 with self._changed:
                     self._book(deltas)
         except Exception as error:  # a device that fails on all it has: its pool takes the items elsewhere
-            logger.exception("the engine failed with %d items", len(self._answers))
+            logger.error("the engine failed with %d items: %s", len(self._answers), traceback_of(error))
             with self._changed:
-                self._failure = f"the engine failed with {len(self._answers):,} items: {error}"
+                self._failure = f"the engine failed with {len(self._answers):,} items: {described(error)}"
                 self._changed.notify_all()
 
     def _next_items(self) -> list[_Entering] | None:

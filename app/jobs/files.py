@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, cast
 
 from app.disk import sync_folder
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, described
 from app.jobs.job import new_file_id
 
 _BUFFER_BYTES = 1024 * 1024
@@ -213,7 +213,7 @@ def _as_os_errors() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(f"the storage of files failed: {error!r}") from error
+        raise OSError(f"the storage of files failed: {described(error)}") from None
 
 
 class _Read(io.RawIOBase):

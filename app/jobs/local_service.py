@@ -16,7 +16,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from app.config import BatchesConfig
 from app.disk import OneThread, may_pass, take_lock
-from app.errors import BodyTooLarge, InvalidRequest, NotFound, Overloaded, StorageFull, Unavailable
+from app.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    StorageFull,
+    Unavailable,
+    described,
+    traceback_of,
+)
 from app.jobs.batch_runner import STORAGE_FAILURES, BatchRunner, Execution
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.expiry_clock import ExpiryClock
@@ -233,8 +242,8 @@ class LocalBatchService(BatchService):
             except Superseded:
                 logger.error("the batches folder %s is another process's now; this one stops", self._path)
                 raise
-            except STORAGE_FAILURES:
-                logger.exception("the generation of the batches folder could not be read")
+            except STORAGE_FAILURES as error:
+                logger.error("the generation of the batches folder could not be read: %s", described(error))
 
     async def _note_time(self, opened: _Open) -> None:
         """So that the next process knows whether its clock has jumped."""
@@ -253,8 +262,8 @@ class LocalBatchService(BatchService):
             for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
-        except STORAGE_FAILURES:
-            logger.exception("files and uploads that have expired could not be removed")
+        except STORAGE_FAILURES as error:
+            logger.error("files and uploads that have expired could not be removed: %s", described(error))
 
     # Files
 
@@ -319,8 +328,8 @@ class LocalBatchService(BatchService):
         """Of a file that the catalog does not know; when it fails it is swept away at the next start."""
         try:
             await asyncio.to_thread(opened.files.delete, file_id)
-        except OSError:
-            logger.exception("the content of %s could not be deleted", file_id)
+        except OSError as error:
+            logger.error("the content of %s could not be deleted: %s", file_id, described(error))
 
     async def abandon_upload(self, upload_id: str) -> None:
         upload = self._uploads.pop(upload_id, None)
@@ -480,8 +489,8 @@ class LocalBatchService(BatchService):
         try:
             return await call
         except STORAGE_FAILURES as error:
-            logger.exception("the storage of files and batches failed")
-            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from error
+            logger.error("the storage of files and batches failed: %s", traceback_of(error))
+            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from None
 
     def _now(self) -> int:
         return int(self._clock())

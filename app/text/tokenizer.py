@@ -14,11 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from app.errors import InvalidRequest, InvalidSetup
+from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
 from app.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+COUNTED_CHARACTERS = 65_536  # at a time, where the tokens of a long text are counted
+MAX_DECODED_AT_ONCE = 1000  # token ids; decoded in a fraction of a millisecond
 
 
 class Tokenizer:
@@ -66,11 +70,42 @@ class Tokenizer:
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it."""
+    def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it.
+
+        Raises InvalidRequest when there are more than `max_tokens`: to list millions of ids would hold up all threads.
+        """
         # The batch call gives the interpreter lock back while it works, the single one does not.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # it cannot be written in UTF-8: a chat template read an escape in a call's arguments
+            raise InvalidRequest(
+                r"the messages have half of a surrogate pair, such as \ud800, which is no character; leave such "
+                "escapes out of the arguments of tool calls",
+                param="messages",
+            ) from None
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise ContextTooLong(
+                f"a text has {len(encoding):,} tokens; at most {max_tokens:,} are accepted; shorten it"
+            )
         return tuple(encoding.ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each of several short texts, without begin and end tokens."""
+        return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def count_up_to(self, text: str, max_tokens: int) -> int:
+        """The number of tokens of a text; where there are more than `max_tokens`, some number above it.
+
+        It looks at the text in pieces, the borders of which may add a token each; these do not count.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), COUNTED_CHARACTERS):
+            piece = self.encode(text[start : start + COUNTED_CHARACTERS], add_special_tokens=False)
+            num_tokens += max(0, len(piece) - 1)
+            if num_tokens > max_tokens:
+                break
+        return num_tokens
 
     def encode_chat(
         self,
@@ -141,7 +176,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; ids that name no token are passed over."""
-        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) <= MAX_DECODED_AT_ONCE:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        # The batch call gives the interpreter lock back while it works, the single one does not.
+        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone, special or not. Remembered: at most one entry for each token there is."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from app.config import WebhooksConfig
 from app.disk import OneThread
+from app.errors import described, traceback_of
 from app.webhooks.client import DeliveryFailed, WebhookClient, WebhookMessage
 from app.webhooks.outbox import DeliveryState, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver, default_receiver
@@ -84,8 +85,8 @@ class WebhookDispatcher:
                 self._woken.clear()
                 try:
                     sleep_s = await self._send_due(group)
-                except (OSError, sqlite3.Error):
-                    logger.exception("the storage failed; webhooks wait for it")
+                except (OSError, sqlite3.Error) as error:
+                    logger.error("the storage failed; webhooks wait for it: %s", described(error))
                     sleep_s = STORAGE_PAUSE_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(sleep_s):
@@ -112,8 +113,8 @@ class WebhookDispatcher:
     async def _send(self, message: WebhookMessage) -> None:
         try:
             await self._attempt(message)
-        except (OSError, sqlite3.Error):  # it comes again when its time as taken is over
-            logger.exception("webhook %s of %s: the storage failed", message.id, message.batch_id)
+        except (OSError, sqlite3.Error) as error:  # it comes again when its time as taken is over
+            logger.error("webhook %s of %s: the storage failed: %s", message.id, message.batch_id, described(error))
         finally:
             self._being_sent -= Counter([message.owner])
             self.wake()
@@ -124,8 +125,9 @@ class WebhookDispatcher:
             await self._client.deliver(message, await self._receiver_of(message), self._clock())
         except DeliveryFailed as failure:
             await self._failed(message, failure)
-        except Exception:
-            logger.exception("webhook %s of %s: attempt %d", message.id, message.batch_id, message.num_attempts)
+        except Exception as error:
+            attempt, stack = message.num_attempts, traceback_of(error)
+            logger.error("webhook %s of %s: attempt %d: %s", message.id, message.batch_id, attempt, stack)
             await self._failed(message, DeliveryFailed("this server failed on it; its log has the reason"))
         else:
             logger.info("webhook %s of %s: delivered at attempt %d", message.id, message.batch_id, message.num_attempts)

@@ -11,7 +11,7 @@ from typing import NoReturn
 from app.api.auth.keys import Authenticator, KeyRing, authenticator_of
 from app.api.auth.limits import SharedPools
 from app.config import ApiConfig
-from app.errors import Failure, InvalidSetup
+from app.errors import Failure, InvalidSetup, described
 from deployments.serve.settings import all_keys
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Keys:
             try:
                 await asyncio.to_thread(self.refresh)
             except Exception as error:
-                self._report(type(error).__name__)
+                self._report(described(error))
             else:
                 self._looked_at = time.monotonic()
 

@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from app.errors import described
 from app.metrics import (
     BatchCounts,
     EngineReport,
@@ -115,7 +116,7 @@ async def answers_of(handle: DeploymentHandle, method: str) -> Answers:
     except DeploymentUnavailableError:  # it has no replicas now
         return Answers([])
     except Exception as error:
-        logger.warning("no %s of %s: %r", method, handle.deployment_name, error)
+        logger.warning("no %s of %s: %s", method, handle.deployment_name, described(error))
         return Answers([], num_missing=1)
     tasks = [asyncio.ensure_future(call.get_async()) for call in calls]
     done, late = await asyncio.wait(tasks, timeout=SCRAPE_TIMEOUT_S)

@@ -346,3 +346,18 @@ def test_no_log_line_metric_or_error_shows_a_key_or_a_prompt(
         assert len(text) > 1000
         assert KEY not in text
         assert CANARY not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_of_a_failure_shows_no_text_that_it_was_about(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """The repr of this error is the whole text."""
+    failure = UnicodeEncodeError("utf-8", CANARY + "\ud800", 10, 11, "surrogates not allowed")
+    service = Service(tokenizer, lambda request: [failure])
+    with caplog.at_level(logging.DEBUG):
+        answer = service.call("POST", "/v1/completions", {"prompt": "Hi", "stream": stream})
+    assert answer.status == 500
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "UnicodeEncodeError at fakes.py:" in line
+    assert CANARY not in caplog.text

@@ -23,6 +23,7 @@ from tests.api.batch_services import client_of, job_ended, served, with_http
 from tests.api.fakes import WAIT, Connection, Service, say
 from tests.api.keys import KEY, OTHER_KEY, bearer, entry
 from tests.api.test_bad_requests import FIELDS, JSON, LIKELY
+from tests.api.test_large_bodies import CountingTokenizer
 from tests.api.test_openapi import every_reference
 from tests.stalls import stalls_of_loop
 from tests.waiting import until
@@ -504,3 +505,18 @@ def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_
 
     limits = RequestLimits(max_answer_logprobs=600)
     with_http(echoing(tokenizer), tmp_path, use, limits=limits)
+
+
+def test_what_prompts_share_is_made_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    counting = CountingTokenizer(tokenizer._pretrained)
+    service = Service(counting, say(counting, "3 4 5."))
+    words = [f"word{number}" for number in range(128)]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/batch", json={"prompts": ["Hi"] * 64, "bad_words": words, "max_tokens": 4})
+        assert answer.json()["request_counts"] == {"total": 64, "completed": 64, "failed": 0}
+
+    with_http(service, tmp_path, use)
+    assert counting.num_texts <= 2 * len(words) + 70
+    assert len({request.sampling.bad_words for request in service.generate.requests}) == 1
+    assert len(service.generate.requests[0].sampling.bad_words) >= len(words)

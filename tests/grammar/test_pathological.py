@@ -17,7 +17,7 @@ from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.grammar.compiling import lark_of, new_matcher, walk
-from app.grammar.grammars import MAX_USES, CompileLimits, Grammars
+from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
@@ -228,6 +228,13 @@ def newest_process(grammars: Grammars) -> subprocess.Popen[bytes] | None:
     return next((each._process for each in grammars._tools.sandboxes if each._process is not None), None)
 
 
+def is_cached(grammars: Grammars, text: str) -> bool:
+    future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
+    was_done = future.done()
+    assert future.result(30) is not None
+    return was_done
+
+
 def compiled(grammars: Grammars, text: str) -> Matcher | None:
     return grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result(30)
 
@@ -248,20 +255,42 @@ def test_a_cancelled_request_takes_no_place_in_the_queue(vocabulary: Vocabulary)
     grammars.close()
 
 
-def test_compiled_grammars_are_kept_up_to_a_number_and_begin_anew_after_many_uses(vocabulary: Vocabulary) -> None:
+def test_compiled_grammars_are_kept_up_to_a_number(vocabulary: Vocabulary) -> None:
     grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE, limits=CompileLimits(max_cached=3))
 
-    def is_known(text: str) -> bool:
-        future = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text)))
-        was_done = future.done()
-        assert future.result(30) is not None
-        return was_done
-
-    assert [is_known(text) for text in "abcd"] == [False] * 4
-    assert [is_known(text) for text in "dcba"] == [True, True, True, False]
-    uses = [is_known("b") for _ in range(2 * MAX_USES)]
-    assert 1 <= uses.count(False) <= 2
+    assert [is_cached(grammars, text) for text in "abcd"] == [False] * 4
+    assert [is_cached(grammars, text) for text in "dcba"] == [True, True, True, False]
     grammars.close()
+
+
+def test_a_grammar_that_has_learned_much_is_compiled_anew(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        matcher = compiled(grammars, ".{0,1000}x")
+        assert matcher is not None
+        assert is_cached(grammars, ".{0,1000}x")
+        monkeypatch.setattr("app.grammar.grammars.MAX_MATCHING_S", 0.001)
+        while is_cached(grammars, ".{0,1000}x"):
+            matcher.advance(allowed_ids(matcher)[0])
+            matcher.prepare()
+
+
+def test_of_all_cached_grammars_those_that_have_learned_most_are_forgotten(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
+        large = [f".{{0,1000}}x{number}" for number in range(3)]
+        assert compiled(grammars, "a small one") is not None
+        monkeypatch.setattr("app.grammar.grammars.MAX_CACHED_S", 0.001)
+        for text in large:
+            matcher = compiled(grammars, text)
+            assert matcher is not None
+            for _ in range(300):
+                matcher.advance(allowed_ids(matcher)[0])
+                matcher.prepare()
+        assert is_cached(grammars, "a small one")
+        assert [is_cached(grammars, text) for text in large].count(True) < len(large)
 
 
 def test_when_too_many_wait_others_are_told_to_come_back(vocabulary: Vocabulary) -> None:

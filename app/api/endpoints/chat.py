@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from app.api.call import Call, RequestLimits, ServedModel
-from app.api.generation import call_of, check_limits, encode_chat
-from app.api.output.tool_calls import tool_use
+from app.api.generation import SharedFields, call_of, encode_chat, shared_fields
 from app.api.schemas.requests import ChatRequest
 
 
-async def prepare_chat(body: ChatRequest, model: ServedModel, limits: RequestLimits) -> Call:
-    """Check and tokenize a chat. Raises InvalidRequest."""
-    check_limits(body, model, limits)
-    tools = tool_use(body, model.tokenizer, model.tool_format)
-    prompt = await encode_chat(
-        body, model, with_tools=tools is not None, continue_final_message=body.continue_final_message
+def prepare_chat(
+    body: ChatRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """Check and tokenize a chat. `shared` is known where another body has the same. Raises InvalidRequest."""
+    shared = shared or shared_fields(body, model, limits)
+    prompt = encode_chat(
+        body,
+        model,
+        with_tools=shared.tools is not None,
+        continue_final_message=body.continue_final_message,
+        may_be_longer=body.truncate_prompt_tokens is not None,
     )
-    return call_of("chatcmpl", body, model, limits, [prompt], default_max_tokens=None, tools=tools)
+    return call_of("chatcmpl", body, model, limits, [prompt], shared, default_max_tokens=None)

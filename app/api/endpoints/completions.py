@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.api.call import Call, RequestLimits, ServedModel, off_the_loop
-from app.api.generation import call_of, check_limits, encode_prompts
+from app.api.call import Call, RequestLimits, ServedModel
+from app.api.generation import SharedFields, call_of, encode_prompts, shared_fields
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default; a chat may use the rest of the context
 
 
-async def prepare_completion(body: CompletionRequest, model: ServedModel, limits: RequestLimits) -> Call:
-    """Check and tokenize one prompt or several. Raises InvalidRequest."""
-    check_limits(body, model, limits)
+def prepare_completion(
+    body: CompletionRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
+    """Check and tokenize one prompt or several. `shared` is known where another body has the same.
+
+    Raises InvalidRequest.
+    """
+    shared = shared or shared_fields(body, model, limits)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
             f"prompt holds {len(body.prompt):,} prompts; this server accepts {limits.max_prompts:,} in one call",
@@ -28,12 +33,18 @@ async def prepare_completion(body: CompletionRequest, model: ServedModel, limits
             param=param,
         )
 
-    prompts = await encode_prompts(body.prompt, model, "prompt", add_special_tokens=body.add_special_tokens)
-    call = call_of("cmpl", body, model, limits, prompts, default_max_tokens=DEFAULT_MAX_TOKENS)
-    return replace(call, prompt_texts=await _prompt_texts(body, call)) if body.echo else call
+    prompts = encode_prompts(
+        body.prompt,
+        model,
+        "prompt",
+        add_special_tokens=body.add_special_tokens,
+        may_be_longer=body.truncate_prompt_tokens is not None,
+    )
+    call = call_of("cmpl", body, model, limits, prompts, shared, default_max_tokens=DEFAULT_MAX_TOKENS)
+    return replace(call, prompt_texts=_prompt_texts(body, call)) if body.echo else call
 
 
-async def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
+def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
     """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
     cut = body.truncate_prompt_tokens is not None
     prompts = [request.prompt_token_ids for request in call.requests[:: call.num_samples]]
@@ -43,7 +54,4 @@ async def _prompt_texts(body: CompletionRequest, call: Call) -> tuple[str, ...]:
             return given
         return call.model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
 
-    def texts() -> tuple[str, ...]:
-        return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
-
-    return await off_the_loop(texts, sum(map(len, prompts)))
+    return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))

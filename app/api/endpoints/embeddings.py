@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from app.api.call import Call, RequestLimits, ServedModel
-from app.api.generation import encode_prompts, scheduling_of
+from app.api.generation import SharedFields, encode_prompts, scheduling_of
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Json, Progress
@@ -22,7 +22,9 @@ from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Rows
 
 
-async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits) -> Call:
+def prepare_embeddings(
+    body: EmbeddingsRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
@@ -36,7 +38,7 @@ async def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, limits
         raise InvalidRequest(
             f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
         )
-    prompts = await encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
+    prompts = encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
     call_id = f"embd-{uuid.uuid4().hex}"
     requests: list[Request] = []
     for prompt in prompts:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJs
 
 from app.api.auth.limits import Account
 from app.api.endpoints.batches import Metadata, WebhookRequest
-from app.api.handler import RequestHandler
+from app.api.handler import RequestHandler, SharedBody
 from app.api.schemas.parameters import refuse_unknown
 from app.api.schemas.requests import MAX_PROMPTS, Schema, from_validation_error
 from app.errors import InvalidRequest
@@ -70,13 +70,22 @@ class PromptList:
 
     asked: PromptListRequest
     endpoint: str
-    shared: Mapping[str, Any]
-    num_choices: int  # of all prompts
+    shared: Json
+    common: SharedBody  # the same, checked
+
+    @property
+    def num_choices(self) -> int:
+        """Of all prompts."""
+        return len(self.asked.prompts) * self.common.parsed.n
 
     def bodies(self) -> list[Json]:
         """The body that each prompt would have at the endpoint."""
+        return [self.shared | own for own in self.own_bodies()]
+
+    def own_bodies(self) -> list[Json]:
+        """What each of these bodies has alone."""
         name = "messages" if self.endpoint == CHAT else "prompt"
-        return [{**self.shared, name: prompt} for prompt in self.asked.prompts]
+        return [{name: prompt} for prompt in self.asked.prompts]
 
 
 async def prompt_list(
@@ -103,6 +112,6 @@ async def prompt_list(
     for name in ("webhook", "metadata"):
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
-    if asked.is_async and common.deadline_s is not None:
+    if asked.is_async and common.parsed.deadline_s is not None:
         raise InvalidRequest("a job has all the time of its batch; leave deadline_s out", param="deadline_s")
-    return PromptList(asked=asked, endpoint=endpoint, shared=shared, num_choices=len(asked.prompts) * common.n)
+    return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)

@@ -11,6 +11,7 @@ from typing import Any
 
 from app.api.call import Call, RequestLimits, ServedModel
 from app.api.endpoints.chat import prepare_chat
+from app.api.generation import SharedFields
 from app.api.http.errors import error_body
 from app.api.http.sse import named_event_pieces
 from app.api.output.choices import ChoiceDelta
@@ -28,9 +29,11 @@ from app.api.schemas.responses import ResponsesRequest
 from app.json_pieces import Rows, joined
 
 
-async def prepare_response(body: ResponsesRequest, model: ServedModel, limits: RequestLimits) -> Call:
+def prepare_response(
+    body: ResponsesRequest, model: ServedModel, limits: RequestLimits, shared: SharedFields | None = None
+) -> Call:
     """Check the body and tokenize its chat. Raises InvalidRequest."""
-    call = await prepare_chat(body.as_chat(), model, limits)
+    call = prepare_chat(body.as_chat(), model, limits, shared)
     return replace(call, call_id=f"resp_{uuid.uuid4().hex}")
 
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from app.api.handler import RequestHandler
 from app.api.http.guard import reservation_of
-from app.errors import Unavailable
+from app.errors import Unavailable, traceback_of
 from app.metrics import CONTENT_TYPE, Scrape, exposition
 from app.versions import versions
 
@@ -75,8 +75,8 @@ class ServiceRoutes:
         """A request sent now could be served."""
         try:
             is_ready = await self._is_ready()
-        except Exception:
-            logger.exception("the readiness check failed")
+        except Exception as error:
+            logger.error("the readiness check failed: %s", traceback_of(error))
             is_ready = False
         if not is_ready:
             raise Unavailable("no replica is ready to serve; try again")

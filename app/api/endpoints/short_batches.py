@@ -43,7 +43,9 @@ class ShortBatchRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer a list of prompts, or begin a job that does."""
-        body = with_deadline(await read_json_object(request, self._handler.limits), request.headers)
+        body = with_deadline(
+            await read_json_object(request, self._handler.limits, self._handler.threads), request.headers
+        )
         strict = is_strict(request.headers)
         prompts = await prompt_list(body, self._handler, reservation_of(request).account, is_strict=strict)
         if prompts.asked.is_async:
@@ -74,7 +76,7 @@ class ShortBatchRoutes:
             reservation=reservation_of(request), request_id=request.state.request_id, headers=request.headers
         )
         async with WhileConnected(request.receive):
-            answers = await self._handler.handle_items(prompts.endpoint, prompts.bodies(), client)
+            answers = await self._handler.handle_items(prompts.common, prompts.own_bodies(), client)
         return _answered_at_once(prompts, answers)
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:

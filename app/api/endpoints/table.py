@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
 from app.api.endpoints.responses import ResponsesWriter, prepare_response
+from app.api.generation import SharedFields
 from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat, Writer
 from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
 from app.api.schemas.responses import ResponsesRequest
@@ -22,7 +23,8 @@ class Endpoint:
 
     path: str
     schema: type[QueuedRequest]
-    prepare: Callable[[Any, ServedModel, RequestLimits], Awaitable[Call]]  # checks and tokenizes a body of the schema
+    # Checks and tokenizes a body of the schema; what it shares with another body need not be made again.
+    prepare: Callable[[Any, ServedModel, RequestLimits, SharedFields | None], Call]
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # what it does, in the OpenAPI document
     response: str  # the schema of its response there

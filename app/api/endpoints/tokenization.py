@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.api.call import ServedModel, check_token_ids, off_the_loop
+from app.api.call import ServedModel, check_token_ids
 from app.api.generation import encode_chat, encode_prompts
-from app.api.handler import RequestHandler
+from app.api.handler import ParsedT, RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import reservation_of
 from app.api.http.headers import is_strict
+from app.api.json_structure import size_of
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from app.api.threads import MAX_SMALL_SIZE
+from app.jobs import Json
 from app.json_pieces import Rows
 
 
@@ -33,41 +38,51 @@ class TokenizationRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: the ids of a text or of a conversation in the model's template, beside their number."""
-        body = await read_json_object(request, self._handler.limits)
-        strict = is_strict(request.headers)
-        parsed: TokenizeTextRequest | TokenizeChatRequest
-        if body.get("messages") is None:
-            parsed = self._handler.parse(body, TokenizeTextRequest, is_strict=strict)
-        else:
-            parsed = self._handler.parse(body, TokenizeChatRequest, is_strict=strict)
+        body = await read_json_object(request, self._handler.limits, self._handler.threads)
+        schema = TokenizeTextRequest if body.get("messages") is None else TokenizeChatRequest
+        parsed: TokenizeTextRequest | TokenizeChatRequest = await self._parsed(request, body, schema)
         model = self._model(request, parsed.model)
-        if isinstance(parsed, TokenizeTextRequest):
-            special = parsed.add_special_tokens
-            [token_ids] = await encode_prompts([parsed.prompt], model, "prompt", add_special_tokens=special)
-        else:
-            token_ids = await encode_chat(parsed, model, with_tools=True)
-        answer = {
-            "count": len(token_ids),
-            "max_model_len": model.facts.max_model_len,
-            "tokens": Rows.of(token_ids),
-            "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if parsed.return_token_strs else None,
-        }
-        return JsonAnswer(answer, self._handler.turns)
+        return await self._answer(request, size_of(body, MAX_SMALL_SIZE), lambda: _tokenized(parsed, model))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: the text of token ids, special ones included."""
-        body = await read_json_object(request, self._handler.limits)
-        parsed = self._handler.parse(body, DetokenizeRequest, is_strict=is_strict(request.headers))
+        body = await read_json_object(request, self._handler.limits, self._handler.threads)
+        parsed = await self._parsed(request, body, DetokenizeRequest)
         model, token_ids = self._model(request, parsed.model), parsed.tokens
-        check_token_ids(token_ids, model, "tokens")
-        text = await off_the_loop(
-            lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False), num_characters=len(token_ids)
-        )
-        return JsonAnswer({"prompt": text}, self._handler.turns)
+
+        def detokenized() -> Json:
+            check_token_ids(token_ids, model, "tokens")
+            return {"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)}
+
+        return await self._answer(request, len(token_ids), detokenized)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info, for clients that apply the chat template themselves. `?model=` names the model."""
         return JSONResponse(self._model(request, request.query_params.get("model")).tokenizer.description())
 
+    async def _parsed(self, request: Request, body: Json, schema: type[ParsedT]) -> ParsedT:
+        account = reservation_of(request).account
+        return await self._handler.parse(body, schema, account, is_strict=is_strict(request.headers))
+
+    async def _answer(self, request: Request, size: int, make: Callable[[], Json]) -> Response:
+        """What `make` makes of a body of this size."""
+        tenant = reservation_of(request).account.name
+        return JsonAnswer(await self._handler.threads.encode(tenant, size, make), self._handler.turns)
+
     def _model(self, request: Request, name: str | None) -> ServedModel:
         return self._handler.model(name, reservation_of(request).account)
+
+
+def _tokenized(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> Json:
+    if isinstance(body, TokenizeTextRequest):
+        [token_ids] = encode_prompts(
+            [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, may_be_longer=True
+        )
+    else:
+        token_ids = encode_chat(body, model, with_tools=True, may_be_longer=True)
+    return {
+        "count": len(token_ids),
+        "max_model_len": model.facts.max_model_len,
+        "tokens": Rows.of(token_ids),
+        "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if body.return_token_strs else None,
+    }

@@ -12,26 +12,38 @@ from app.api.auth.limits import Reservation
 from app.api.call import RequestLimits
 from app.api.http.errors import ClientGone
 from app.api.http.guard import reservation_of
+from app.api.json_structure import check_structure
+from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 
 JSON_MEDIA_TYPE = "application/json"
-
-
 PATIENCE_S = 10.0
 MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what it has sent for next to nothing
 
 
-async def read_json_object(request: Request, limits: RequestLimits) -> dict[str, Any]:
-    """The body as an object.
+async def read_json_object(
+    request: Request, limits: RequestLimits, threads: BodyThreads | None = None
+) -> dict[str, Any]:
+    """The body as an object. `threads` parse what is large; without them it is parsed here.
 
     Raises UnsupportedMediaType when it is not declared as JSON, BodyTooLarge as soon as that is certain, BodyTooSlow
-    when it is not there in time, InvalidRequest when it is no object, LimitReached when too many bytes
-    of bodies are in memory.
+    when it is not there in time, InvalidRequest when it is no object or has too many values, LimitReached when too many
+    bytes of bodies are in memory.
     """
     _check_media_type(request.headers.get("content-type", ""))
-    body = await _read(
-        request, reservation_of(request), max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s
-    )
+    reservation = reservation_of(request)
+    body = await _read(request, reservation, max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
+    if threads is None or len(body) <= MAX_SMALL_SIZE:
+        return _object_of(body)
+
+    def read() -> dict[str, Any]:
+        check_structure([body], "the body")
+        return _object_of(body)
+
+    return await threads.read(reservation.account.name, len(body), read)
+
+
+def _object_of(body: bytes | bytearray) -> dict[str, Any]:
     # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
         value = from_json(body, allow_inf_nan=False)

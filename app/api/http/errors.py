@@ -28,6 +28,7 @@ from app.errors import (
     Unauthenticated,
     Unavailable,
     UnsupportedMediaType,
+    traceback_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def log_error(error: Exception, request_id: str) -> None:
     if isinstance(error, ClientGone):
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
-        logger.error("request %s failed: %r", request_id, error, exc_info=error)
+        logger.error("request %s failed: %s", request_id, traceback_of(error))
     elif isinstance(error, InvalidRequest):  # its message may quote the request, which no log line shows
         code, param = error.code or kind.code, error.param
         logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)

@@ -28,6 +28,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.errors import Failure
 from app.metrics import name_task
 
 
@@ -80,7 +81,9 @@ class _Computed:
             arrived_at=handler.metrics.arrived(),
         )
         with handler.counting_refusals():
-            body = with_deadline(await read_json_object(Request(scope, receive), handler.limits), headers)
+            body = with_deadline(
+                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
+            )
         async with WhileConnected(receive):
             try:
                 pending = await handler.handle(self._endpoint, body, client)
@@ -144,8 +147,8 @@ class Application:
             log_error(error, state["request_id"])
             if not has_started:
                 await error_response(error, state["request_id"])(scope, receive, send_with_id)
-            elif not isinstance(error, ClientGone):
-                raise
+            elif not isinstance(error, ClientGone):  # the server closes the connection, and logs what it gets
+                raise Failure("this response broke off; the log above has the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
         """The router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""

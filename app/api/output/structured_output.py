@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from app.api.json_structure import is_longer
 from app.api.schemas.requests import (
     GenerationRequest,
     ResponseFormat,
@@ -80,7 +81,7 @@ def _of_wish(given: StructuredOutputs, param: str) -> Grammar:
     if given.regex is not None:
         return checked_grammar(GrammarKind.REGEX, given.regex, param=param)
     if given.choice is not None:
-        return checked_grammar(GrammarKind.CHOICE, json.dumps(given.choice), param=param)
+        return checked_grammar(GrammarKind.CHOICE, _written(given.choice, param), param=param)
     if given.grammar is not None:
         return checked_grammar(GrammarKind.GRAMMAR, given.grammar, param=param)
     if given.structural_tag is not None:
@@ -99,6 +100,8 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     """An object as it is, or as JSON in a string."""
     if isinstance(given, dict):
         return given
+    if len(given) > MAX_GRAMMAR_CHARACTERS:
+        raise _too_long(f"{len(given):,}", param)
     try:
         schema = json.loads(given)
     except (ValueError, RecursionError) as error:
@@ -138,7 +141,7 @@ def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = Fal
 
     Raises InvalidRequest when it is too long.
     """
-    return checked_grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), param=param, is_lenient=is_lenient)
+    return checked_grammar(GrammarKind.JSON_SCHEMA, _written(schema, param), param=param, is_lenient=is_lenient)
 
 
 def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bool = False) -> Json:
@@ -152,13 +155,24 @@ def tags_grammar(tags: Sequence[Json], schemas: Sequence[tuple[Json, bool]], *, 
     Raises InvalidRequest when it is too long.
     """
     written = [{"schema": schema, "is_lenient": is_lenient} for schema, is_lenient in schemas]
-    return checked_grammar(GrammarKind.TAGS, json.dumps({"schemas": written, "tags": list(tags)}), param=param)
+    return checked_grammar(GrammarKind.TAGS, _written({"schemas": written, "tags": list(tags)}, param), param=param)
 
 
 def checked_grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
     """A grammar that came in the field `param`. Raises InvalidRequest when it is too long."""
     if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise InvalidRequest(
-            f"{param} has {len(text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
-        )
+        raise _too_long(f"{len(text):,}", param)
     return Grammar(kind, text, is_lenient=is_lenient, param=param)
+
+
+def _written(value: Any, param: str) -> str:
+    """A value as JSON. Raises InvalidRequest before it writes what is too long in any case."""
+    if is_longer(value, MAX_GRAMMAR_CHARACTERS):
+        raise _too_long(f"more than {MAX_GRAMMAR_CHARACTERS:,}", param)
+    return json.dumps(value)
+
+
+def _too_long(num_characters: str, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} has {num_characters} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted", param=param
+    )

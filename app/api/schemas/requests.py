@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from app.api.json_structure import is_longer
 from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
@@ -41,6 +42,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
 MAX_TOOLS = 128
+MAX_TOOLS_SIZE = 524_288
 MAX_TOOL_CALLS = 128
 MAX_DETOKENIZED = 1_000_000
 TOOL_CHOICES = ("none", "auto", "required")
@@ -153,6 +155,17 @@ NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
+
+
+def not_larger(max_size: int) -> BeforeValidator:
+    """Refuses a value with more characters and values."""
+
+    def check(value: Any) -> Any:
+        if is_longer(value, max_size):
+            raise ValueError(f"has more than {max_size:,} characters and values, which is the most that is accepted")
+        return value
+
+    return BeforeValidator(check)
 
 
 class TextPart(BaseModel):
@@ -495,7 +508,7 @@ class Conversation(Schema):
     """What a chat template makes a prompt of."""
 
     messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: ListOf[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Annotated[ListOf[Tool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
@@ -654,6 +667,8 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, str):
+        value = value[:60]
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
     text = repr(value)

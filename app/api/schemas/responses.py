@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema, model_validator
 
 from app.api.schemas.requests import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
     MAX_TOOLS,
+    MAX_TOOLS_SIZE,
     ChatRequest,
     ChosenFunction,
     FunctionDefinition,
@@ -25,10 +26,13 @@ from app.api.schemas.requests import (
     Schema,
     TemplateVariables,
     ToolChoice,
+    from_validation_error,
     joined_text,
+    not_larger,
 )
 from app.errors import InvalidRequest
 
+MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
 _ITEMS = ("message", "function_call", "function_call_output")
 
 
@@ -170,13 +174,16 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     ] = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
-    tools: ListOf[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Annotated[ListOf[FunctionTool], not_larger(MAX_TOOLS_SIZE)] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
     tool_choice: ToolChoice[NamedFunctionTool] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: Natural | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict, max_length=16)  # returned unchanged
+    # Returned unchanged.
+    metadata: Annotated[dict[str, Any], not_larger(MAX_METADATA_SIZE)] = Field(default_factory=dict, max_length=16)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     store: Annotated[bool, _nothing("is true"), WithJsonSchema({"const": False})] = False
     previous_response_id: Annotated[str | None, _nothing("names a response"), WithJsonSchema({"type": "null"})] = None
@@ -197,7 +204,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         return self.max_output_tokens
 
     def as_chat(self) -> ChatRequest:
-        """The chat with the same response. Raises InvalidRequest when tool_choice and tools disagree."""
+        """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
         shared = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         choice = self.tool_choice
         given = shared | {
@@ -212,7 +219,10 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "top_logprobs": self.top_logprobs,
             "response_format": self.text.format.for_chat(),
         }
-        return _ResponsesChat.model_validate(given)
+        try:
+            return _ResponsesChat.model_validate(given)
+        except ValidationError as error:  # of what only the items of a turn have together, such as too many calls
+            raise from_validation_error(error, within="input") from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

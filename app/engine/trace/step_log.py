@@ -21,6 +21,7 @@ from pathlib import Path
 
 from app.engine.trace.entries import DroppedEntries, Entry, Header, to_line
 from app.engine.trace.redaction import Redactor
+from app.errors import traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class StepLog:
             self._write_pending()
         except Exception as error:
             self._has_failed = True
-            logger.exception("the step log ends here, serving goes on: %s", error)
+            logger.error("the step log ends here, serving goes on: %s", traceback_of(error))
         finally:
             with suppress(OSError):  # the lost entries have been logged
                 self._file.close()
