@@ -11,27 +11,26 @@ from contextlib import asynccontextmanager
 class Stalls:
     """Between two turns of a task of its own, which does nothing.
 
-    `longest_s` is the most CPU time of the loop's own thread: a busy machine does not change it. `longest_pause_s` is
-    the most time by the clock: it also holds the time in which another thread held the interpreter lock, and all that
-    else runs on the machine. A test that asserts on it needs a wide margin. `longest_hold_s` counts of each pause the
-    shorter of the time by the clock and the CPU time of the whole process: it holds the interpreter lock's time too,
-    and neither other processes nor threads without the lock.
+    `longest_s` is the most CPU time of the loop's own thread: a busy machine does not change it. `longest_process_s` is
+    the most CPU time of all threads, of each pause no more than its time by the clock: it also holds the time in which
+    another thread held the interpreter lock, and not what threads without the lock compute beside the loop.
+    `longest_pause_s` is the most time by the clock, whatever else runs on the machine: for benchmarks.
     """
 
     def __init__(self) -> None:
         self.longest_s = 0.0
+        self.longest_process_s = 0.0
         self.longest_pause_s = 0.0
-        self.longest_hold_s = 0.0
 
     async def watch(self) -> None:
         """Measure until it is cancelled."""
         while True:
-            cpu_s, at_s, process_s = time.thread_time(), time.perf_counter(), time.process_time()
+            cpu_s, process_s, at_s = time.thread_time(), time.process_time(), time.perf_counter()
             await asyncio.sleep(0)
             self.longest_s = max(self.longest_s, time.thread_time() - cpu_s)
             pause_s = time.perf_counter() - at_s
+            self.longest_process_s = max(self.longest_process_s, min(pause_s, time.process_time() - process_s))
             self.longest_pause_s = max(self.longest_pause_s, pause_s)
-            self.longest_hold_s = max(self.longest_hold_s, min(pause_s, time.process_time() - process_s))
 
 
 @asynccontextmanager

@@ -5,11 +5,12 @@ Everything here works on bytes, so that free text is as free as without a gramma
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from app.engine.matcher import with_tokens, without_tokens
@@ -35,6 +36,9 @@ class TokenTable:
         # Special tokens have no text: where they are hidden, the texts before and after one are adjacent.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
+        self._joined = b"".join(self.texts)
+        self._ends = list(accumulate(map(len, self.texts)))  # of each token in it
+        self._of_one_byte: dict[bytes, array[int]] = {}
         self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token_id] for token_id in self._by_text]
 
@@ -45,14 +49,26 @@ class TokenTable:
             yield self._by_text[at]
             at += 1
 
-    def going_on_behind(self, part: bytes) -> list[int]:
-        """The tokens that contain this text before their end. Reads every token."""
-        return [token_id for token_id, text in enumerate(self.texts) if part in text and part in text[:-1]]
+    def going_on_behind(self, part: bytes) -> array[int]:
+        """The tokens that contain this text before their end."""
+        # One search through all texts: no other thread of Python runs in a loop over 128,000 of them. Single bytes are
+        # in most tokens, so these are searched once.
+        found = self._of_one_byte.get(part)
+        if found is None:
+            found = array("i", self._search(part))
+            if len(part) == 1:
+                self._of_one_byte[part] = found
+        return found
 
-    @cached_property
-    def going_on_behind_quotes(self) -> list[int]:
-        """The tokens that contain a quote before their end."""
-        return self.going_on_behind(b'"')
+    def _search(self, part: bytes) -> Iterator[int]:
+        at = self._joined.find(part)
+        while at >= 0:
+            token_id = bisect_right(self._ends, at)
+            end = self._ends[token_id]
+            is_before_end = at + len(part) < end
+            if is_before_end:
+                yield token_id
+            at = self._joined.find(part, end if is_before_end else at + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +92,7 @@ class FreeText:
         # After any text, these tokens go on past the end of a trigger that they contain.
         whole = {token_id for _, text in self._triggers for token_id in table.going_on_behind(text)}
         self._middle = without_tokens(table.all, whole)
-        self._names = {number: each.names_in(table) for number, each in self._openings.items()}
+        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
         self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # after a piece
@@ -156,10 +172,6 @@ class _Opening:
             elif not (self._may_be_blank[position] and text[index] in _BLANKS):
                 return None
         return position
-
-    def names_in(self, table: TokenTable) -> list[int]:
-        """The tokens that contain its last word before their end."""
-        return [each for each in table.going_on_behind_quotes if self.last_word in table.texts[each][:-1]]
 
     def ends_within(self, position: int, text: bytes) -> bool:
         """Whether the opening is complete before the end of the text."""

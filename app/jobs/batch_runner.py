@@ -13,7 +13,7 @@ import math
 import shutil
 import sqlite3
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from contextvars import Context
@@ -172,6 +172,8 @@ class BatchRunner:
         self._rate = TokenRate(clock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}  # by the batch's id, as all here
+        # By owner: reading or writing whole files takes seconds of a thread, and all owners share the threads.
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stops: dict[str, asyncio.Event] = {}
         self._pauses: dict[str, ItemError] = {}
         self._logged_at: dict[tuple[type, int | None], float] = {}  # failures of the storage, by kind
@@ -297,7 +299,8 @@ class BatchRunner:
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
 
     async def _validate(self, job: Job) -> Job:
-        checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
+        async with self._turns[job.owner]:
+            checked = await asyncio.to_thread(check, self._opener(job), self._rules(job))
         logger.info("batch %s: %d items, %d errors", job.id, checked.num_items, len(checked.errors))
         if checked.errors:
             return await self._change(
@@ -419,7 +422,8 @@ class BatchRunner:
         results = await self._open_results(job)
         with closing(results):
             await self._room_for_files(job, results)
-            written = await asyncio.to_thread(self._write_files, job, end, results)
+            async with self._turns[job.owner]:
+                written = await asyncio.to_thread(self._write_files, job, end, results)
             now = self._now()
             keep_s = job.output_expires_after_s or self._config.keep_s
             files = [

@@ -31,6 +31,8 @@ _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
 _VERSION = 4  # of the tables below; a change of theirs needs another
 
+_MOST_FORGOTTEN = 1000  # batches in one transaction: what others wait for is short
+
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE_COLUMNS)}, UNIQUE (id));
@@ -201,6 +203,23 @@ class Catalog:
         status = changes["status"]
         if status.has_ended:
             self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
+
+    def forget_ended(self, before: float) -> int:
+        """Forget batches, some at a time, that ended `before`, whose files are gone and whose messages have ended.
+
+        How many they were.
+        """
+        query = f"""SELECT id FROM batches WHERE NOT ({_NOT_ENDED})
+                    AND coalesce(completed_at, failed_at, expired_at, cancelled_at) < ?
+                    AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN (output_file_id, error_file_id))
+                    AND NOT EXISTS (SELECT 1 FROM messages WHERE batch_id = batches.id AND due_at IS NOT NULL)
+                    LIMIT {_MOST_FORGOTTEN}"""
+        ids = [(row["id"],) for row in self._connection.execute(query, (before,))]
+        if ids:
+            with self._transaction():
+                self._connection.executemany("DELETE FROM messages WHERE batch_id = ?", ids)
+                self._connection.executemany("DELETE FROM batches WHERE id = ?", ids)
+        return len(ids)
 
     def ended_counts(self, owner: str) -> list[tuple[Job, int]]:
         """The owner's batches that have ended: for each status their sums, and how many they are."""

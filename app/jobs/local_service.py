@@ -56,6 +56,7 @@ T = TypeVar("T")
 LOCK_RETRY_S = 0.5
 OPENING_RETRY_S = 5.0  # after a failure of the storage
 HOUSEKEEPING_S = 60.0
+BATCH_KEPT_S = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
 GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
 UPLOAD_TIMEOUT_S = 600.0  # without a piece
 MAX_UPLOADS = 64
@@ -250,11 +251,11 @@ class LocalBatchService(BatchService):
         opened.expiry()
         try:
             await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
-        except STORAGE_FAILURES:
-            logger.exception("the time could not be noted")
+        except STORAGE_FAILURES as error:
+            logger.error("the time could not be noted: %s", described(error))
 
     async def _keep_house(self, opened: _Open) -> None:
-        """Remove files that have expired and uploads that are not continued."""
+        """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
@@ -262,6 +263,7 @@ class LocalBatchService(BatchService):
             for file_id in await self._thread.run(opened.catalog.expired_file_ids, opened.expiry()):
                 await self._thread.run(opened.catalog.remove_file, file_id)
                 await self._delete_content(opened, file_id)
+            await self._thread.run(opened.catalog.forget_ended, opened.expiry() - BATCH_KEPT_S)
         except STORAGE_FAILURES as error:
             logger.error("files and uploads that have expired could not be removed: %s", described(error))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from app.api import RequestHandler
 from app.api.call import Call
 from app.api.output.completion_writers import ChatFormat, CompletionFormat, single_choice_response
-from app.api.output.progress import ChoiceOutput
+from app.api.output.progress import ChoiceOutput, GrowingText
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Request
 from app.errors import InvalidRequest
@@ -89,8 +89,9 @@ def check_fits_engines(body: QueuedRequest) -> None:
 def response_of(url: str, model_name: str, output: ItemOutput) -> Json:
     """The body of the completion that an HTTP client would have got for an engine's output."""
     form, prefix = (ChatFormat(), "chatcmpl") if url == CHAT_URL else (CompletionFormat(), "cmpl")
-    text = ChoiceOutput(text=output.text or "", num_tokens=output.completion_tokens, finish_reason=output.finish_reason)
+    text = GrowingText(output.text or "")
+    choice = ChoiceOutput(text, num_tokens=output.completion_tokens, finish_reason=output.finish_reason)
     return single_choice_response(
-        form, f"{prefix}-{uuid.uuid4().hex}", model_name, text,
+        form, f"{prefix}-{uuid.uuid4().hex}", model_name, choice,
         created=int(time.time()), num_prompt=output.prompt_tokens,
     )  # fmt: skip

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
@@ -180,3 +183,29 @@ def test_a_place_holds_the_longest_beginning_of_a_trigger() -> None:
         place = reached
     assert place.tail == b"<tool"
     assert free.after(place, ord("!")) == 1
+
+
+def naive_search(texts: Sequence[bytes], part: bytes) -> list[int]:
+    return [token_id for token_id, text in enumerate(texts) if part in text[:-1]]
+
+
+@given(texts=st.lists(st.text("ab<", max_size=6)), part=st.text("ab<", min_size=1, max_size=3))
+def test_the_search_finds_the_tokens_that_go_on_behind_a_text(texts: list[str], part: str) -> None:
+    tokens = tuple(text.encode() for text in ["</s>", *texts])
+    table = TokenTable(Vocabulary(tokens=tokens, special_token_ids=(0,), eos_token_ids=(0,)))
+    for _ in range(2):  # the second may be remembered
+        assert list(table.going_on_behind(part.encode())) == naive_search([b"", *tokens[1:]], part.encode())
+
+
+def test_many_triggers_do_not_read_every_token_in_python() -> None:
+    draw = random.Random(1)
+    words = {"".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 8))).encode() for _ in range(40_000)}
+    table = TokenTable(Vocabulary(tokens=(b"</s>", *words), special_token_ids=(0,), eos_token_ids=(0,)))
+    triggers = [Trigger(b"<tool number %d>" % number, is_opening=False) for number in range(16)]
+    began_at = time.thread_time()
+    for trigger in triggers:
+        naive_search(table.texts, trigger.text)
+    naive_s = time.thread_time() - began_at
+    began_at = time.thread_time()
+    FreeText(table, triggers)
+    assert time.thread_time() - began_at < naive_s / 3

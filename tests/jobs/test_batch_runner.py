@@ -18,6 +18,7 @@ import pytest
 
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs import Answered, BatchLimits, NewBatch
+from app.jobs.items import Checked, InputRules, OpenFile, check
 from app.jobs.job import Answer
 from app.jobs.local_service import LocalBatchService
 from app.jobs.space import RESERVE_BYTES
@@ -152,6 +153,35 @@ def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places(tmp_p
         return await echo(*call)
 
     run(tmp_path, slow, use, max_in_flight=4)
+
+
+def test_the_files_of_an_owner_that_are_read_for_long_hold_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, num_read = threading.Event(), []
+
+    def slow_check(open_file: OpenFile, rules: InputRules) -> Checked:
+        with open_file() as file:
+            is_large = b"line-9" in file.read()
+        if is_large:
+            num_read.append(1)
+            may_go_on.wait(30)
+        return check(open_file, rules)
+
+    monkeypatch.setattr("app.jobs.batch_runner.check", slow_check)
+
+    async def use(service: LocalBatchService) -> None:
+        try:
+            many = [await begin(service, TEN) for _ in range(32)]  # as many as there are threads at most
+            one = await asyncio.wait_for(begin(service, ONE, owner="bob"), 10)
+            assert (await until(service, one, owner="bob"))["status"] == "completed"
+            assert len(num_read) == 1
+        finally:
+            may_go_on.set()
+        for batch_id in many:
+            assert (await until(service, batch_id))["status"] == "completed"
+
+    run(tmp_path, Echo(), use)
 
 
 def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path: Path) -> None:

@@ -142,3 +142,33 @@ def test_what_owners_keep_is_known_without_adding_it_up(tmp_path: Path) -> None:
         assert catalog.bytes_by_owner == {"ann": 10_000}
         catalog.remove_file("file-2")
         assert catalog.bytes_by_owner == {}
+
+
+def test_batches_that_ended_long_ago_are_forgotten_with_their_messages(tmp_path: Path) -> None:
+    def ended(name: str, at: int, output_file_id: str | None = None) -> Job:
+        return replace(a_job(JobState.COMPLETED), id=name, completed_at=at, output_file_id=output_file_id)
+
+    kept = StoredFile(
+        id="file-2", owner="ann", bytes=1, created_at=1, expires_at=None, filename="x", purpose="batch_output"
+    )
+    with closing(Catalog(tmp_path)) as catalog:
+        catalog.add_file(kept)
+        for job in (
+            ended("old", 5),
+            ended("old-with-a-file", 5, kept.id),
+            ended("old-without-its-file", 5, "file-3"),
+            ended("young", 100),
+            a_job(JobState.IN_PROGRESS),
+        ):
+            catalog.add_job(job)
+        for name in ("told", "not-told-yet"):
+            catalog.add_job(replace(a_job(JobState.FINALIZING), id=name), has_message=True)
+            catalog.end_job(name, [], status=JobState.COMPLETED, completed_at=5)
+        [told, _] = catalog.outbox.take(10, 10, 20, 2, {})
+        catalog.outbox.end(told, DeliveryState.DELIVERED)
+        assert catalog.forget_ended(50) == 3
+        page = PageOf(owner="ann", limit=10, is_ascending=True)
+        remaining = ["old-with-a-file", "young", a_job(JobState.IN_PROGRESS).id, "not-told-yet"]
+        assert [job.id for job in catalog.jobs(page)] == remaining
+        assert catalog.outbox.shown(["told", "not-told-yet"]).keys() == {"not-told-yet"}
+        assert catalog.forget_ended(50) == 0

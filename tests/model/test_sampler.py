@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.batch import Batch, ScheduledSequence, StepResult
@@ -132,6 +132,7 @@ any_sampling = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)  # a busy machine takes longer
 @given(rows=st.lists(any_sampling, min_size=1, max_size=6))
 def test_a_row_depends_on_that_row_alone(rows: list[dict[str, object]]) -> None:
     items = [item(prompt=(1, 2), generated=(2, 3, 3), position=n + 1, **row) for n, row in enumerate(rows)]

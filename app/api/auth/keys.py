@@ -67,12 +67,12 @@ class KeyRing:
         return found
 
     def account_named(self, name: str) -> Account:
-        """The account of the key of this name; for "", the name of a time without keys, one without limits.
+        """The account of the key of this name.
 
-        Raises Unauthenticated when there is no such key any more.
+        Raises Unauthenticated when there is no such key any more, and for "", the name of a time without keys.
         """
-        if not name:
-            return Account(None, self._clock, self._pools)
+        if not name:  # no key could read its results, and none has limits for it
+            raise Unauthenticated("this was sent without an API key, before this server required one")
         for account in self._accounts.values():
             if account.name == name:
                 return account

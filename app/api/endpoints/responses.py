@@ -16,7 +16,7 @@ from app.api.http.errors import error_body
 from app.api.http.sse import named_event_pieces
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import Writer
-from app.api.output.progress import Json, Progress
+from app.api.output.progress import GrowingText, Json, Progress
 from app.api.output.token_details import (
     CHAT_LOGPROBS,
     PackedLogprobs,
@@ -164,7 +164,7 @@ class ResponseBuilder:
             yield from self._open(_Message(self._logprobs))
         message = self._output[-1]
         assert isinstance(message, _Message), "one was opened"
-        message.text += text
+        message.text.add(text)
         logprobs = self._logprobs(self._pending_logprobs)
         message.logprobs.add(self._pending_logprobs)
         self._pending_logprobs = []
@@ -176,7 +176,7 @@ class ResponseBuilder:
         call = self._output[-1]
         assert isinstance(call, _FunctionCall), "deltas of a call follow each other"
         self._pending_logprobs = []  # only text has log-probabilities
-        call.arguments += piece.arguments
+        call.arguments.add(piece.arguments)
         if piece.arguments:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
 
@@ -195,11 +195,11 @@ class ResponseBuilder:
         item.status = "completed" if is_complete else "incomplete"
         if isinstance(item, _Message):
             place = self._place() | {"content_index": 0}
-            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.rows())
+            yield self._event("response.output_text.done", **place, text=str(item.text), logprobs=item.rows())
             yield self._event("response.content_part.done", **place, part=item.part())
         else:
             yield self._event(
-                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=item.arguments
+                "response.function_call_arguments.done", **self._place(), name=item.name, arguments=str(item.arguments)
             )
         yield self._item_event("response.output_item.done")
 
@@ -233,7 +233,7 @@ class _Message:
     """A message of the assistant."""
 
     write_logprobs: Callable[[list[TokenLogprob]], list[Json]]
-    text: str = ""
+    text: GrowingText = field(default_factory=GrowingText)
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # where the request asks for them
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -242,13 +242,13 @@ class _Message:
         return self.logprobs.rows(self.write_logprobs) if self.logprobs else []
 
     def part(self) -> Json:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.rows()}
+        return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": self.rows()}
 
     def empty_part(self) -> Json:
         return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
     def as_json(self) -> Json:
-        content = [self.part()] if self.text or self.status != "in_progress" else []
+        content = [self.part()] if str(self.text) or self.status != "in_progress" else []
         return {
             "id": self.item_id,
             "type": "message",
@@ -264,7 +264,7 @@ class _FunctionCall:
 
     call_id: str
     name: str
-    arguments: str = ""
+    arguments: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
     item_id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
 
@@ -275,5 +275,5 @@ class _FunctionCall:
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": self.arguments,
+            "arguments": str(self.arguments),
         }

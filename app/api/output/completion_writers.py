@@ -49,9 +49,10 @@ class ChatFormat:
     logprobs = CHAT_LOGPROBS
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
-        message: Json = {"role": "assistant", "content": output.text, "refusal": None}
-        if output.calls:
-            message |= {"content": output.text or None, "tool_calls": output.calls}
+        text, calls = str(output.text), output.calls
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"index": index, "message": message} | _ending(output.finish_reason, output.stop_reason)
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
@@ -84,7 +85,7 @@ class CompletionFormat:
     logprobs = COMPLETION_LOGPROBS
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
-        return {"index": index, "text": output.text} | _ending(output.finish_reason, output.stop_reason)
+        return {"index": index, "text": str(output.text)} | _ending(output.finish_reason, output.stop_reason)
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         if not piece.text and piece.finish_reason is None and not details:

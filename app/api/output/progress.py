@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 from app.api.call import Call
@@ -19,24 +20,45 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
+class GrowingText:
+    """A text in pieces. Adding one costs its own length; a `str` in a field would be copied whole at every token."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, text: str = "") -> None:
+        self._buffer = StringIO()
+        self._buffer.write(text)
+
+    def add(self, piece: str) -> None:
+        self._buffer.write(piece)
+
+    def __str__(self) -> str:
+        return self._buffer.getvalue()
+
+
 @dataclass(slots=True)
 class ChoiceOutput:
     """The output of one choice by now."""
 
-    text: str = ""
+    text: GrowingText = field(default_factory=GrowingText)
     num_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    calls: list[Json] = field(default_factory=list)
+    _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # the first delta, all arguments
+
+    @property
+    def calls(self) -> list[Json]:
+        """Its tool calls."""
+        return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
 
     def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
         """Add what is new of its tool calls."""
         for delta in deltas:
             if delta.name is not None:
-                self.calls.append(tool_call(delta))
+                self._calls.append((delta, GrowingText(delta.arguments)))
             else:
-                self.calls[delta.number]["function"]["arguments"] += delta.arguments
+                self._calls[delta.number][1].add(delta.arguments)
 
 
 @dataclass(slots=True)
@@ -69,7 +91,7 @@ class Progress:
             output.num_cached_tokens = piece.num_cached_tokens
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
         if keep_text:
-            output.text += piece.text
+            output.text.add(piece.text)
             output.add_calls(piece.calls)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
