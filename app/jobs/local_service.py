@@ -251,8 +251,8 @@ class LocalBatchService(BatchService):
         opened.expiry()
         try:
             await self._thread.run(opened.catalog.note_time, opened.expiry.seen)
-        except STORAGE_FAILURES:
-            logger.exception("the time could not be noted")
+        except STORAGE_FAILURES as error:
+            logger.error("the time could not be noted: %s", described(error))
 
     async def _keep_house(self, opened: _Open) -> None:
         """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
