@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from app.api import RequestHandler, ServedModel
 from app.api.endpoints.admin import ProcessReport
 from app.config import ApplicationConfig, ServedModelConfig
-from app.errors import Unavailable
+from app.errors import CarouselError, Failure, Unavailable, traceback_of
 from app.jobs.batch_runner import Execution, FleetExecution
 from app.jobs.local_service import LocalBatchService
 from app.jobs.preparation import PreparedItem
@@ -27,6 +28,8 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import return_large_blocks
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
+
+logger = logging.getLogger(__name__)
 
 OPENING_TIMEOUT_S = 10.0
 
@@ -55,7 +58,13 @@ class Batches:
         await asyncio.wait({self._opening}, timeout=OPENING_TIMEOUT_S)
         if not self._opening.done():
             raise Unavailable("files and batches are being opened or are another process's; try again")
-        return await getattr(self._opening.result(), method)(*arguments)
+        try:
+            return await getattr(self._opening.result(), method)(*arguments)
+        except CarouselError:
+            raise
+        except Exception as error:  # Serve would log it with its message
+            logger.error("%s of files and batches failed: %s", method, traceback_of(error))
+            raise Failure("the process of files and batches failed on this request; its log has the reason") from None
 
     async def metrics_report(self) -> IngressReport:
         """What this process has measured of the lines that it sent, and what has come of them."""

@@ -47,6 +47,26 @@ def ask(service: Service, model: str, prompt: str = "Count from 3 to 9.", **fiel
     return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60)
 
 
+def test_web_pages_are_refused_through_the_proxy_and_names_of_this_machine_are_not(service: Service) -> None:
+    """The proxy passes Host and Origin on; the service has no keys, so it answers to loopback's names alone."""
+    body = {"model": "least", "prompt": "3", "max_tokens": 1}
+
+    def statuses(**headers: str) -> tuple[int, int]:
+        asked = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
+        return httpx.get(f"{service.url}/admin/keys", headers=headers, timeout=60).status_code, asked.status_code
+
+    port = service.url.rpartition(":")[2]
+    for host in (f"127.0.0.1:{port}", "localhost", "localhost:18000", "[::1]:8000", "chat.localhost"):
+        assert statuses(host=host) == (200, 200), host
+        assert statuses(host=host, origin=f"http://{host}") == (200, 200), host
+    assert statuses(host="evil.example") == (403, 403)
+    assert statuses(host="evil.example", **{"x-forwarded-host": "localhost"}) == (403, 403)
+    assert statuses(origin="https://evil.example") == (403, 403)
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    sent = httpx.post(f"{service.url}/v1/completions", content=json.dumps(body), headers=form, timeout=60)
+    assert (sent.status_code, sent.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
 @contextmanager
 def long_stream(service: Service, model: str) -> Iterator[httpx.Response]:
     """A stream that has begun and is not read on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
 
 from pydantic_core import from_json
 
@@ -14,6 +14,7 @@ from app.jobs.items import BYTE_ORDER_MARK
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
 _READ_BYTES = 1024 * 1024
+_BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # around the body in a line of output
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -63,19 +64,37 @@ async def _content(service: BatchService, owner: str, file_id: str) -> bytes:
 
 
 def _merged(sent: bytes, output: bytes, errors: bytes) -> bytes:
-    # Encoded one by one: a single call for all of them would let no other thread run meanwhile.
-    ends = {line["custom_id"]: line for line in (*_lines(output), *_lines(errors))}
-    custom_ids = [line["custom_id"] for line in _lines(sent)]
-    results = (_result(index, ends[custom_id]) for index, custom_id in enumerate(custom_ids) if custom_id in ends)
-    return b"[" + b",".join(map(encoded_json, results)) + b"]"
+    ends = dict(map(_end, (*_lines(output), *_lines(errors))))
+    custom_ids = [from_json(line)["custom_id"] for line in _lines(sent)]
+    results = (ends[custom_id](index) for index, custom_id in enumerate(custom_ids) if custom_id in ends)
+    return b"[" + b",".join(results) + b"]"
 
 
-def _result(index: int, line: Json) -> Json:
-    response = line["response"]
+def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
+    """The custom id of a line of output, and what makes the result of it and its place in the input.
+
+    The body of a response is taken as it stands: to parse and write megabytes would let no other thread run meanwhile.
+    """
+    before, body_mark, rest = line.partition(_BODY_MARK)  # in a text it would have backslashes
+    if body_mark and rest.endswith(_BEHIND_BODY):
+        parsed = from_json(before + b"}}")
+        if parsed["response"]["status_code"] == 200:
+            custom_id, body = parsed["custom_id"], rest.removesuffix(_BEHIND_BODY)
+            return custom_id, lambda index: _with_body(result(index, custom_id, Answered(200, {})), body)
+    parsed = from_json(line)
+    response = parsed["response"]
     answered = None if response is None else Answered(response["status_code"], response["body"])
-    return result(index, line["custom_id"], answered, line["error"])
+    return parsed["custom_id"], lambda index: encoded_json(
+        result(index, parsed["custom_id"], answered, parsed["error"])
+    )
 
 
-def _lines(content: bytes) -> list[Any]:
+def _with_body(entry: Json, body: bytes) -> bytes:
+    """The entry as JSON, its response from JSON."""
+    fields = (f'"{name}":'.encode() + (body if name == "response" else _encode(entry[name]).encode()) for name in entry)
+    return b"{" + b",".join(fields) + b"}"
+
+
+def _lines(content: bytes) -> list[bytes]:
     # Lines end with line feeds only, as where they are read to be computed.
-    return [from_json(line) for line in content.removeprefix(BYTE_ORDER_MARK).split(b"\n") if line.strip()]
+    return [line for line in content.removeprefix(BYTE_ORDER_MARK).split(b"\n") if line.strip()]

@@ -35,8 +35,8 @@ class OriginPolicy:
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises NotPermitted for a Host or an Origin that may not use the service.
 
-        A request without Origin is no page's, or reads something that the page will not see. One whose Origin is the
-        Host itself is of a page on the service's own address. Forwarding headers are not looked at: any client can
+        A request without Origin is no page's, or reads something that the page will not see. With the Host itself as
+        its Origin, it is of a page on the service's own address. Forwarding headers are not looked at: any client can
         send them.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -90,7 +90,7 @@ def _is_loopback(host: str) -> bool:
     """Whether the name in a Host header can only be this machine's. Without the header: no browser leaves it out."""
     match = _HOST.fullmatch(host)
     name = match[1].strip("[]").lower().removesuffix(".") if match else host
-    if name in ("", "localhost") or name.endswith(".localhost"):
+    if name in ("", "localhost", "127.0.0.1", "::1") or name.endswith(".localhost"):
         return True
     try:
         address = ip_address(name)
