@@ -29,6 +29,6 @@ def weights_digest(location: str, revision: str | None = None) -> int:
 
 
 def _downloaded(hub_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from transformers.utils.hub import cached_file
 
-    return Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+    return Path(str(cached_file(hub_id, "config.json", revision=revision, local_files_only=True))).parent
