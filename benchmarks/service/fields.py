@@ -152,7 +152,7 @@ class Sweep:
     async def calm(self, max_model_len: int) -> Cost:
         """The most of times with an ordinary long prompt."""
         long = {"prompt": [300] * (max_model_len // 2), "max_tokens": 8, "ignore_eos": True}
-        costs, ends_s = [], time.perf_counter() + _CALM_S
+        costs, ends_s = list[Cost](), time.perf_counter() + _CALM_S
         while time.perf_counter() < ends_s:
             long["cache_salt"] = str(len(costs))
             costs.append(await self.cost("/v1/completions", json.dumps(long).encode()))
