@@ -27,7 +27,7 @@ from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, described
 from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,20 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
         max_waiting_tokens=MAX_WAITING_TOKENS,
         matchers=build_matchers(config, engine.facts),
     )
+
+
+def digest_of_weights(config: EngineConfig) -> int:
+    """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
+    from app.model.weights_digest import weights_digest
+
+    model = config.model
+    if model.simulated is not None:
+        return 0
+    try:
+        return weights_digest(resolve_model_path(model.path), model.revision)
+    except (OSError, ValueError) as error:
+        logger.warning("the files of %s have no digest: %s", model.path, described(error))
+        return 0
 
 
 def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:

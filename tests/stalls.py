@@ -12,7 +12,8 @@ class Stalls:
     """Between two turns of a task of its own, which does nothing.
 
     `longest_s` is the most CPU time of the loop's own thread: a busy machine does not change it. `longest_process_s` is
-    the most CPU time of all threads: it also holds the time in which another thread held the interpreter lock.
+    the most CPU time of all threads, of each pause no more than its time by the clock: it also holds the time in which
+    another thread held the interpreter lock, and not what threads without the lock compute beside the loop.
     `longest_pause_s` is the most time by the clock, whatever else runs on the machine: for benchmarks.
     """
 
@@ -27,8 +28,9 @@ class Stalls:
             cpu_s, process_s, at_s = time.thread_time(), time.process_time(), time.perf_counter()
             await asyncio.sleep(0)
             self.longest_s = max(self.longest_s, time.thread_time() - cpu_s)
-            self.longest_process_s = max(self.longest_process_s, time.process_time() - process_s)
-            self.longest_pause_s = max(self.longest_pause_s, time.perf_counter() - at_s)
+            pause_s = time.perf_counter() - at_s
+            self.longest_process_s = max(self.longest_process_s, min(pause_s, time.process_time() - process_s))
+            self.longest_pause_s = max(self.longest_pause_s, pause_s)
 
 
 @asynccontextmanager

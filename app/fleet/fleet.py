@@ -136,7 +136,7 @@ class Fleet:
                 raise
             except Overloaded as full:
                 avoid |= {in_flight.replica_id}
-                if avoid.issuperset(self._open_replica_ids()):
+                if avoid.issuperset(self._open_replica_ids(in_flight.needs_weights)):
                     await self._wait_for_room(in_flight, full)
                     avoid = frozenset()
             finally:
@@ -161,7 +161,8 @@ class Fleet:
         """Send a request to the replica that the registry chooses, as soon as there is one."""
         while True:
             in_flight.seconds_left(self._clock())  # raises where none is left
-            replica_ids = self._open_replica_ids() or await self._wait_for_replicas()
+            weights = in_flight.needs_weights
+            replica_ids = self._open_replica_ids(weights) or await self._wait_for_replicas(weights)
             sent = in_flight.begin_attempt(self._clock())
             try:
                 replica_id = self._registry.place(sent, replica_ids, avoid=avoid)
@@ -169,7 +170,7 @@ class Fleet:
             except Overloaded as full:
                 await self._wait_for_room(in_flight, full)
         is_trusted = not self._registry.is_suspect(replica_id)
-        in_flight.place(replica_id, is_trusted=is_trusted)
+        in_flight.place(replica_id, is_trusted=is_trusted, weights=weights or self._registry.weights_of(replica_id))
         if is_trusted and replica_id in self._explained:
             self._explained.remove(replica_id)  # it was not dead but silent
         self._in_flight[in_flight.attempt_id] = in_flight
@@ -249,26 +250,32 @@ class Fleet:
 
     # ------------------------------------------------------------------ the replicas
 
-    def _open_replica_ids(self) -> list[str]:
-        """The replicas that take requests now."""
-        connections = self._connections
-        return [each for each in self._registry.replica_ids if connections[each].is_open]
+    def _open_replica_ids(self, weights: int) -> list[str]:
+        """The replicas that take requests now, for tokens of these weights; 0: for any."""
+        connections, registry = self._connections, self._registry
+        return [
+            each for each in registry.replica_ids if connections[each].is_open and registry.has_weights(each, weights)
+        ]
 
-    async def _wait_for_replicas(self) -> list[str]:
-        """Wait until a replica takes requests; returns all that do.
+    async def _wait_for_replicas(self, weights: int) -> list[str]:
+        """Wait until a replica takes requests, as for `_open_replica_ids`; returns all that do.
 
         Raises Unavailable when there is none for too long, Overloaded when too many requests wait for one.
         """
         seconds = self._limits.place_timeout_s
         try:
             async with asyncio.timeout(seconds):
-                while not (replica_ids := self._open_replica_ids()):
+                while not (replica_ids := self._open_replica_ids(weights)):
                     if self._registry.replica_ids:
                         await self._changed.wait()
                     else:
                         await self._wake()
                 return replica_ids
         except TimeoutError:
+            if weights and self._open_replica_ids(0):
+                raise Unavailable(
+                    "the replica of this request was lost, and the others have other weights; send it again"
+                ) from None
             raise Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again") from None
 
     async def _wake(self) -> None:

@@ -54,7 +54,9 @@ Message = SubmitRequest | AbortRequest
 ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
-def report_of(stats: EngineStats, *, group: str, max_requests: int, step_age_s: float) -> ReplicaReport:
+def report_of(
+    stats: EngineStats, *, group: str, max_requests: int, step_age_s: float, weights: int = 0
+) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
         group=group,
@@ -68,6 +70,7 @@ def report_of(stats: EngineStats, *, group: str, max_requests: int, step_age_s: 
         tokens_per_s=stats.speed,
         ended_per_s=stats.ended_per_s,
         step_age_s=step_age_s,
+        weights=weights,
     )
 
 

@@ -36,6 +36,7 @@ class InFlightRequest:
         self.num_attempts = 0
         self.lost_on: list[str] = []  # the replicas that were lost while they had it
         self.fruitless_on: list[str] = []  # the last of these in a row that were sound before and gave it no token
+        self.weights = 0  # the digest of those that its tokens are of; 0 while not known
         self.lost_at: float | None = None  # when its last replica was lost, by the clock of `began_at`
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
@@ -64,6 +65,11 @@ class InFlightRequest:
     def num_tokens(self) -> int:
         """Generated so far, by all attempts."""
         return len(self._token_ids)
+
+    @property
+    def needs_weights(self) -> int:
+        """The digest of the only weights with which it can go on; 0 while it has no tokens, and any will do."""
+        return self.weights if self._num_known else 0
 
     @property
     def has_progressed(self) -> bool:
@@ -109,9 +115,10 @@ class InFlightRequest:
         self._begin(sent)
         return sent
 
-    def place(self, replica_id: str, *, is_trusted: bool) -> None:
+    def place(self, replica_id: str, *, is_trusted: bool, weights: int = 0) -> None:
         """The current attempt is sent to a replica, which may still refuse it."""
         self.replica_id = replica_id
+        self.weights = weights
         self.is_trusted = is_trusted
 
     def note_loss(self, now: float) -> None:

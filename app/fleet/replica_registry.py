@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from app.fleet.dispatch import (
     Sessions,
     of_group,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class ReplicaRegistry:
         self._sessions = Sessions()
         self._prefixes: PrefixIndex | None = None  # from the first report on, which says how much KV memory there is
         self._retry_times = RetryTimes()
+        self._weights = 0  # the digest that a replica has reported last
+        self._differing: frozenset[str] = frozenset()  # replicas that were told of
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
 
     @property
@@ -153,6 +158,27 @@ class ReplicaRegistry:
         if self._prefixes is None:
             self._prefixes = PrefixIndex(block_size=self._block_size, max_tokens=report.num_kv_tokens)
         self._ledger.note(replica_id, report, now=self._clock())
+        if report.weights != self._weights:
+            self._note_weights(replica_id, report.weights)
+
+    def has_weights(self, replica_id: str, weights: int) -> bool:
+        """Whether a replica can go on with tokens of these weights, as far as both are known (0: not)."""
+        return not weights or self.weights_of(replica_id) in (0, weights)
+
+    def weights_of(self, replica_id: str) -> int:
+        """The digest of a replica's weights; 0 while not known."""
+        report = self._ledger.replica(replica_id).report
+        return 0 if report is None else report.weights
+
+    def _note_weights(self, replica_id: str, weights: int) -> None:
+        if self._weights and weights and replica_id not in self._differing:
+            self._differing = self._differing.intersection(self._replica_ids) | {replica_id}
+            logger.warning(
+                "replica %s has other weights (%08x) than the one before (%08x): answers differ between them; outside "
+                "of an update set engine.model.revision to a commit, or copy the same files to every machine",
+                replica_id, weights, self._weights,
+            )  # fmt: skip
+        self._weights = weights or self._weights
 
     def suspect(self, replica_id: str) -> None:
         """A replica's stream broke or is silent: it is tried last until it reports again."""
@@ -195,4 +221,5 @@ class ReplicaRegistry:
             "tokens_per_s": candidate.tokens_per_s,
             "ended_per_s": report and report.ended_per_s,
             "step_age_s": report and report.step_age_s,
+            "weights": report and f"{report.weights:08x}",
         }

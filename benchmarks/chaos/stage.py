@@ -17,7 +17,7 @@ from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, mixed, with_ref
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import Process, family
-from benchmarks.harness.service import Layout, Service, service
+from benchmarks.harness.service import Layout, Service, scraped, service
 
 LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
@@ -25,7 +25,6 @@ RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
 _INGRESS = "ray::ServeReplica:carousel:ingress"
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _REPLICA_LABEL = re.compile(r'replica="([^"]*)"')
 
 
@@ -90,7 +89,7 @@ class Stage:
 
     def holdings(self) -> Holdings:
         """Asked over /metrics. Raises OSError when no ingress answers."""
-        samples = _scrape(self.target)
+        samples = scraped(self.target)
 
         def total(name: str) -> int:
             return round(sum(value for found, _, value in samples if found == name))
@@ -196,13 +195,6 @@ def application(
             }
         ],
     }
-
-
-def _scrape(target: Target) -> list[tuple[str, str, float]]:
-    """(name, labels, value) of every sample of /metrics."""
-    with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]
 
 
 @dataclass(frozen=True, slots=True)

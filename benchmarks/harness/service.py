@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -33,6 +34,7 @@ _PROJECT = Path(__file__).resolve().parent.parent.parent
 _CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
 _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _PORTS = range(20_000, 30_000)  # neither the kernel nor Ray takes ports from here by itself
 
 
@@ -186,3 +188,10 @@ def _free_port() -> int:
                 continue
         return port
     raise BenchmarkError(f"no port from {_PORTS.start:,} to {_PORTS.stop - 1:,} is free")
+
+
+def scraped(target: Target) -> list[tuple[str, str, float]]:
+    """(name, labels, value) of every sample of /metrics."""
+    with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.assembly import build_engine
+from app.assembly import build_engine, digest_of_weights
 from app.config import ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
@@ -37,6 +37,7 @@ class Replica:
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
         self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
+        self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
         self._loop = LoopMonitor()
@@ -84,7 +85,11 @@ class Replica:
     def _report(self) -> ReplicaReport:
         engine = self._engine
         return report_of(
-            engine.stats(), group=self._group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
+            engine.stats(),
+            group=self._group,
+            max_requests=engine.max_requests,
+            step_age_s=engine.step_age_s,
+            weights=self._weights,
         )
 
     async def _drain(self) -> None:

@@ -102,6 +102,7 @@ def test_a_bad_prompt_fails_alone_with_the_error_that_it_would_have_had(
         ({"prompts": ["Hi"] * 10_001, "async": True}, "prompts"),
         ({"prompts": ["Hi"] * 17}, "prompts"),
         ({"prompts": ["Hi"] * 9, "n": 2}, "prompts"),
+        ({"prompts": ["Hi"] * 9, "best_of": 2}, "prompts"),
         ({"prompts": ["Hi"], "prompt": "Ho"}, "prompt"),
         ({"prompts": ["Hi"], "messages": chat("Ho")}, "messages"),
         ({"prompts": ["Hi"], "stream": True}, "stream"),

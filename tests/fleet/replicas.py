@@ -24,7 +24,7 @@ from app.fleet import (
     report_of,
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
-from app.fleet.frames import SubmitRequest, encode, message_decoder
+from app.fleet.frames import FRAME_VERSION, SubmitRequest, encode, message_decoder
 from tests.fakes import CountingRunner, build_fake_engine
 from tests.waiting import until
 
@@ -73,6 +73,8 @@ class LocalReplica:
         self.runner = SteppedRunner(step_s)
         self.engine = AsyncEngine(build_fake_engine(runner=self.runner, num_blocks=400), max_requests=max_requests)
         self.group = group
+        self.weights = 0
+        self.frame_version = FRAME_VERSION
         self.is_dead = False
         self.is_heard = asyncio.Event()  # else nothing comes through and nothing arrives
         self.is_heard.set()
@@ -83,7 +85,11 @@ class LocalReplica:
     def report(self) -> ReplicaReport:
         engine = self.engine
         return report_of(
-            engine.stats(), group=self.group, max_requests=engine.max_requests, step_age_s=engine.step_age_s
+            engine.stats(),
+            group=self.group,
+            max_requests=engine.max_requests,
+            step_age_s=engine.step_age_s,
+            weights=self.weights,
         )
 
     async def matcher_of(self, request: Request) -> Any:
@@ -122,7 +128,7 @@ class LocalStream(asyncio.Transport):
         self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:
-        self._to_reader.put_nowait(encode(frame))
+        self._to_reader.put_nowait(bytes([self._replica.frame_version]) + encode(frame)[1:])
 
     def write(self, data: Any) -> None:
         self._to_replica.put_nowait(bytes(data))

@@ -88,6 +88,65 @@ def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> None:
     asyncio.run(main())
 
 
+def test_a_request_goes_on_only_with_the_weights_that_made_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        local = LocalFleet(4)
+        for replica, weights in zip(local.replicas, (1, 1, 2, 2), strict=True):
+            replica.weights = weights
+        async with local:
+            assert "has other weights" in caplog.text
+            requests = alike(24)
+            local.hold(*local.replicas)
+            answers = start(local, requests)
+            first, second, *_ = local.replicas
+            await local.held(first)
+            served = {request.request_id for request in first.served}
+            first.kill()
+            local.go()
+            for request, (tokens, _) in zip(requests, await asyncio.gather(*answers), strict=True):
+                assert tokens == expected(request)
+            resumed = [each for replica in local.replicas[1:] for each in replica.served if each.generated_token_ids]
+            assert served
+            assert len(resumed) == len(served)
+            assert {each.request_id for each in resumed} <= {each.request_id for each in second.served}
+
+    asyncio.run(main())
+
+
+def test_a_request_is_not_continued_with_other_weights_where_there_are_no_more_of_its_own() -> None:
+    async def main() -> None:
+        local = LocalFleet(2, place_timeout_s=0.2)
+        for weights, replica in enumerate(local.replicas, 1):
+            replica.weights = weights
+        async with local:
+            local.hold(*local.replicas)
+            [answer] = start(local, alike(1))
+            [serving] = await until(lambda: [replica for replica in local.replicas if replica.served])
+            await local.held(serving)
+            serving.kill()
+            local.go()
+            with pytest.raises(Unavailable, match="the others have other weights; send it again"):
+                await answer
+            [begun] = await asyncio.gather(*start(local, alike(1)))
+            assert len(begun[0]) == 50, "a new request takes any replica"
+
+    asyncio.run(main())
+
+
+def test_a_replica_whose_frames_have_another_version_breaks_no_stream_and_gets_no_request() -> None:
+    async def main() -> None:
+        requests = mixed(20, seed=3)
+        async with LocalFleet(2) as local:
+            begun = start(local, requests[:10])
+            newer = local.join_another()
+            newer.frame_version += 1
+            answers = await asyncio.gather(*begun, *start(local, requests[10:]))
+            assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
+            assert not newer.served
+
+    asyncio.run(main())
+
+
 def test_a_request_goes_on_after_its_first_tokens_and_is_counted_once() -> None:
     async def main() -> None:
         request = make_request((5, 6, 7, 8, 9), max_tokens=40)

@@ -74,9 +74,9 @@ class PromptList:
     common: SharedBody  # the same, checked
 
     @property
-    def num_choices(self) -> int:
+    def num_samples(self) -> int:
         """Of all prompts."""
-        return len(self.asked.prompts) * self.common.parsed.n
+        return len(self.asked.prompts) * self.common.parsed.num_samples
 
     def bodies(self) -> list[Json]:
         """The body that each prompt would have at the endpoint."""

@@ -66,9 +66,9 @@ class ShortBatchRoutes:
 
     async def _answer(self, request: Request, prompts: PromptList) -> Json:
         max_prompts = self._handler.limits.max_prompts
-        if prompts.num_choices > max_prompts:
+        if prompts.num_samples > max_prompts:
             raise InvalidRequest(
-                f"the prompts make {prompts.num_choices:,} choices; this server answers {max_prompts:,} at "
+                f"the prompts make {prompts.num_samples:,} choices; this server answers {max_prompts:,} at "
                 f"once: send async: true for more",
                 param="prompts",
             )

@@ -22,3 +22,4 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens_per_s: float  # in steps of one size, the same on all replicas; 0 while not known
     ended_per_s: float  # requests that end in a second of computing
     step_age_s: float  # how long the current step has been running
+    weights: int = 0  # a digest of the model's files; 0 while not known

@@ -1,0 +1,287 @@
+"""A body for every field of every endpoint that takes JSON, each filled to what the service's own description permits.
+
+Where the description gives no limit, a field is as large as the body may be. No network here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+Json = dict[str, Any]
+
+DEPTH = 180  # the service's parser of JSON accepts some 200
+_LENGTH_FIELDS = {
+    "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/batch": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}  # fmt: skip
+_NUM_PROMPTS = 128  # of a list where another field is filled
+_REPEATED = 128  # items that are all filled
+_ASKED_TOKENS = 16  # of a body in which another field is filled
+_TEXTS = {"words": "many words of text ", "letter": "a", "spaces": " ", "signs": '\\"<{\u00e9\U0001f9ff'}
+# What a filled field needs beside it, or the body is refused for that; and which of several types it belongs to.
+_NEEDED: dict[str, Json] = {
+    "json_schema": {"type": "json_schema"},
+    "structures": {"type": "structural_tag", "triggers": ["w"]},
+    "triggers": {"type": "structural_tag", "structures": [{"begin": "w", "schema": {}, "end": "x"}]},
+    "schema": {"type": "json_schema", "name": "s"},
+    "tool_calls": {"role": "assistant"},
+    "tool_call_id": {"role": "tool"},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
+    "stream_options": {"stream": True},
+    "tool_choice": {"tools": [{"type": "function", "name": "w0", "function": {"name": "w0"}}]},
+    "prompt_logprobs": {"stream": False},
+}
+# Of a call with the most work that few characters ask for.
+_LARGE_ANSWER: Json = {
+    "n": 16, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
+    "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_p": 0.1,
+    "top_k": 50, "top_p": 0.9, "include": ["message.output_text.logprobs"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FieldBody:
+    """One body."""
+
+    path: str  # of the endpoint
+    name: str  # with the filled field, or two with a `+`, and with what it is filled
+    value: Json
+
+    def data(self) -> bytes:
+        return json.dumps(self.value, ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A value of a schema in which one field, at `place` in it, is filled."""
+
+    place: str
+    filling: str
+    value: Any
+
+    @property
+    def is_list(self) -> bool:
+        return self.filling == "most"
+
+
+def field_bodies(
+    document: Mapping[str, Any], *, size: int, max_model_len: int, with_pairs: bool = True
+) -> Iterator[FieldBody]:
+    """For each endpoint of an OpenAPI document: its fields one by one, its lists two by two, and the largest answer.
+
+    size: bytes of a body, about. Bodies are the same each time.
+    """
+    filler = _Filler(document["components"]["schemas"], max_model_len)
+    for path, schema in _endpoints(document):
+        for filled in filler.fields(schema, size):
+            if filled.place:  # not the body as a whole
+                yield _body(path, f"{filled.place} {filled.filling}", filled.value)
+        lists = _lists(filler.fields(schema, size // 2)) if with_pairs else []
+        for first, second in combinations(lists, 2):
+            yield _body(path, f"{first.place} + {second.place}", merged(first.value, second.value))
+        if "temperature" in schema["properties"]:
+            yield _body(path, "the largest answer", filler.minimal(schema) | _large_answer(schema, max_model_len // 2))
+
+
+def _endpoints(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+    """The path and the schema of each body of JSON."""
+    schemas = document["components"]["schemas"]
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        body = content.get("application/json", {}).get("schema", {})
+        for option in body.get("anyOf", [body] if body else []):
+            schema = schemas[option["$ref"].rpartition("/")[2]]
+            if schema.get("additionalProperties") is True and "CompletionRequest" in schemas:
+                # Its other fields are those of all prompts.
+                shared = schemas["CompletionRequest"]["properties"]
+                shared = {name: each for name, each in shared.items() if name != "prompt"}
+                schema = schema | {"properties": shared | schema["properties"]}
+            yield path, schema
+
+
+def _body(path: str, name: str, value: Json) -> FieldBody:
+    if value.get("prompts") == ["w0"]:
+        value = value | {"prompts": [f"w{number}" for number in range(_NUM_PROMPTS)]}
+    limit = _LENGTH_FIELDS.get(path)
+    return FieldBody(path, f"{path} {name}", ({limit: _ASKED_TOKENS} if limit else {}) | value)
+
+
+def _large_answer(schema: Json, num_tokens: int) -> Json:
+    """Those of `_LARGE_ANSWER` that the endpoint's description permits, at this length."""
+    wanted = _LARGE_ANSWER | dict.fromkeys(_LENGTH_FIELDS.values(), num_tokens)
+    return {
+        name: value
+        for name, value in wanted.items()
+        for option in _options(schema["properties"].get(name, {}))
+        if option.get("type") in _TYPE_NAMES[type(value)]
+    }
+
+
+_TYPE_NAMES: dict[type, tuple[str, ...]] = {
+    int: ("integer", "number"), float: ("number",), bool: ("boolean",), list: ("array",),
+}  # fmt: skip
+
+
+def _options(schema: Json) -> list[Json]:
+    """The alternatives of a schema without null."""
+    if "properties" in schema:  # alternatives beside them are rules between them
+        return [schema]
+    options = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    return [option for option in options if option.get("type") != "null"]
+
+
+def _lists(filled: Iterator[_Filled]) -> list[_Filled]:
+    """One for each field with the most items that fit."""
+    return list({each.place: each for each in filled if each.is_list}.values())
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Both objects as one; of two lists the longer one, of other values the first."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {
+            key: merged(first[key], second[key]) if key in first and key in second else first.get(key, second.get(key))
+            for key in first | second
+        }
+    if isinstance(first, list) and isinstance(second, list):
+        return max(first, second, key=len)
+    return first
+
+
+class _Filler:
+    """Makes values of JSON schemas."""
+
+    def __init__(self, schemas: Mapping[str, Json], max_model_len: int) -> None:
+        self._schemas = schemas
+        self._max_model_len = max_model_len
+
+    def minimal(self, schema: Json, number: int = 0) -> Any:
+        """The least value of a schema; texts and integers with another number are others."""
+        while len(_options(schema)) > 1:
+            schema = _options(schema)[0]
+        schema = self._resolved(schema)
+        if "const" in schema or "enum" in schema:
+            return schema.get("const", next(iter(schema.get("enum", [None]))))
+        kind = schema.get("type")
+        if kind == "object":
+            known = schema.get("properties", {})
+            # A message needs content, which its schema says as a rule between fields.
+            required = [*schema.get("required", ()), *({"role", "content"} & known.keys())]
+            return {name: self.minimal(known[name], number) for name in required if name in known}
+        if kind == "array":
+            return [self.minimal(schema.get("items", {}), each) for each in range(schema.get("minItems", 0))]
+        if kind in ("integer", "number"):
+            return max(schema.get("minimum", 0), min(schema.get("maximum", 700), number % 700))
+        return f"w{number}" if kind == "string" else True if kind == "boolean" else {}
+
+    def fields(self, schema: Json, size: int) -> Iterator[_Filled]:
+        """Values of a schema, in each of which one field is filled to so many bytes, however deep it is."""
+        for option in _options(schema):
+            option = self._resolved(option)
+            if len(_options(option)) > 1:
+                yield from self.fields(option, size)
+                continue
+            fill = _FILLS.get(option.get("type", ""))
+            if fill is not None and "const" not in option:
+                yield from fill(self, option, size)
+
+    def _objects(self, schema: Json, size: int) -> Iterator[_Filled]:
+        minimal = self.minimal(schema)
+        for name, field in schema.get("properties", {}).items():
+            for filled in self.fields(field, size):
+                place = f"{name}.{filled.place}" if filled.place else name
+                needed = {key: each for key, each in _NEEDED.get(name, {}).items() if key in schema["properties"]}
+                value = minimal | needed | {name: filled.value}
+                yield _Filled(place.replace(".[", "["), filled.filling, value)
+        if schema.get("additionalProperties") and "properties" not in schema:
+            yield from self._free_objects(schema, size)
+
+    def _free_objects(self, schema: Json, size: int) -> Iterator[_Filled]:
+        most = min(schema.get("maxProperties", size), size // 12)
+        of_numbers = "pattern" in schema.get("propertyNames", {})
+        if isinstance(schema["additionalProperties"], dict):
+            value = self.minimal(schema["additionalProperties"], 1)
+            yield _Filled("", "most", {str(key) if of_numbers else f"k{key}": value for key in range(most)})
+            return
+        yield _Filled("", "most", {f"k{key}": 1 for key in range(most)})
+        yield _Filled("", "text", {"k": _text("words", size)})
+        yield _Filled("", "list", {"k": [1] * (size // 3)})
+        yield _Filled("", "deep", {"k": [_nested(DEPTH)] * (size // (2 * DEPTH + 2))})
+        if "maxProperties" not in schema:
+            yield _Filled("", "schema", _object_schema(size // 30))
+            yield _Filled("", "enum", {"enum": [f"w{number}" for number in range(size // 11)]})
+            yield _Filled("", "pattern", {"type": "string", "pattern": "(a|b)" * (size // 6)})
+            yield _Filled("", "counted", {"type": "string", "minLength": size, "maxLength": 2 * size})
+
+    def _arrays(self, schema: Json, size: int) -> Iterator[_Filled]:
+        item = self._resolved(schema.get("items", {}))
+        most = schema.get("maxItems", size)
+        length = len(json.dumps(self.minimal(item, 10**5))) + 2
+        yield _Filled("", "most", [self.minimal(item, number) for number in range(min(most, size // length))])
+        wrong: Any = -1 if item.get("type") == "integer" else None
+        yield _Filled("", "wrong", [wrong] * (size // (len(json.dumps(wrong)) + 2)))
+        if item.get("type") not in ("integer", "number"):
+            for several in sorted({1, max(1, min(most, _REPEATED, size // 64))}):
+                for filled in self.fields(item, size // several):
+                    times = f" x{several}" if several > 1 else ""
+                    place = f"[].{filled.place}".rstrip(".")
+                    yield _Filled(place, filled.filling + times, [filled.value] * several)
+
+    def _strings(self, schema: Json, size: int) -> Iterator[_Filled]:
+        if "enum" in schema:
+            yield from (_Filled("", str(value), value) for value in schema["enum"])
+        elif "pattern" in schema:
+            yield _Filled("", "longest", "1" * min(size, schema.get("maxLength", 128)))
+        else:
+            kinds = _TEXTS if schema.get("maxLength", size) > 4096 else ("words",)
+            yield from (_Filled("", kind, _text(kind, min(size, schema.get("maxLength", size)))) for kind in kinds)
+
+    def _numbers(self, schema: Json, size: int) -> Iterator[_Filled]:
+        least, most = schema.get("minimum", 0), schema.get("maximum", 2**31)
+        half = self._max_model_len // 2
+        yield _Filled("", "highest", most)
+        if least < half < most:
+            yield _Filled("", "half a context", half)
+
+    def _booleans(self, schema: Json, size: int) -> Iterator[_Filled]:
+        yield _Filled("", "true", True)
+
+    def _resolved(self, schema: Json) -> Json:
+        while True:
+            [option, *_] = _options(schema) or [{}]
+            if len(_options(schema)) == 1 and option is not schema:
+                schema = option
+            elif "$ref" in schema:
+                schema = self._schemas[schema["$ref"].rpartition("/")[2]]
+            else:
+                return schema
+
+
+_FILLS: dict[str, Callable[[_Filler, Json, int], Iterator[_Filled]]] = {
+    "object": _Filler._objects,
+    "array": _Filler._arrays,
+    "string": _Filler._strings,
+    "integer": _Filler._numbers,
+    "number": _Filler._numbers,
+    "boolean": _Filler._booleans,
+}
+
+
+def _text(kind: str, size: int) -> str:
+    unit = _TEXTS[kind]
+    length = len(json.dumps(unit, ensure_ascii=False).encode()) - 2
+    return (unit * (size // length + 1))[: size * len(unit) // length]
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _object_schema(num_properties: int) -> Json:
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(num_properties)}}

@@ -1,0 +1,153 @@
+"""A body for every field: what there is, what the sweep measures, and that none of them holds the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.call import RequestLimits
+from app.api.http.openapi import BATCH_BODIES, BODIES, openapi_document
+from app.config import ApiConfig
+from app.engine.request import FinishReason, Pooling, Request, TokenDelta
+from app.text import Tokenizer
+from app.text.tool_calls import FORMATS
+from benchmarks.harness.http_call import Target
+from benchmarks.service.field_bodies import FieldBody, field_bodies
+from benchmarks.service.fields import Cost, HonestStream, _longest_step_s, figures_of
+from deployments.serve.memory import freeze_loaded
+from tests.api.batch_services import client_of, served
+from tests.api.fakes import MAX_MODEL_LEN, Service, Step, say
+from tests.stalls import stalls_of_loop
+
+SIZE = RequestLimits().max_body_bytes // 8
+# A body of the full size may hold the loop for 50 ms, so these for 6. On a slow machine it is several times as long.
+MAX_HELD_S = 0.1
+NUM_TRIES = 3
+DOCUMENT = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)
+PATHS = [
+    path
+    for path, operations in DOCUMENT["paths"].items()
+    if "application/json" in operations.get("post", {}).get("requestBody", {}).get("content", {})
+]
+
+
+def bodies(size: int, document: Mapping[str, Any] = DOCUMENT) -> list[FieldBody]:
+    return list(field_bodies(document, size=size, max_model_len=MAX_MODEL_LEN))
+
+
+@contextmanager
+def collecting_garbage_as_served() -> Iterator[None]:
+    """A collection does not look at what was there before: thousands of tests leave more than a service."""
+    thresholds = gc.get_threshold()
+    freeze_loaded()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+async def held_s(client: httpx.AsyncClient, path: str, data: bytes) -> float:
+    """How long the event loop was held at most while this body was answered."""
+    async with stalls_of_loop() as stalls:
+        answer = await client.post(path, content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code < 500, (data[:300], answer.text)
+    return stalls.longest_process_s
+
+
+def service_at(demo_path: Path) -> Service:
+    """It answers everything with `3 4 5.`, or with a vector."""
+    tokenizer = Tokenizer.load(str(demo_path))
+    says = say(tokenizer, "3 4 5.")
+
+    def script(request: Request) -> Iterable[Step]:
+        if request.pooling is None:
+            yield from says(request)
+        else:
+            yield TokenDelta(
+                request.request_id, (), FinishReason.STOP, embedding=array("f", [3.0, 4.0, 0.0, 1.0]).tobytes()
+            )
+
+    return Service(tokenizer, script, tool_format=FORMATS["hermes"], pooling=Pooling.MEAN)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_field_holds_the_event_loop(path: str, demo_path: Path, tmp_path: Path) -> None:
+    service, over = service_at(demo_path), dict[str, list[float]]()
+    document = DOCUMENT | {"paths": {path: DOCUMENT["paths"][path]}}
+
+    async def send_all() -> None:
+        async with served(service, tmp_path) as app, client_of(app) as client:
+            for body in field_bodies(document, size=SIZE, max_model_len=MAX_MODEL_LEN, with_pairs=False):
+                data, tries = body.data(), list[float]()
+                while len(tries) < NUM_TRIES and min(tries, default=1.0) > MAX_HELD_S:
+                    tries.append(await held_s(client, path, data))
+                if min(tries) > MAX_HELD_S:
+                    over[body.name] = [round(each, 3) for each in tries]
+
+    with collecting_garbage_as_served():
+        asyncio.run(send_all())
+    assert over == {}
+
+
+def test_there_is_a_body_for_every_field_of_every_schema() -> None:
+    names = {body.name.split()[1].partition(".")[0].partition("[")[0] for body in bodies(2000)}
+    expected = {
+        field.alias or name for schema in (*BODIES, *BATCH_BODIES) for name, field in schema.model_fields.items()
+    }
+    assert expected - names == NOT_FILLED
+    assert {body.path for body in bodies(2000)} == set(PATHS)
+
+
+# Constants and what an endpoint takes only where it asks for nothing.
+NOT_FILLED = {"completion_window", "previous_response_id", "store"}
+
+
+def test_bodies_are_as_large_as_is_asked_and_always_the_same() -> None:
+    some = [body.data() for body in bodies(60_000)]
+    assert some == [body.data() for body in bodies(60_000)]
+    assert max(map(len, some)) < 150_000
+    assert sum(len(data) > 50_000 for data in some) > 300
+
+
+def test_the_longest_pause_ends_with_a_token_or_has_not_ended() -> None:
+    now_s = time.perf_counter()
+    honest = HonestStream(Target.parse("http://127.0.0.1:1"), 8, arrived_s=[now_s - 9, now_s - 5, now_s - 4])
+    assert honest.longest_pause_s(now_s - 4.5) >= 4  # since the last token
+    assert 4 <= honest.longest_pause_s(now_s - 10) < 4.5
+    assert 0 <= honest.longest_pause_s(now_s) < 1
+
+
+def test_a_body_is_over_the_targets_that_it_does_not_keep() -> None:
+    calm = cost(step_ms=20.0)
+    assert cost(step_ms=30.0, pause_ms=100.0, grown_mib=100.0).over(calm) == []
+    assert cost(step_ms=50.0, stall_ms=51.0, status="503").over(calm) == ["stall_ms", "step_ms", "status"]
+    figures = figures_of({"one": cost(), "other": cost(pause_ms=300.0)}, calm)
+    assert [(each["body"], each["targets"], each["pause_ms"]) for each in figures["over"]] == [
+        ("other", ["pause_ms"], 300.0)
+    ]
+    assert (figures["bodies"], figures["pause_ms"], figures["statuses"]) == (2, 300.0, {"200": 2})
+
+
+def cost(**figures: Any) -> Cost:
+    nothing = {"seconds": 0.1, "stall_ms": 0.0, "pause_ms": 10.0, "step_ms": 10.0, "cpu_s": 0.1, "grown_mib": 0.0}
+    return Cost(**{"status": "200", "grown": "ingress", **nothing, **figures})
+
+
+def test_the_longest_step_is_read_from_the_buckets() -> None:
+    def samples(*counts: int) -> list[tuple[str, str, float]]:
+        bounds = ("0.01", "0.02", "0.03", "+Inf")
+        return [
+            ("carousel_step_seconds_bucket", f'le="{bound}"', count)
+            for bound, count in zip(bounds, counts, strict=True)
+        ]
+
+    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 12, 12)) == 0.02
+    assert _longest_step_s(samples(5, 6, 9, 9), samples(7, 9, 13, 13)) == 0.03
