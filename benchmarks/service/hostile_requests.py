@@ -177,5 +177,10 @@ def _stopped_chunks(source: random.Random, path: str, body: Any) -> HostileReque
 
 
 def _post(kind: str, path: str, body: bytes, more: str = "Content-Type: application/json") -> HostileRequest:
+    return HostileRequest(kind, post(path, body, more))
+
+
+def post(path: str, body: bytes, more: str = "Content-Type: application/json") -> bytes:
+    """The bytes of a POST on a connection of its own; `more` are lines of its head."""
     head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{more}\r\n\r\n"
-    return HostileRequest(kind, head.encode("latin-1") + body)
+    return head.encode("latin-1") + body

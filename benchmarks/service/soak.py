@@ -5,9 +5,9 @@
 Starts the service as `make serve` does: two replicas of the bundled model, API keys, and batches on a file system of
 its own in memory, for which one has to be root on Linux. Four tenants send streams, tool calls, schemas and
 log-probabilities; one of them has a batch under way all the time. After a calm part a fifth tenant sends hostile
-requests, `--rate` a second. A replica is killed every two minutes, the batches process every five, and the file
-system is full for a minute at one third and at two thirds. Progress goes to stderr; the last line of stdout is one
-JSON object:
+requests, `--rate` a second, one of 50 with a field filled to its limit (`field_bodies.py`). A replica is killed every
+two minutes, the batches process every five, and the file system is full for a minute at one third and at two thirds.
+Progress goes to stderr; the last line of stdout is one JSON object:
 
     tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; times in
                   ms, calm and attacked; the first findings in full
@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import random
 import secrets
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,9 +52,10 @@ from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_bytes
 from benchmarks.harness.service import with_tools
+from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.fuzz import Tally, send_hostile
-from benchmarks.service.honest import ONLINE_KINDS, Client, Tenant
-from benchmarks.service.hostile_requests import hostile_requests
+from benchmarks.service.honest import ONLINE_KINDS, TIMEOUT_S, Client, Tenant
+from benchmarks.service.hostile_requests import HostileRequest, hostile_requests, post
 
 _BATCHES = "ray::ServeReplica:carousel:batches"
 _SAMPLE_EVERY_S = 5.0
@@ -61,6 +64,7 @@ _MIN_AGE_S = 60.0  # of a process whose memory counts: before, it still grows in
 _LATE_MS = 20_000.0  # an honest answer takes about half a second
 _PATIENCE_S = 300.0  # with the last batch
 _MAX_HOSTILE_AT_ONCE = 128
+_LARGE_EVERY, _LARGE_BYTES = 50, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,20 +208,39 @@ class _Soak:
         )
 
     async def _attack(self, ends_s: float) -> None:
-        free = asyncio.Semaphore(_MAX_HOSTILE_AT_ONCE)
-        began, cases = time.monotonic(), hostile_requests(self._given.seed)
-        header = f"\r\nAuthorization: Bearer {self._attacker_key}\r\nConnection: close\r\n".encode()
+        cases = self._hostile(self._large_bodies())
+        free, began = asyncio.Semaphore(_MAX_HOSTILE_AT_ONCE), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            number = 0
-            while time.monotonic() < ends_s:
-                case = next(cases)
+            for number, case in enumerate(cases):
                 await asyncio.sleep(max(0.0, began + number / self._given.rate - time.monotonic()))
+                if time.monotonic() > ends_s:
+                    break
                 await free.acquire()
-                number += 1
                 self._tally.by_kind[case.kind] += 1
-                keyed = replace(case, data=case.data.replace(b"\r\nConnection: close\r\n", header, 1))
-                sending = tasks.create_task(send_hostile(self._running.target, keyed, self._tally))
+                sending = tasks.create_task(send_hostile(self._running.target, case, self._tally))
                 sending.add_done_callback(lambda _: free.release())
+
+    def _hostile(self, large: Iterator[HostileRequest]) -> Iterator[HostileRequest]:
+        """Hostile requests with the attacker's key, without end."""
+        header = f"\r\nAuthorization: Bearer {self._attacker_key}\r\nConnection: close\r\n".encode()
+        for number, case in enumerate(hostile_requests(self._given.seed)):
+            chosen = next(large) if number % _LARGE_EVERY == 0 else case
+            yield replace(chosen, data=chosen.data.replace(b"\r\nConnection: close\r\n", header, 1))
+
+    def _large_bodies(self) -> Iterator[HostileRequest]:
+        """Fields filled to their limits, without end."""
+        document, models = self._read("/openapi.json"), self._read("/v1/models")
+        max_model_len = models["data"][0]["max_model_len"]
+        while True:
+            for body in field_bodies(document, size=_LARGE_BYTES, max_model_len=max_model_len):
+                yield HostileRequest("large", post(body.path, body.data()))
+
+    def _read(self, path: str) -> Any:
+        target = self._running.target
+        headers = {"Authorization": f"Bearer {self._attacker_key}"}
+        request = urllib.request.Request(f"http://{target.host}:{target.port}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.load(response)
 
     async def _watch(self) -> None:
         told_s = time.monotonic()
