@@ -8,7 +8,7 @@ alone, is given up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -50,18 +50,26 @@ class Loss:
 class Backlog(Generic[ItemT]):
     """The items of a run between the input and their results. One event loop uses it."""
 
-    def __init__(self, ended: ItemSet) -> None:
-        """`ended` are the items that have a result; the caller adds to it, this class only asks."""
+    def __init__(self, ended: ItemSet, deaths: Mapping[int, int] | None = None) -> None:
+        """`ended` are the items that have a result; the caller adds to it, this class only asks.
+
+        `deaths` says how often something died with an item before; by default, nothing has.
+        """
         self._ended = ended
         self._waiting: deque[ItemT] = deque()
         self._suspects: deque[ItemT] = deque()
         self._engines: dict[int, _OnEngine[ItemT]] = {}
         self._known: set[int] = set()  # waiting or on an engine
-        self._deaths: dict[int, int] = {}  # item → engines that died with it
+        self._deaths = dict(deaths or {})  # item → engines that died with it
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_suspects(self) -> int:
+        """Waiting until nothing else is left."""
+        return len(self._suspects)
 
     @property
     def num_known(self) -> int:
@@ -73,12 +81,19 @@ class Backlog(Generic[ItemT]):
         """Neither waiting nor on an engine."""
         return not self._known
 
-    def add(self, items: Iterable[ItemT]) -> None:
-        """Items from the input; one that has ended or is known already is passed over."""
+    def add(self, items: Iterable[ItemT]) -> list[InvalidItem]:
+        """Items from the input; one that has ended or is known already is passed over. Returns those to give up."""
+        given_up = []
         for item in items:
-            if item.number not in self._ended and item.number not in self._known:
-                self._known.add(item.number)
-                self._waiting.append(item)
+            if item.number in self._ended or item.number in self._known:
+                continue
+            deaths = self._deaths.get(item.number, 0)
+            if deaths >= MAX_DEATHS:
+                given_up.append(InvalidItem(number=item.number, id=item.id, reason=_why_given_up(deaths)))
+                continue
+            self._known.add(item.number)
+            (self._suspects if deaths >= DEATHS_BEFORE_ALONE else self._waiting).append(item)
+        return given_up
 
     def items_on(self, engine: int) -> KeysView[int]:
         """The items that an engine has and has not given back."""
@@ -102,6 +117,10 @@ class Backlog(Generic[ItemT]):
         on_engine.items.update((item.number, item) for item in taken)
         return taken
 
+    def is_alone(self, engine: int) -> bool:
+        """Whether it has a suspect, and nothing else."""
+        return self._on(engine).is_alone
+
     def begin(self, engine: int, items: Iterable[int]) -> None:
         """These items have their first token."""
         self._on(engine).begun.update(items)
@@ -123,7 +142,8 @@ class Backlog(Generic[ItemT]):
         on_engine = self._on(engine)
         had_begun = item in on_engine.begun
         on_engine.begun.discard(item)
-        self._waiting.append(on_engine.items.pop(item))
+        (self._suspects if on_engine.is_alone else self._waiting).append(on_engine.items.pop(item))
+        on_engine.is_alone = False
         return had_begun
 
     def lose(self, engine: int) -> Loss:
@@ -134,8 +154,7 @@ class Backlog(Generic[ItemT]):
             deaths = self._deaths[number] = self._deaths.get(number, 0) + 1
             if deaths >= MAX_DEATHS:
                 self._forget(number)
-                reason = f"the engine died {deaths} times while it computed this item, twice with nothing else on it"
-                given_up.append(InvalidItem(number=number, id=item.id, reason=reason))
+                given_up.append(InvalidItem(number=number, id=item.id, reason=_why_given_up(deaths)))
             elif deaths >= DEATHS_BEFORE_ALONE:
                 self._suspects.append(item)
             else:
@@ -150,3 +169,7 @@ class Backlog(Generic[ItemT]):
 
     def _on(self, engine: int) -> _OnEngine[ItemT]:
         return self._engines.setdefault(engine, _OnEngine())
+
+
+def _why_given_up(deaths: int) -> str:
+    return f"the engine died {deaths} times while it computed this item, twice with nothing else on it"

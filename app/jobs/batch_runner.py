@@ -90,6 +90,7 @@ class FleetExecution(Execution):
         self._max_in_flight = max_in_flight
         self._slots = OwnerSlots(max_in_flight)
         self._turn = asyncio.Lock()  # of large lines
+        self._suspects = asyncio.Lock()
         self._executors: dict[str, tuple[str, RequestExecutor]] = {}  # (owner, executor) by the batch's id
 
     def num_in_flight(self, owner: str) -> int:
@@ -98,7 +99,12 @@ class FleetExecution(Execution):
     async def run(self, work: BatchWork) -> None:
         job = work.job
         run = JobRun[Item](
-            work.results, BatchFormat(), on_results=work.on_results, on_tokens=work.on_tokens, turn=self._turn
+            work.results,
+            BatchFormat(),
+            on_results=work.on_results,
+            on_tokens=work.on_tokens,
+            turn=self._turn,
+            deaths=work.results.deaths,
         )
         executor = RequestExecutor(
             run,
@@ -107,6 +113,7 @@ class FleetExecution(Execution):
             slots=self._slots,
             owner=job.owner,
             patience_s=math.inf,
+            suspects=self._suspects,
         )
         self._executors[job.id] = job.owner, executor
         try:

@@ -172,17 +172,20 @@ class RequestExecutor(Executor[Item]):
         slots: OwnerSlots,
         owner: str = "",
         patience_s: float,
+        suspects: asyncio.Lock | None = None,
     ) -> None:
         """`slots` bound the requests of all runs that share them. A run waits for one at a time, so runs of an owner
         take turns.
 
-        A service that does not answer is waited for, at most `patience_s` seconds at a time.
+        A service that does not answer is waited for, at most `patience_s` seconds at a time. Runs that share `suspects`
+        send one suspected item at a time.
         """
         super().__init__(run)
         self._client = client
         self._window = window
         self._slots = slots
         self._owner = owner
+        self._one_suspect = suspects or asyncio.Lock()
         self._patience_s = patience_s
         self._sent_at: dict[int, float] = {}  # items under way
         self._num_failures: dict[int, int] = {}  # by item
@@ -222,7 +225,8 @@ class RequestExecutor(Executor[Item]):
                     while self._has_next() and await self._has_slot():
                         [item] = self._backlog.take(_SERVICE, room=1, input_is_over=self._input_is_over)
                         self._next_slot = None
-                        group.create_task(self._ask(item)).add_done_callback(lambda _: self._slots.release(self._owner))
+                        asking = self._ask_alone(item) if self._backlog.is_alone(_SERVICE) else self._ask(item)
+                        group.create_task(asking).add_done_callback(lambda _: self._slots.release(self._owner))
                     await self._wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -230,7 +234,7 @@ class RequestExecutor(Executor[Item]):
             await self._give_back_slot()
 
     def _look_at_the_clock(self, now: float) -> None:
-        if self._backlog.num_waiting:
+        if self._backlog.num_waiting or self._backlog.num_suspects:
             self._window.grow(now, self._num_under_way)
         if now - self._looked_at < TICK_S:
             return
@@ -286,6 +290,10 @@ class RequestExecutor(Executor[Item]):
         with suppress(TimeoutError):
             async with self._changed, asyncio.timeout(TICK_S):
                 await self._changed.wait()
+
+    async def _ask_alone(self, item: Item) -> None:
+        async with self._one_suspect:
+            await self._ask(item)
 
     async def _ask(self, item: Item) -> None:
         try:

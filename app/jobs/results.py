@@ -5,6 +5,7 @@
     begun.bits      which items have been begun, one bit each, kept by the kernel when this process is killed
     partial.tokens  the tokens of items that have begun and not ended
     recovery.json   what deaths of processes have cost so far
+    deaths.json     how often the process died while it had an item that has not ended
 
 A line is in the journal when `append` returns: the death of the process cannot take it back. `sync` makes the same true
 for the death of the machine. Opening the store reads all journals, each up to its first torn line, and finds the items
@@ -22,6 +23,7 @@ import os
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +34,7 @@ from app.disk import hidden_name, write_atomically
 from app.jobs.job import Counts, ItemResult
 
 JOURNAL, BEGUN, PARTIAL, RECOVERY = "journal", "begun.bits", "partial.tokens", "recovery.json"
+DEATHS = "deaths.json"
 _CHECKSUM_DIGITS = 8
 _PARTIAL_SHARE_OF_TIME = 0.02  # at most, for writing partial tokens: very many of them are written less often
 _PARTIAL_HEAD_BYTES = 8
@@ -78,6 +81,10 @@ class ItemSet:
 
     def __len__(self) -> int:
         return self._count
+
+    def clear(self) -> None:
+        self._bits[:] = bytes(len(self._bits))
+        self._count = 0
 
     def has_all(self, first: int, num_items: int) -> bool:
         """Whether so many items from `first` on are all in it."""
@@ -175,13 +182,15 @@ class ResultStore:
         self._earlier = {path: self._recover(path) for path in earlier}  # how many bytes of each are whole lines
         self._path = folder / (f"{JOURNAL}.{_number(earlier[-1]) + 1}" if earlier else JOURNAL)
         self._end = 0
+        self.begun = ItemSet(num_items)
         self._journal = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             self.begun = ItemSet.in_file(folder / BEGUN, num_items)
             self.recovery = _read_recovery(folder / RECOVERY)
             self._saved_recovery = replace(self.recovery)
             self.recovery.runs += 1
-            self.note_interrupted(self.begun.minus(self.ended))
+            self.deaths = _read_deaths(folder / DEATHS)
+            self._note_death()
             self._save_recovery()
         except BaseException:
             self.close()
@@ -202,13 +211,32 @@ class ResultStore:
         with self._syncing, self._appending:
             self._is_closed = True
             os.close(self._journal)
+            self._note_stop()
         if not self._end:
             with suppress(OSError):
                 self._path.unlink()
 
+    def _note_death(self) -> None:
+        """What is in `begun` and has not ended was under way when the process before this one died."""
+        under_way = list(self.begun.minus(self.ended))
+        if under_way:
+            self.deaths.update(under_way)
+            write_atomically(self.folder / DEATHS, json.dumps(self.deaths).encode() + b"\n")
+            self.note_interrupted(under_way)
+            self.begun.clear()
+
+    def _note_stop(self) -> None:
+        """What is under way now stops without a death."""
+        under_way = list(self.begun.minus(self.ended))
+        if under_way:
+            self.note_interrupted(under_way)
+            self.begun.clear()
+            with suppress(OSError):  # numbers for the summary
+                self._save_recovery()
+
     def delete(self) -> None:
         """Remove its files; there is nothing to read any more. Raises OSError."""
-        for path in (*self._earlier, self._path, *(self.folder / name for name in (BEGUN, PARTIAL, RECOVERY))):
+        for path in (*self._earlier, self._path, *(self.folder / name for name in (BEGUN, PARTIAL, RECOVERY, DEATHS))):
             path.unlink(missing_ok=True)
 
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
@@ -341,6 +369,11 @@ def _write_all(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def _read_deaths(path: Path) -> Counter[int]:
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    return Counter({int(number): deaths for number, deaths in found.items()})
 
 
 def _read_recovery(path: Path) -> Recovery:

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -52,12 +52,13 @@ class JobRun(Generic[ItemT]):
         on_tokens: Callable[[int], None] = lambda _: None,
         progress: RunProgress | None = None,
         turn: asyncio.Lock | None = None,
+        deaths: Mapping[int, int] | None = None,
     ) -> None:
         """Results are written to `results` as `form` has them; then `on_results` gets them, and `on_tokens` the number
         of new output tokens.
 
         With `progress` a line on stderr shows how far the run is. Runs that share `turn` write one large answer at a
-        time: its line takes some ten times the memory of the answer.
+        time: its line takes some ten times the memory of the answer. `deaths` are those of processes that had an item.
         """
         self._results = results
         self._form = form
@@ -66,7 +67,7 @@ class JobRun(Generic[ItemT]):
         self._progress = progress
         self._turn = turn or asyncio.Lock()
         self._appending = asyncio.Lock()  # a large line, in a thread
-        self.backlog: Backlog[ItemT] = Backlog(results.ended)
+        self.backlog: Backlog[ItemT] = Backlog(results.ended, deaths)
         self._num_before = len(results.ended)
         self.began_at: float | None = None
         self.ended_at: float | None = None
@@ -173,7 +174,8 @@ class JobRun(Generic[ItemT]):
                     for item in piece
                     if isinstance(item, InvalidItem | ItemResult)
                 )
-                self.backlog.add(item for item in piece if not isinstance(item, InvalidItem | ItemResult))
+                given_up = self.backlog.add(item for item in piece if not isinstance(item, InvalidItem | ItemResult))
+                self._append(map(self._form.invalid, given_up))
                 await executor.has_changed()
                 await executor.wait_for_room()
 

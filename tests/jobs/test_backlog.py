@@ -67,6 +67,18 @@ def test_a_row_that_is_given_back_goes_last_and_is_not_to_blame() -> None:
     assert sorted(taken(backlog, 0, 9)) == [0, 1, 2]
 
 
+def test_rows_with_which_a_process_died_run_alone_or_are_given_up_and_may_be_given_back() -> None:
+    backlog: Backlog[PreparedItem] = Backlog(ItemSet(10), {1: 2, 2: MAX_DEATHS})
+    assert [each.number for each in backlog.add(rows(0, 1, 2))] == [2]
+    assert taken(backlog, 0, 9) == [0]
+    backlog.settle(0, [0])
+    for _ in range(2):
+        assert taken(backlog, 0, 9) == [1]
+        assert backlog.is_alone(0)
+        backlog.give_back(0, 1)
+    assert taken(backlog, 0, 9) == [1]
+
+
 def test_a_row_that_lost_two_engines_runs_alone_after_all_others() -> None:
     backlog = Backlog(ItemSet(10))
     backlog.add(rows(0, 1))

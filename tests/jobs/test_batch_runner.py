@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -483,6 +485,37 @@ def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path) -> No
     run(tmp_path, echo, use)
     assert len(threads) == 16
     assert "MainThread" not in threads
+
+
+def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies leaves what is in its folder at that moment."""
+    monkeypatch.setattr("app.jobs.executors.BEGUN_AFTER_S", 0.0)
+
+    async def answer(owner: str, endpoint: str, body: Mapping[str, Any]) -> Answered:
+        if body["name"] == "line-3":
+            await asyncio.Event().wait()
+        return ok(body["name"])
+
+    def has_begun(folder: Path) -> bool:
+        return any(path.read_bytes()[0] & 1 << 3 for path in folder.glob("jobs/*/begun.bits"))
+
+    async def main() -> None:
+        folder, batch_id = tmp_path / "0", ""
+        for death in range(1, 5):
+            async with service_in(folder, answer) as service:
+                batch_id = batch_id or await begin(service, TEN)
+                await waiting.until(partial(has_begun, folder))
+                left = shutil.copytree(folder, tmp_path / str(death))
+            folder = left
+        async with service_in(folder, Echo()) as service:
+            batch = await until(service, batch_id)
+            output, errors = await ends(service, batch)
+            assert (batch["status"], len(output), errors.keys()) == ("completed", 9, {"line-3"})
+            assert "died 4 times" in errors["line-3"]["error"]["message"]
+
+    asyncio.run(main())
 
 
 def test_a_batch_on_which_the_server_fails_ends_with_what_was_done(

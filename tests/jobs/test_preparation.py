@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def error_of(row: PreparedItem | InvalidItem) -> str:
 def test_a_batch_line_becomes_the_request_that_the_api_would_make(prepared: Prepare, model: ServedModel) -> None:
     body = {"messages": TURNS, "temperature": 0.5, "seed": 7, "max_completion_tokens": 20, "stop": "8", "top_p": 0.9}
     row = request_of(prepared(batch_line(body)))
-    call = asyncio.run(prepare_chat(ChatRequest.model_validate(body), model, RequestLimits()))
+    call = prepare_chat(ChatRequest.model_validate(body), model, RequestLimits())
     assert row.request.sampling == call.requests[0].sampling
     assert row.request.prompt_token_ids == call.requests[0].prompt_token_ids
     assert (row.id, row.stop) == ("line-1", ("8",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -245,3 +246,20 @@ def test_tokens_that_are_dropped_do_not_come_back(tmp_path: Path) -> None:
     partial.clear()
     assert 3 not in partial
     assert 3 not in PartialOutputs(tmp_path / "tokens")
+
+
+def died_with(folder: Path, *items: int) -> None:
+    """A process that dies while it has these items: nothing closes its store."""
+    store = ResultStore(folder, 4)
+    store.begun.update(items)
+    os.close(store._journal)
+
+
+def test_what_was_under_way_when_a_process_died_is_known_of_each_death(tmp_path: Path) -> None:
+    died_with(tmp_path, 0, 1)
+    died_with(tmp_path, 1, 2)
+    with opened(tmp_path) as store:
+        assert store.deaths == {0: 1, 1: 2, 2: 1}
+        store.begun.update([3])
+    with opened(tmp_path) as store:
+        assert store.deaths == {0: 1, 1: 2, 2: 1}, "a process that stops in order has not died"
