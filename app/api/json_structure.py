@@ -12,6 +12,7 @@ from typing import Any
 from app.errors import InvalidRequest
 
 MAX_STRUCTURE = 120_000  # lists, objects and the fields of objects: 10,000 conversations of three messages; some 50 ms
+MAX_STRINGS = 250_000  # names of fields too; the parser takes three times as long for a string as for a number
 MAX_VALUES = 1_050_000  # as many token ids as /detokenize takes
 _PIECE_BYTES = 262_144  # so much is looked at in a few milliseconds
 _NO_BACKSLASH = re.compile(rb"[^\\]")
@@ -21,13 +22,15 @@ def check_structure(
     texts: Iterable[bytes | bytearray], name: str, *, param: str | None = None, max_values: int = MAX_VALUES
 ) -> None:
     """Raise InvalidRequest when these JSON texts, which `name` names, have more values together than are parsed."""
-    num_structure = num_values = 0
+    num_structure = num_values = num_strings = 0
     for text in texts:
-        structure, values = _counted(text)
+        structure, values, strings = _counted(text)
         num_structure, num_values = num_structure + structure, num_values + values
+        num_strings += strings
     for num, most, what in (
         (num_structure, MAX_STRUCTURE, "lists, objects and fields"),
         (num_values, max_values, "values"),
+        (num_strings, MAX_STRINGS, "strings"),
     ):
         if num > most:
             raise InvalidRequest(
@@ -37,9 +40,9 @@ def check_structure(
             )
 
 
-def _counted(text: bytes | bytearray) -> tuple[int, int]:
-    """The lists, objects and fields of a JSON text, and its commas. What is in strings does not count."""
-    num_structure = num_values = start = 0
+def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
+    """The lists, objects and fields of a JSON text, its commas, its strings. What is in strings does not count."""
+    num_structure = num_values = num_quotes = start = 0
     is_in_string = False
     while start < len(text):
         end = start + _PIECE_BYTES
@@ -50,9 +53,10 @@ def _counted(text: bytes | bytearray) -> tuple[int, int]:
         outside = b"".join(parts[is_in_string::2])
         num_structure += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
         num_values += outside.count(b",")
+        num_quotes += len(parts) - 1
         is_in_string ^= len(parts) % 2 == 0
         start = end
-    return num_structure, num_values
+    return num_structure, num_values, num_quotes // 2
 
 
 CONTAINER_SIZE = 16  # what a list or an object counts for: to check one takes as long as to encode so many characters

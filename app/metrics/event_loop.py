@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
@@ -31,12 +32,12 @@ _OUR_PACKAGES = ("app.", "deployments.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSnapshot:
-    """One event loop since its monitor started; the queue is of this moment."""
+    """One event loop since its monitor started; the queues are of this moment."""
 
     delay_s: Distribution  # how late the loop woke, for each time that it was to wake
     num_stalls: int  # delays over STALL_S
     stalled_s: float  # all of them together
-    num_queued_for_threads: int  # calls that wait for a thread of the loop's default executor
+    queued: Mapping[str, int]  # calls that wait for a thread, by the name of the threads
 
 
 class LoopMonitor:
@@ -53,7 +54,7 @@ class LoopMonitor:
         self._stopped = threading.Event()
         # What ran while the timer was late, as the thread saw it, and when the timer had been due.
         self._seen: tuple[float, str] = (0.0, "")
-        self._executor: ThreadPoolExecutor | None = None
+        self._queues: dict[str, Callable[[], int]] = {}
 
     def start(self, *, names_causes: bool = True) -> None:
         """Monitor the running loop, which gets a default executor with a measured queue.
@@ -62,8 +63,9 @@ class LoopMonitor:
         """
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._executor = ThreadPoolExecutor(thread_name_prefix="default")
-        self._loop.set_default_executor(self._executor)
+        executor = ThreadPoolExecutor(thread_name_prefix="default")
+        self._loop.set_default_executor(executor)
+        self.add_queue("default", executor._work_queue.qsize)
         self._plan()
         if names_causes:
             threading.Thread(target=self._look, name="loop-monitor", daemon=True).start()
@@ -74,13 +76,17 @@ class LoopMonitor:
         if self._timer is not None:
             self._timer.cancel()
 
+    def add_queue(self, name: str, num_waiting: Callable[[], int]) -> None:
+        """Report how many calls wait for the threads of this name, beside the loop's default ones."""
+        self._queues[name] = num_waiting
+
     def snapshot(self) -> LoopSnapshot:
         """What was measured so far."""
         return LoopSnapshot(
             delay_s=self._delay_s.snapshot(),
             num_stalls=self._num_stalls,
             stalled_s=self._stalled_s,
-            num_queued_for_threads=0 if self._executor is None else self._executor._work_queue.qsize(),
+            queued={name: num_waiting() for name, num_waiting in self._queues.items()},
         )
 
     def _plan(self) -> None:

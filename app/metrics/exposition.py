@@ -195,9 +195,9 @@ def _loop_families(scrape: Scrape) -> Iterable[Metric]:
     )
     yield gauge(
         "carousel_thread_queue",
-        "Calls that wait for a thread of an event loop's pool.",
-        _LOOP_LABELS,
-        [(labels, loop.num_queued_for_threads) for labels, loop in rows],
+        "Calls that wait for a thread beside an event loop.",
+        (*_LOOP_LABELS, "threads"),
+        [((*labels, name), number) for labels, loop in rows for name, number in loop.queued.items()],
     )
 
 

@@ -100,6 +100,7 @@ class Batches:
             models, config.api, self._metrics.requests, self._keys.authenticator, cascades=cascades
         )
         self._metrics.loop.start()
+        self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         self._following = asyncio.create_task(self._keys.follow())
         if config.batches.engines:
             execution = _engine_execution(config, self._paths, handler)

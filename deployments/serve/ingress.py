@@ -71,7 +71,6 @@ class Ingress:
             for model in self._config.models
         ]
         freeze_loaded()
-        self._metrics.loop.start()
         self._following = asyncio.create_task(self._keys.follow())
         handler = RequestHandler(
             models,
@@ -80,6 +79,8 @@ class Ingress:
             self._keys.authenticator,
             cascades=cascades_of(self._config.cascades, models),
         )
+        self._metrics.loop.start()
+        self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
         return build_app(
             handler,
             self._is_ready,

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api import json_structure
-from app.api.json_structure import CONTAINER_SIZE, MAX_STRUCTURE, MAX_VALUES, check_structure, is_longer, size_of
+from app.api.json_structure import (
+    CONTAINER_SIZE,
+    MAX_STRINGS,
+    MAX_STRUCTURE,
+    MAX_VALUES,
+    check_structure,
+    is_longer,
+    size_of,
+)
 from app.errors import InvalidRequest
 
 SIGNS = st.text(st.sampled_from('a"\\[]{}:, \n\u00e9'), max_size=12)
@@ -19,14 +27,15 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def counted(value: Any) -> tuple[int, int]:
-    """Lists, objects and fields, and commas, the plain way."""
+def counted(value: Any) -> tuple[int, int, int]:
+    """Lists, objects and fields, commas, and strings, the plain way."""
     if isinstance(value, list | dict):
         inner = [counted(each) for each in (value if isinstance(value, list) else value.values())]
         fields = len(value) if isinstance(value, dict) else 0
         structure = 1 + fields + sum(each[0] for each in inner)
-        return structure, max(0, len(value) - 1) + sum(each[1] for each in inner)
-    return 0, 0
+        num_strings = fields + sum(each[2] for each in inner)
+        return structure, max(0, len(value) - 1) + sum(each[1] for each in inner), num_strings
+    return 0, 0, int(isinstance(value, str))
 
 
 @given(VALUES, st.booleans(), st.integers(1, 9))
@@ -52,6 +61,12 @@ def test_too_many_values_are_refused_over_all_texts() -> None:
     check_structure(texts, "the body")
     with pytest.raises(InvalidRequest, match=f"at most {MAX_VALUES:,}"):
         check_structure([*texts, texts[0]], "the body")
+
+
+def test_too_many_strings_are_refused() -> None:
+    check_structure([b"[" + b",".join([b'"a"'] * MAX_STRINGS) + b"]"], "the body")
+    with pytest.raises(InvalidRequest, match="there are 250,001 strings; at most 250,000"):
+        check_structure([b"[" + b",".join([b'"a"'] * (MAX_STRINGS + 1)) + b"]"], "the body")
 
 
 @given(VALUES)

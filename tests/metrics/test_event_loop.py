@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
@@ -85,15 +85,15 @@ def test_many_stalls_make_one_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_calls_that_wait_for_a_thread_are_counted() -> None:
-    async def queued() -> list[int]:
+    async def queued() -> Mapping[str, int]:
         free = threading.Event()
         async with monitored() as monitor:
-            executor = monitor._executor
-            assert executor is not None
+            executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]
             tasks = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(executor._max_workers + 3)]
-            await until(lambda: monitor.snapshot().num_queued_for_threads == 3)
+            monitor.add_queue("bodies", lambda: 5)
+            await until(lambda: monitor.snapshot().queued == {"default": 3, "bodies": 5})
             free.set()
             await asyncio.wait(tasks)
-            return [monitor.snapshot().num_queued_for_threads]
+            return monitor.snapshot().queued
 
-    assert asyncio.run(queued()) == [0]
+    assert asyncio.run(queued()) == {"default": 0, "bodies": 5}

@@ -25,6 +25,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(payload)
 
 
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """One event that has the payload's type as its name."""
+    return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
+
+
 def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
     """One event whose payload may hold `Rows`."""
     yield b"data: "
@@ -33,7 +38,7 @@ def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same with the payload's type as the event's name."""
+    """`named_event` of a payload that may hold `Rows`."""
     yield b"event: %b\n" % payload["type"].encode()
     yield from event_pieces(payload)
 

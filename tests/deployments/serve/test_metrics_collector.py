@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,8 +62,10 @@ def test_values_add_up_over_ingresses_replicas_and_models(url: str) -> None:
         assert value(text, "vllm:admission_rejections_total", model_name="first", reason="context_too_long") == 3
     finished = [sample.value for sample in parsed(text)["carousel_engine_finished"].samples]
     assert (len(finished), sum(finished)) == (3, sum(QUESTIONS.values()))
-    queues = [sample.labels["process"] for sample in parsed(text)["carousel_thread_queue"].samples]
-    assert sorted(queues) == ["ingress"] * 2 + ["replica"] * 3
+    queues = Counter(
+        (sample.labels["process"], sample.labels["threads"]) for sample in parsed(text)["carousel_thread_queue"].samples
+    )
+    assert queues == {("ingress", "default"): 2, ("ingress", "bodies"): 2, ("replica", "default"): 3}
 
 
 def test_an_admin_is_told_what_every_ingress_knows(url: str) -> None:
