@@ -399,6 +399,6 @@ def test_a_list_of_mistakes_costs_no_more_than_its_first(schema: type[BaseModel]
 
 
 def test_more_ids_than_detokenize_takes_are_not_looked_at(service: Service) -> None:
-    answer = service.call("POST", "/detokenize", {"tokens": ["x"] * (MAX_DETOKENIZED + 1)})
+    answer = service.call("POST", "/detokenize", {"tokens": [0.5] * (MAX_DETOKENIZED + 1)})
     assert (answer.status, answer.error["param"]) == (400, "tokens")
     assert "at most 1,000,000 are accepted" in answer.error["message"]
