@@ -59,6 +59,8 @@ class FairThreads:
                 if future.set_running_or_notify_cancel():
                     _settle(future, work)
             finally:
+                # An error's traceback has the frames. Else the future, its error and the body would be one cycle.
+                del taken, future, work
                 with self._lock:
                     self._running -= Counter((tenant,))  # entries of zero are dropped
 
@@ -80,6 +82,7 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
+        del future, work  # as above
     else:
         future.set_result(result)
 

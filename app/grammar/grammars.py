@@ -208,6 +208,7 @@ class Grammars:
             finally:
                 with self._lock:
                     self._queue.end(waiting)
+                del waiting  # an error's traceback has this frame, and the request's future has the error
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -362,6 +363,7 @@ def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None
         future.set_result(make())
     except Exception as error:
         future.set_exception(error)
+        del future, make  # as in `_compile_waiting`
 
 
 def _fail(future: Future[Matcher | None], error: Exception) -> None:

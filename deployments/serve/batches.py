@@ -25,7 +25,7 @@ from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.admin import AdminCollector
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.memory import return_large_blocks
+from deployments.serve.memory import return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 
@@ -42,7 +42,7 @@ class Batches:
     ) -> None:
         """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name."""
         log_where_serve_does()
-        return_large_blocks()
+        return_freed_memory()
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths

@@ -23,7 +23,7 @@ from deployments.serve.admin import AdminCollector
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
-from deployments.serve.memory import freeze_loaded, return_large_blocks
+from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.settings import check_exposure, max_ingress_requests
@@ -46,7 +46,7 @@ class Ingress:
         `batches` is the deployment that keeps files and batches, where they are served.
         """
         log_where_serve_does()
-        return_large_blocks()
+        return_freed_memory()
         keep_calls_on_loopback()
         accept_odd_headers()
         self._config = config

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -99,3 +101,30 @@ def test_small_bodies_do_not_wait_for_large_ones() -> None:
         assert await asyncio.gather(*large) == ["large"] * 3
 
     asyncio.run(main())
+
+
+def test_the_body_of_work_that_fails_is_gone_without_a_collection_of_garbage() -> None:
+    threads = FairThreads(1, max_per_tenant=1)
+
+    class Body:
+        pass
+
+    def failing() -> weakref.ref[Body]:
+        body = Body()
+
+        def work() -> None:
+            assert body is None, "it fails with the body in its frame"
+
+        future = threads.submit("a", work)
+        error = future.exception(timeout=10)
+        assert isinstance(error, AssertionError)
+        return weakref.ref(body)
+
+    gc.collect()
+    gc.disable()
+    try:
+        body = failing()
+        threads.submit("a", lambda: None).result(timeout=10)  # the thread has left the frame of the first
+        assert body() is None
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""Memory of large bodies goes back to the system though small blocks are kept."""
+"""Memory of bodies goes back to the system though small blocks between are kept."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ import sys
 import pytest
 
 _PROGRAM = """
-import os, sys
-from deployments.serve.memory import return_large_blocks
+import sys, time
+from deployments.serve import memory
 
 def resident_mib():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return memory._resident_bytes() / 2**20
 
-if sys.argv[1] == "with":
-    return_large_blocks()
+mode, size = sys.argv[1], int(sys.argv[2])
+memory.TRIM_EVERY_S = 0.05
+if mode == "with":
+    memory.return_freed_memory()
 large = bytes(4 << 20)
 del large  # from now on glibc takes such blocks from the heap
 kept = [bytearray(600) for _ in range(20_000)]  # larger than what Python allocates by itself: no hole is left for more
 before, bodies = resident_mib(), []
-for number in range(100):
-    bodies.append(b"x" * (1 << 20))
+for number in range((100 << 20) // size):
+    bodies.append(b"x" * size)
     kept.append(bytearray(600))
 del bodies
+time.sleep(0.5)
 print(resident_mib() - before)
 """
 
 
-def _growth_mib(mode: str) -> float:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, mode], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+def _growth_mib(mode: str, size: int) -> float:
+    """After bodies of so many bytes, 100 MiB together."""
+    command = [sys.executable, "-c", _PROGRAM, mode, str(size)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's allocator that is told")
-def test_what_large_bodies_took_goes_back_between_small_blocks_too() -> None:
-    assert _growth_mib("without") > 50
-    assert _growth_mib("with") < 10
+@pytest.mark.parametrize("size", [1 << 20, 32 << 10], ids=["large blocks", "small blocks"])
+def test_what_bodies_took_goes_back_between_small_blocks_too(size: int) -> None:
+    assert _growth_mib("without", size) > 50
+    assert _growth_mib("with", size) < 25
