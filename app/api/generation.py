@@ -322,5 +322,7 @@ def _sampling(body: GenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word's token ids, at the beginning of a text and behind a space."""
+    if not words:
+        return ()
     encoded = tokenizer.encode_all([text for word in words for text in (word, f" {word.lstrip()}")])
     return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

@@ -16,6 +16,13 @@ from app.metrics import LoopMonitor, LoopSnapshot, name_task
 from tests.waiting import until
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So often that no stall of these tests is missed."""
+    monkeypatch.setattr("app.metrics.event_loop.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("app.metrics.event_loop._LOOK_S", 0.02)
+
+
 @asynccontextmanager
 async def monitored() -> AsyncIterator[LoopMonitor]:
     monitor = LoopMonitor()

@@ -70,16 +70,20 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(f"{int(declared):,}", max_bytes)
     body, loop = bytearray(), asyncio.get_running_loop()
-    began_at, allowed_s = loop.time(), min(timeout_s, PATIENCE_S)
+    began_at, allowed_s, num_allowed_for = loop.time(), min(timeout_s, PATIENCE_S), 0
     try:
         async with asyncio.timeout(allowed_s) as timeout:
             async for chunk in request.stream():
+                if not chunk:  # the last one
+                    continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
                 reservation.hold_body(len(chunk))
                 body += chunk
-                allowed_s = min(timeout_s, PATIENCE_S + len(body) / MIN_BYTES_PER_S)
-                timeout.reschedule(began_at + allowed_s)
+                if len(body) - num_allowed_for >= MIN_BYTES_PER_S:
+                    num_allowed_for = len(body)
+                    allowed_s = min(timeout_s, PATIENCE_S + num_allowed_for / MIN_BYTES_PER_S)
+                    timeout.reschedule(began_at + allowed_s)
     except ClientDisconnect:
         raise ClientGone from None
     except TimeoutError:
