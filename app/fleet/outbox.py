@@ -14,6 +14,8 @@ from app.fleet.frames import Frame
 
 # The delta that says that a request is queued waits so long for the request's first token, to save a frame.
 _QUEUED_DELAY_S = 0.05
+# After the last of some aborts: one frame reports for all, and the engine has freed their places at its next step.
+_ABORTED_DELAY_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Outbox:
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
+        self._aborted_timer: asyncio.TimerHandle | None = None
         self._send_frame()
         self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
 
@@ -122,15 +125,24 @@ class Outbox:
         self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its blocks. Nothing happens when it has ended."""
+        """End a request, free its blocks and report soon that its place is free. Nothing happens when it has ended."""
         compiling = self._compiling.pop(request_id, None)
         if compiling is not None:
             compiling.cancel()
         if request_id in self._open:
             self._open.discard(request_id)
             self._engine.abort(request_id)
+            self._report_soon()
         self._deltas.pop(request_id, None)
         self._check_idle()
+
+    def _report_soon(self) -> None:
+        """A frame that was under way counts an aborted request, and its ingress takes that for another ingress's."""
+        if self._aborted_timer is not None:
+            self._aborted_timer.cancel()
+        self._aborted_timer = asyncio.get_running_loop().call_later(
+            _ABORTED_DELAY_S, lambda: self.flush(even_without_deltas=True)
+        )
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
         """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
@@ -153,10 +165,11 @@ class Outbox:
     def close(self) -> None:
         """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
         self._timer.cancel()
-        if self._queued_timer is not None:
-            self._queued_timer.cancel()
         for request_id in [*self._compiling, *self._open]:
             self.abort(request_id)
+        for timer in (self._queued_timer, self._aborted_timer):
+            if timer is not None:
+                timer.cancel()
         self._deltas.clear()
         self._check_idle()
 
@@ -166,9 +179,9 @@ class Outbox:
 
     # ------------------------------------------------------------------ the stream
 
-    def flush(self) -> None:
+    def flush(self, *, even_without_deltas: bool = False) -> None:
         """Send what is kept, if anything is and the ingress keeps up."""
-        if self._deltas and self._stream.is_writable:
+        if (self._deltas or even_without_deltas) and self._stream.is_writable:
             self._send_frame()
             if not self._open:
                 self._check_idle()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deployments.launcher.supervisor import environment, free_ports
@@ -83,6 +84,15 @@ class Service:
     def eventually(self, model: str, condition: Callable[[list[Any]], bool], timeout_s: float = 10.0) -> list[Any]:
         """The stats once they meet the condition."""
         return eventually(lambda: self.stats(model), condition, timeout_s)
+
+    def until_free(self, model: str) -> None:
+        """Until the ingress too knows of no request at the model's replicas: their reports come a moment later."""
+
+        def requests() -> int:
+            entries = httpx.get(f"{self.url}/admin/fleet", timeout=10).json()["data"]
+            return sum(each["requests"] for entry in entries if entry["model"] == model for each in entry["replicas"])
+
+        eventually(requests, lambda number: number == 0, timeout_s=10.0)
 
 
 @pytest.fixture(scope="session")

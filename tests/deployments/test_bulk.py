@@ -205,7 +205,7 @@ def test_rows_go_through_the_live_service_in_its_lowest_class(start: Start, tmp_
     assert f"{num_rows} rows: {num_rows} ok, 0 failed" in printed
     assert sorted(result["row"] for result in results(tmp_path / "out")) == list(range(num_rows))
     assert service.stats("narrow")[0].total_preemptions > 0
-    service.eventually("narrow", lambda stats: stats[0].num_running == 0)
+    service.until_free("narrow")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_in_words(start: Start, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_more_than_the_replicas_hold_gets_429_at_once(service: Service) -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             return await asyncio.gather(*(client.post(f"{service.url}/v1/completions", json=body) for _ in range(8)))
 
-    service.eventually("narrow", lambda stats: stats[0].num_running == 0)
+    service.until_free("narrow")
     responses = asyncio.run(flood())
     refused = [response for response in responses if response.status_code == 429]
     assert sorted(response.status_code for response in responses) == [200] * 2 + [429] * 6
@@ -293,7 +293,7 @@ def test_a_full_service_is_still_ready(service: Service) -> None:
         with long_stream(service, "narrow"):
             has_been_seen.wait(timeout=30)
 
-    service.eventually("narrow", lambda stats: stats[0].num_running == 0)
+    service.until_free("narrow")
     with ThreadPoolExecutor() as threads, long_stream(service, "narrow"):
         second = threads.submit(take_the_second_place)
         service.eventually("narrow", lambda stats: (stats[0].num_running, stats[0].num_waiting) == (1, 1))

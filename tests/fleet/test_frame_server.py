@@ -209,6 +209,23 @@ def test_an_abort_reaches_the_engine_once_and_only_for_requests_that_run() -> No
     with_replica(scene)
 
 
+def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does_for_several() -> None:
+    """Until then their ingress takes them for requests of another ingress, and refuses others for them."""
+
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one", heartbeat_s=60) as frames:
+            await frames.submit("a", "b")
+            frames.send(AbortRequest("a"), AbortRequest("b"))
+            frame = await frames.next()
+            assert (frame.report, frame.deltas) == (REPORT, ())
+            assert replica.aborted == ["a", "b"]
+            await asyncio.sleep(0.1)  # a second such frame would come within 50 ms
+            frames.send(SubmitRequest(make_request(request_id="c")))
+            assert (await frames.next()).number == frame.number + 1
+
+    with_replica(scene)
+
+
 def test_the_requests_of_a_connection_that_ends_are_aborted() -> None:
     async def scene(replica: Replica, address: Address) -> None:
         async with frames_from(address, "other") as other:
