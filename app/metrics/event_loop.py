@@ -32,11 +32,12 @@ _OUR_PACKAGES = ("app.", "deployments.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSnapshot:
-    """One event loop since its monitor started; the queues are of this moment."""
+    """One event loop since its monitor started; the tasks and the queues are of this moment."""
 
     delay_s: Distribution  # how late the loop woke, for each time that it was to wake
     num_stalls: int  # delays over STALL_S
     stalled_s: float  # all of them together
+    num_tasks: int  # that have not ended
     queued: Mapping[str, int]  # calls that wait for a thread, by the name of the threads
 
 
@@ -86,6 +87,7 @@ class LoopMonitor:
             delay_s=self._delay_s.snapshot(),
             num_stalls=self._num_stalls,
             stalled_s=self._stalled_s,
+            num_tasks=len(asyncio.all_tasks(self._loop)),
             queued={name: num_waiting() for name, num_waiting in self._queues.items()},
         )
 

@@ -194,6 +194,12 @@ def _loop_families(scrape: Scrape) -> Iterable[Metric]:
         [(labels, loop.stalled_s) for labels, loop in rows],
     )
     yield gauge(
+        "carousel_loop_tasks",
+        "Tasks of an event loop that have not ended.",
+        _LOOP_LABELS,
+        [(labels, loop.num_tasks) for labels, loop in rows],
+    )
+    yield gauge(
         "carousel_thread_queue",
         "Calls that wait for a thread beside an event loop.",
         (*_LOOP_LABELS, "threads"),

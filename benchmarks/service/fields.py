@@ -191,7 +191,8 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
         "models": [
             {
                 "name": MODEL_NAME,
-                "engine": {"model": {"path": model, **simulated}},
+                # A replica's memory grows as blocks of its KV memory are first used; here at most so much.
+                "engine": {"model": {"path": model, **simulated}, "cache": {"memory_gib": 0.05}},
                 "replicas": {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5},
                 "tool_parser": "hermes",
                 "pooling": "mean",

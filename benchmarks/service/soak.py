@@ -12,8 +12,8 @@ Progress goes to stderr; the last line of stdout is one JSON object:
     tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; times in
                   ms, calm and attacked; the first findings in full
     attack        answers by status, and those of 500 and above
-    memory_mib, open_files, threads   by process: medians of the four quarters of the attack. A kind of process that
-                  is killed counts while it is older than a minute
+    memory_mib, open_files, threads, tasks   by process: medians of the four quarters of the attack. A kind of process
+                  that is killed counts while it is older than a minute. Tasks of the event loops, each minute
     growth        memory of the last quarter over the second, by process
     restarts      processes of the service that ended without being killed
     left          what is held at the end without any request under way
@@ -32,6 +32,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import statistics
@@ -51,7 +52,7 @@ from benchmarks.chaos.stage import Stage, stage
 from benchmarks.chaos.traffic import MODEL_NAME
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_bytes
-from benchmarks.harness.service import with_tools
+from benchmarks.harness.service import scraped, with_tools
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.fuzz import Tally, send_hostile
 from benchmarks.service.honest import ONLINE_KINDS, TIMEOUT_S, Client, Tenant
@@ -84,6 +85,7 @@ class Watched:
     """What the service's processes held over time, and which of them were killed here."""
 
     samples: list[Sample] = field(default_factory=list)
+    tasks: list[tuple[float, str, float]] = field(default_factory=list)  # when, the kind of process, how many
     killed: set[int] = field(default_factory=set)
     num_killed: Counter[str] = field(default_factory=Counter)
     full_s: float = 0.0
@@ -198,6 +200,7 @@ class _Soak:
             figures_of([client.tenant for client in self._clients.values()], began, attacked_s)
             | attack_figures(self._tally)
             | process_figures(self._watched.samples, attacked_s, seconds)
+            | {"tasks": task_figures(self._watched.tasks, attacked_s, seconds)}
             | {
                 "killed": dict(self._watched.num_killed),
                 "disk_full_s": round(self._watched.full_s),
@@ -248,6 +251,7 @@ class _Soak:
             self._watched.samples += await asyncio.to_thread(self._sampled)
             if time.monotonic() > told_s + _TELL_EVERY_S:
                 told_s = time.monotonic()
+                self._watched.tasks += await asyncio.to_thread(self._tasks)
                 tell(f"{ ({c.tenant.name: dict(c.tenant.outcomes) for c in self._clients.values()}) }")
                 tell(f"hostile: {dict(self._tally.outcomes)}, killed: {dict(self._watched.num_killed)}")
             await asyncio.sleep(_SAMPLE_EVERY_S)
@@ -258,6 +262,16 @@ class _Soak:
             Sample(now, pid, process.title, resident_bytes(pid) / 2**20, _entries(pid, "fd"), _entries(pid, "task"))
             for pid, process in self._running.processes().items()
         ]
+
+    def _tasks(self) -> list[tuple[float, str, float]]:
+        now = time.monotonic()
+        with contextlib.suppress(OSError):  # it is being killed
+            return [
+                (now, re.findall('process="([^"]*)"', labels)[0], value)
+                for name, labels, value in scraped(self._running.target)
+                if name == "carousel_loop_tasks"
+            ]
+        return []
 
     def _ours(self) -> dict[int, str]:
         return {
@@ -345,20 +359,33 @@ def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -
         born_s = first_seen.setdefault(sample.pid, sample.at_s)
         was_there = born_s < began_s + 2 * _SAMPLE_EVERY_S
         if was_there or sample.at_s - born_s >= _MIN_AGE_S:
-            quarter = min(3, max(0, int(4 * (sample.at_s - began_s) / seconds)))
-            by_title[sample.title][quarter].append(sample)
+            by_title[sample.title][_quarter(sample.at_s, began_s, seconds)].append(sample)
     found: dict[str, Any] = {"memory_mib": {}, "open_files": {}, "threads": {}, "growth": {}}
     for title, quarters in sorted(by_title.items()):
         for what in ("memory_mib", "open_files", "threads"):
-            medians = [
-                round(statistics.median(getattr(each, what) for each in quarter), 1) if quarter else None
-                for quarter in quarters
-            ]
-            found[what][title] = medians
+            found[what][title] = _medians([[getattr(each, what) for each in quarter] for quarter in quarters])
         _, second, _, last = found["memory_mib"][title]
         if second and last:
             found["growth"][title] = round(last / second, 3)
     return found
+
+
+def task_figures(
+    tasks: Sequence[tuple[float, str, float]], began_s: float, seconds: float
+) -> dict[str, list[float | None]]:
+    """By the kind of process: medians of each quarter."""
+    by_kind: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[], [], [], []])
+    for at_s, kind, number in tasks:
+        by_kind[kind][_quarter(at_s, began_s, seconds)].append(number)
+    return {kind: _medians(quarters) for kind, quarters in sorted(by_kind.items())}
+
+
+def _quarter(at_s: float, began_s: float, seconds: float) -> int:
+    return min(3, max(0, int(4 * (at_s - began_s) / seconds)))
+
+
+def _medians(quarters: Sequence[Sequence[float]]) -> list[float | None]:
+    return [round(statistics.median(quarter), 1) if quarter else None for quarter in quarters]
 
 
 def is_bad(figures: Mapping[str, Any]) -> bool:

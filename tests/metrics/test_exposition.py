@@ -171,7 +171,9 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
     delays = Histogram(SECONDS)
     delays.observe(0.001)
     delays.observe(0.4)
-    loop = LoopSnapshot(delay_s=delays.snapshot(), num_stalls=1, stalled_s=0.4, queued={"default": 7, "bodies": 2})
+    loop = LoopSnapshot(
+        delay_s=delays.snapshot(), num_stalls=1, stalled_s=0.4, num_tasks=9, queued={"default": 7, "bodies": 2}
+    )
     of_replica = replace(report("r1", 1), loop=replace(loop, queued={"default": 0}))
     text = exposition(Scrape(requests=[], replicas={"demo": [of_replica]}, loops={("ingress", "i1"): loop}))
     assert value(text, "carousel_thread_queue", process="ingress", id="i1", threads="bodies") == 2
@@ -179,6 +181,7 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
         labels = {"process": process, "id": name}
         assert value(text, "carousel_loop_stalls_total", **labels) == 1
         assert value(text, "carousel_loop_stalled_seconds_total", **labels) == 0.4
+        assert value(text, "carousel_loop_tasks", **labels) == 9
         assert value(text, "carousel_thread_queue", threads="default", **labels) == num_queued
         assert value(text, "carousel_loop_delay_seconds_bucket", le="0.05", **labels) == 1
         assert value(text, "carousel_loop_delay_seconds_count", **labels) == 2

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.harness.http_call import Target
 from benchmarks.service.fuzz import Tally
 from benchmarks.service.honest import Client, Reply, Tenant, requests_of, said_by
-from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures
+from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, process_figures, task_figures
 from tests.benchmarks.servers import simulated_service
 
 KINDS = ("stream", "logprobs", "schema")  # the demo model has no place for tools
@@ -101,6 +101,14 @@ def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old(
     assert figures["growth"][title] == pytest.approx(1.02, abs=0.001)
     assert not is_bad(_figures(Tenant("a", "key", Counter(right=1))) | figures)
     assert is_bad(_figures(Tenant("a", "key", Counter(right=1))) | figures | {"growth": {title: 1.06}})
+
+
+def test_tasks_count_by_quarters_too() -> None:
+    tasks = [
+        (float(at), kind, at // 100 + more) for at in range(0, 400, 60) for kind, more in (("ingress", 5), ("r", 1))
+    ]
+    assert task_figures(tasks[:-2], 0.0, 400.0) == {"ingress": [5, 6, 7, 8], "r": [1, 2, 3, 4]}
+    assert task_figures([(250.0, "r", 3)], 0.0, 400.0) == {"r": [None, None, 3, None]}
 
 
 @pytest.mark.parametrize("changes", [{"restarts": ["ingress"]}, {"left": {"running": 1}}])
