@@ -49,6 +49,10 @@ def describe(file: GgufFile) -> Description:
             f"{file.path} is of architecture {architecture!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read: "
             f"set model.path to the model's folder or hub id with safetensors instead"
         )
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModel(
+            f"{file.path} is one of {file.metadata['split.count']} parts; join them with `llama-gguf-split --merge`"
+        )
     config = _config(file, _Settings(file, architecture))
     names = _names(config, has_head="output.weight" in file.tensors)
     _check_tensors(file, names)
