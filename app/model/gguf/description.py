@@ -25,7 +25,7 @@ _KNOWN = frozenset(
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
         "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
-        "rope.scaling.factor",
+        "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
     )
 )  # fmt: skip
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
