@@ -43,16 +43,14 @@ class Description:
 
 def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.metadata.get("general.architecture"))
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
-            f"{file.path} is of architecture {architecture!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read: "
-            f"set model.path to the model's folder or hub id with safetensors instead"
+            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be "
+            f"read: set model.path to the model's folder or hub id with safetensors instead"
         )
-    if file.metadata.get("split.count", 1) > 1:
-        raise UnsupportedModel(
-            f"{file.path} is one of {file.metadata['split.count']} parts; join them with `llama-gguf-split --merge`"
-        )
+    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
     config = _config(file, _Settings(file, architecture))
     names = _names(config, has_head="output.weight" in file.tensors)
     _check_tensors(file, names)
@@ -84,10 +82,17 @@ class _Settings:
             if key not in _KNOWN and value:
                 raise self.refusal(key, value)
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def count(self, key: str, default: int | None = None) -> int:
+        """Raises UnsupportedModel when it is no positive integer, or there is none and no default."""
+        value = self._found.get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.refusal(key, value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
         """Raises UnsupportedModel when it is no positive number, or there is none and no default."""
         value = self._found.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not isinstance(value, float) or not 0 < value < float("inf"):
             raise self.refusal(key, value)
         return value
 
@@ -104,27 +109,32 @@ class _Settings:
 
 def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
     """The content of config.json."""
-    hidden_size, num_heads = settings.number("embedding_length"), settings.number("attention.head_count")
-    head_dim = settings.number("attention.key_length", hidden_size // num_heads)
+    hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
+    head_dim = settings.count("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if settings.number(key, head_dim) != head_dim:
-            raise settings.refusal(key, settings.number(key))
+        if settings.count(key, head_dim) != head_dim:
+            raise settings.refusal(key, settings.count(key))
+    if head_dim % 2:
+        raise settings.refusal("attention.key_length", head_dim)
+    num_layers = settings.count("block_count")
+    if num_layers > len(file.tensors):  # before their names are made: a damaged number may be larger than any memory
+        raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
     tokenizer = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {
         "architectures": [_ARCHITECTURES[settings.architecture]],
         "model_type": settings.architecture,
         "dtype": "float32" if embedding is None else _DTYPES[embedding.value_type],
-        "vocab_size": settings.number("vocab_size", 1) if embedding is None else embedding.shape[0],
+        "vocab_size": settings.count("vocab_size", 1) if embedding is None else embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": settings.number("feed_forward_length"),
-        "num_hidden_layers": settings.number("block_count"),
+        "intermediate_size": settings.count("feed_forward_length"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": settings.number("attention.head_count_kv", num_heads),
+        "num_key_value_heads": settings.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": settings.number("context_length"),
+        "max_position_embeddings": settings.count("context_length"),
         "rope_parameters": _rope(file, settings, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": tokenizer["bos"],
@@ -137,21 +147,21 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _rope(file: GgufFile, settings: _Settings, head_dim: int) -> dict[str, Any]:
-    theta = float(settings.number("rope.freq_base", 10_000.0))
+    theta = settings.number("rope.freq_base", 10_000.0)
     kind = settings.text("rope.scaling.type", "none")
     factors = file.tensors.get(_FACTORS)
     if factors is not None:
         found = file.values(factors).astype(np.float32)
         factor = float(found.max(initial=1.0))
-        expected = _llama3_factors(theta, head_dim, factor)
-        if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+        is_known = found.shape == (head_dim // 2,)
+        if not is_known or not np.allclose(found, _llama3_factors(theta, head_dim, factor), rtol=1e-3):
             raise UnsupportedModel(
                 f"{file.path}: tensor {_FACTORS} scales positions in an unknown way; set model.path to the model's "
                 f"folder or hub id with safetensors instead"
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
     if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": float(settings.number("rope.scaling.factor"))}
+        return {"rope_type": "linear", "rope_theta": theta, "factor": settings.number("rope.scaling.factor")}
     if kind != "none":
         raise settings.refusal("rope.scaling.type", kind)
     return {"rope_type": "default", "rope_theta": theta}

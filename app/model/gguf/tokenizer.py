@@ -28,12 +28,14 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
     try:
         backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
         _set_rule(backend, described)
-        tokens = described["tokens"]
+        tokens, num_embeddings = described["tokens"], file.tensors["token_embd.weight"].shape[0]
+        if len(tokens) > num_embeddings:
+            raise ValueError(f"it has {len(tokens):,} tokens, the model {num_embeddings:,}")
         backend = _without_others(backend, len(tokens))
         special = {
             name: tokens[given[key]] for name, kind in _SPECIAL.items() if (key := f"ggml.{kind}_token_id") in given
         }
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except Exception as error:  # tokenizers raises Exception itself, for merges of tokens that there are not
         raise UnsupportedModel(
             f"{file.path}: its tokenizer ({described.get('tokenizer_type')}, {described.get('pre_tokenizer_type')}) "
             f"cannot be read: {error}; set model.path to the model's folder or hub id with safetensors instead"
