@@ -162,7 +162,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: d
 def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = "/nowhere/model"
     output, _ = launch(config).communicate(timeout=PATIENCE_S)
-    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder here" in output
+    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder or file here" in output
 
 
 def test_a_batches_folder_that_cannot_be_is_told(launch: Launch, config: dict[str, Any], tmp_path: Path) -> None:
