@@ -169,7 +169,7 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dt
 def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alone(
     dtype: torch.dtype, heads_per_kv: int, data: st.DataObject
 ) -> None:
-    """Sequences that begin with blocks of others, decodes beside prefill pieces: one step of all against one of each."""
+    """Sequences that begin with blocks of others, decodes beside prefill pieces: a step of all and of each."""
     rules = data.draw(st.sampled_from([
         AttentionRules(scaling=0.3),
         AttentionRules(scaling=0.3, softcap=1.5),
