@@ -139,7 +139,7 @@ def check_folders(config: ServeFile) -> None:
     for application in config.applications.values():
         for index, served in enumerate(application.models):
             path = served.engine.model.path
-            if path.startswith(("/", ".", "~")) and not _is_folder(path):
+            if not _is_local(path) and path.startswith(("/", ".", "~")):
                 raise InvalidSetup(
                     f"models[{index}].engine.model.path: got {path!r}; there is no such folder or file here"
                 )
@@ -188,12 +188,11 @@ def _show_progress() -> None:
 
 
 def _all_models_are_local(config: ServeFile) -> bool:
-    return all(
-        _is_folder(model.engine.model.path) for served in config.applications.values() for model in served.models
-    )
+    return all(_is_local(model.engine.model.path) for served in config.applications.values() for model in served.models)
 
 
-def _is_folder(path: str) -> bool:
+def _is_local(path: str) -> bool:
+    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
     return resolve_model_path(path) != path or Path(path).is_dir()
 
 

@@ -25,7 +25,7 @@ _KNOWN = frozenset(
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
         "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
-        "rope.scaling.factor",
+        "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
     )
 )  # fmt: skip
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -48,6 +48,10 @@ def describe(file: GgufFile) -> Description:
         raise UnsupportedModel(
             f"{file.path} is of architecture {architecture!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be read: "
             f"set model.path to the model's folder or hub id with safetensors instead"
+        )
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModel(
+            f"{file.path} is one of {file.metadata['split.count']} parts; join them with `llama-gguf-split --merge`"
         )
     config = _config(file, _Settings(file, architecture))
     names = _names(config, has_head="output.weight" in file.tensors)

@@ -60,6 +60,8 @@ def _set_rule(backend: Any, described: dict[str, Any]) -> None:
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+    if described.get("tokenizer_type") == "llama" and not described.get("add_prefix_space", True):
+        raise ValueError("tokenizer.ggml.add_space_prefix is false")  # transformers adds the space
     rule = described.get("pre_tokenizer_type")
     if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULES:
         return

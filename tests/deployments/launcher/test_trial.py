@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -104,3 +106,20 @@ def test_a_misspelt_name_is_told_what_there_is() -> None:
         InvalidSetup, match=r"MODEL=smolm: there is no such folder .*known names: smollm2; a hub id has"
     ):
         trial_config("smolm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--model", "smolm"], 1, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
+        (["--model", "./other.gguf"], 1, "model.path: got './other.gguf'; there is no such file here"),
+        (["--model", "smollm2", "deployments/serve.yaml"], 2, "give a config file or --model"),
+        ([], 2, "give a config file or --model"),
+    ],
+)
+def test_the_launcher_says_it_before_anything_starts(arguments: list[str], status: int, said: str) -> None:
+    command = [sys.executable, "-m", "deployments.launcher", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

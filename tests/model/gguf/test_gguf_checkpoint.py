@@ -135,6 +135,27 @@ def test_digits_and_spaces_are_split_as_smollm_splits_them(tmp_path: Path, cache
     assert tokenizer.token_texts(ids) == ["a", "ĠĠ", "1", "2"]
 
 
+def test_a_vocabulary_of_sentencepiece_is_read(tmp_path: Path, cache: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helo", "he", "▁he", "ll"]
+    settings = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0 - index for index in range(len(pieces) - 259)],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": None,  # older files do not say it; such a vocabulary begins texts
+    }
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=len(pieces)), settings=settings)
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    ids = tokenizer.encode("hello é", add_special_tokens=True)
+    assert tokenizer.token_texts(ids) == ["<s>", "▁he", "ll", "o", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "hello é"
+    assert tokenizer.special_token_ids == {0, 1, 2}
+
+
 def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
     said: list[str] = []
@@ -192,6 +213,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
     ("changes", "message"),
     [
         ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
+        ({"settings": {"split.count": 3}}, r"is one of 3 parts; join them with `llama-gguf-split --merge`"),
         ({"settings": {"llama.expert_count": 8}}, r"llama\.expert_count is 8, which cannot be read"),
         ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type is 'yarn'"),
         ({"settings": {"llama.rope.dimension_count": 32}}, r"llama\.rope\.dimension_count is 32"),
