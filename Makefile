@@ -1,12 +1,14 @@
 # Everything a newcomer needs; each target sets up what it lacks in .venv first.
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
+#                 MODEL=smollm2, a folder, a GGUF file or a hub id: that one instead
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make chaos    faults made on purpose, three to four hours: the reliability table
 #   make clients  other people's clients against the live service: docs/results/clients.md; CLIENTS="openai lm-eval" for some
 
 PYTHON ?= python3
-CONFIG ?= deployments/serve.yaml
+DEFAULT := deployments/serve.yaml
+CONFIG ?= $(DEFAULT)
 INPUT ?= deployments/bulk/example.jsonl
 OUTPUT ?= bulk_results
 TEST_PROCESSES ?= 2
@@ -16,10 +18,10 @@ BIN := .venv/bin
 .PHONY: help serve bulk test check chaos clients format clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
 serve: .venv/runtime.done
-	@exec $(BIN)/python -m deployments.launcher $(CONFIG)
+	@exec $(BIN)/python -m deployments.launcher $(if $(MODEL),--model "$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
 
 # Interrupted, it goes on where it was; finished, it says so.
 bulk: .venv/runtime.done

@@ -16,6 +16,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch_builder import MAX_SCORED_TOKENS
 from app.engine.block_pool import BlockPool
@@ -109,7 +110,7 @@ def _build_torch(config: EngineConfig) -> Engine:
         config.model,
         resolve_model_path(config.model.path),
         block_size=config.cache.block_size,
-        checks=Path.home() / ".cache" / "carousel",
+        checks=cache_folder(),
     )
     if model.device.type == "cuda" and config.cache.num_blocks is None:
         limits = config.scheduler
@@ -238,8 +239,21 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
 
 
 def resolve_model_path(path: str) -> str:
-    """Where a model lies: a folder seen from the working directory or from the project; else `path`, a hub id."""
-    for folder in (Path(path).expanduser(), _PROJECT / path):
-        if folder.is_dir():
-            return str(folder.resolve())
+    """Where a model lies: a folder seen from the working directory or from the project; else `path`, a hub id.
+
+    Of a GGUF file, the folder that is made of it, which takes seconds to minutes the first time.
+
+    Raises:
+        InvalidSetup: there is no such file, or it cannot be read.
+        UnsupportedModel: something in the file cannot be read; the message names it.
+    """
+    for place in (Path(path).expanduser(), _PROJECT / path):
+        if place.is_dir():
+            return str(place.resolve())
+        if place.is_file():
+            from app.model.gguf.checkpoint import checkpoint_of
+
+            return str(checkpoint_of(place.resolve(), cache_folder() / "models"))
+    if path.endswith(".gguf"):
+        raise InvalidSetup(f"model.path: got {path!r}; there is no such file here")
     return path

@@ -37,7 +37,7 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """Which weights to serve and how to hold them."""
 
-    path: str = Field("models/demo", min_length=1, description="folder of a transformers model, or a hub id")
+    path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     quantization: Literal["none", "int8"] = Field(

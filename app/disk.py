@@ -1,4 +1,4 @@
-"""What survives a crash of the machine, and a thread for it. Functions here block: call them in a thread."""
+"""What survives a crash of the machine, a thread for it, and the cache. Functions here block: call them in a thread."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def may_pass(error: OSError | sqlite3.Error) -> bool:
         return error.errno in _PASSING
     # The lowest byte is the primary code of SQLite, the others say where it happened.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING_SQLITE
+
+
+def cache_folder() -> Path:
+    """Where files of ours lie that can be made again: `$XDG_CACHE_HOME/carousel`, by default in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "carousel"
 
 
 def sync_folder(folder: Path) -> None:

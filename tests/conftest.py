@@ -27,6 +27,18 @@ def demo_path() -> Path:
     return PROJECT / "models" / "demo"
 
 
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    """A real model's folder, where `make serve MODEL=smollm2` has fetched it; other machines skip the test."""
+    from app.assembly import resolve_model_path
+    from deployments.launcher.trial import kept_file
+
+    file = kept_file("smollm2")
+    if not file.is_file():
+        pytest.skip(f"there is no {file}; `make serve MODEL=smollm2` fetches it")
+    return resolve_model_path(str(file))
+
+
 @pytest.fixture(scope="module")
 def small_lengths() -> Iterator[None]:
     """The constants of strategies and policies, scaled down to requests of some ten tokens."""

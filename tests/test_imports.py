@@ -27,8 +27,10 @@ ALLOWED = {
         "msgspec",
     },
     "app.model": {
-        "app.config", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers", "triton",
+        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers",
+        "triton",
     },
+    "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
@@ -56,7 +58,9 @@ ALLOWED = {
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.fleet.autoscaling": {"app.config"},
-    "app.assembly": {"app.config", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch"},
+    "app.assembly": {
+        "app.config", "app.disk", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch",
+    },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
 

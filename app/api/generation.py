@@ -63,6 +63,7 @@ class SharedFields:
     """What all prompts of a body have in common, checked and made once."""
 
     sampling: SamplingParams  # all but what each request has of its own: `max_tokens`, `seed`, `prompt_logprobs`
+    details: TokenDetailOptions
     tools: ToolUse | None
 
 
@@ -70,10 +71,11 @@ def shared_fields(body: GenerationRequest, model: ServedModel, limits: RequestLi
     """Raises InvalidRequest."""
     check_limits(body, model, limits)
     tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) else None
-    sampling = _sampling(body, model.tokenizer)
+    details = _detail_options(body)
+    sampling = _sampling(body, model.tokenizer, details)
     if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
         sampling = replace(sampling, grammar=tools.grammar)
-    return SharedFields(sampling, tools)
+    return SharedFields(sampling, details, tools)
 
 
 def encode_prompts(
@@ -183,7 +185,6 @@ def call_of(
 ) -> Call:
     """The call of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts."""
     call_id = f"{prefix}-{uuid.uuid4().hex}"
-    detail_options = _detail_options(body)
     requests: list[Request] = []
     scheduling = scheduling_of(body)
     for prompt in prompts:
@@ -198,7 +199,7 @@ def call_of(
                     shared.sampling,
                     max_tokens=max_tokens,
                     seed=_sample_seed(seed, sample),
-                    prompt_logprobs=detail_options.scored_logprobs(is_first=sample == 0),
+                    prompt_logprobs=shared.details.scored_logprobs(is_first=sample == 0),
                 ),
                 **scheduling,
             )
@@ -213,7 +214,7 @@ def call_of(
         stop=tuple(body.stop),
         skip_special_tokens=body.skip_special_tokens,
         include_stop=body.include_stop_str_in_output,
-        detail_options=detail_options,
+        detail_options=shared.details,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         tools=shared.tools,
@@ -298,7 +299,7 @@ def _sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def _sampling(body: GenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
+def _sampling(body: GenerationRequest, tokenizer: Tokenizer, details: TokenDetailOptions) -> SamplingParams:
     """All but what each request has of its own: `max_tokens`, `seed` and `prompt_logprobs`."""
     return SamplingParams(
         max_tokens=1,
@@ -316,7 +317,7 @@ def _sampling(body: GenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
         grammar=grammar_of(body),
         allowed_token_ids=tuple(body.allowed_token_ids),
         bad_words=_bad_words(body.bad_words, tokenizer),
-        logprobs=_detail_options(body).drawn_logprobs,
+        logprobs=details.drawn_logprobs,
     )
 
 

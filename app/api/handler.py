@@ -121,7 +121,7 @@ class RequestHandler:
         size = size_of(body, MAX_SMALL_SIZE)
         with self.counting_refusals():
             account = client.reservation.account
-            parsed = await self.parse(body, endpoint.schema, account, is_strict=client.is_strict)
+            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=client.is_strict)
             if parsed.request_id is not None and not client.has_own_id:
                 client.request_id = parsed.request_id
             models = self._models_for(parsed, account)
@@ -153,13 +153,11 @@ class RequestHandler:
         )
 
     async def parse(
-        self, body: Mapping[str, Any], schema: type[ParsedT], account: Account, *, is_strict: bool = False
+        self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
     ) -> ParsedT:
-        """The typed body. Raises InvalidRequest."""
+        """The typed body; `size` is its `size_of`. Raises InvalidRequest."""
         return await self.threads.read(
-            account.name,
-            size_of(body, MAX_SMALL_SIZE),
-            lambda: parse(body, schema, self._unknown_fields, is_strict=is_strict),
+            account.name, size, lambda: parse(body, schema, self._unknown_fields, is_strict=is_strict)
         )
 
     def model(self, name: str | None, account: Account) -> ServedModel:
@@ -268,12 +266,13 @@ class RequestHandler:
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, client: Client) -> PendingResponse:
         """As `handle`, for a body of which all but the prompt is checked."""
-        arrived_at, endpoint = self.metrics.arrived(), common.endpoint
+        arrived_at, endpoint, size = self.metrics.arrived(), common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            own = await self.parse(prompt, endpoint.schema, client.reservation.account, is_strict=client.is_strict)
+            account = client.reservation.account
+            own = await self.parse(prompt, size, endpoint.schema, account, is_strict=client.is_strict)
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
         calls = [
-            await self._prepare(endpoint, parsed, model, client, size_of(prompt, MAX_SMALL_SIZE) + common.size, shared)
+            await self._prepare(endpoint, parsed, model, client, size + common.size, shared)
             for model, shared in common.fields
         ]
         return await self._response(endpoint, parsed, calls, client, arrived_at)
@@ -289,7 +288,7 @@ class RequestHandler:
         """
         endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
         with self.counting_refusals():
-            parsed = await self.parse(body, endpoint.schema, account, is_strict=is_strict)
+            parsed = await self.parse(body, size, endpoint.schema, account, is_strict=is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             models = self._models_for(parsed, account)
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
@@ -317,8 +316,8 @@ class RequestHandler:
         request_id = uuid.uuid4().hex
         try:
             account = self.authenticator.account_named(owner)
-            endpoint = ENDPOINTS[path]
-            parsed = await self.parse(body, endpoint.schema, account)
+            endpoint, size = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE)
+            parsed = await self.parse(body, size, endpoint.schema, account)
             model, *larger = self._models_for(parsed, account)
             if larger:
                 raise InvalidRequest(
@@ -327,9 +326,7 @@ class RequestHandler:
                     param="model",
                 )
             check(parsed)
-            call = await self.threads.encode(
-                owner, size_of(body, MAX_SMALL_SIZE), lambda: endpoint.prepare(parsed, model, self.limits, None)
-            )
+            call = await self.threads.encode(owner, size, lambda: endpoint.prepare(parsed, model, self.limits, None))
             return bounded_call(account, call, parsed)
         except Exception as error:
             return _refusal(error, request_id)

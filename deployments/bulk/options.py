@@ -170,8 +170,8 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     first = next(iter(models.values()))
     if model is None:
         return first
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise InvalidSetup(f"--model {model}: there is no such folder")
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists():
+        raise InvalidSetup(f"--model {model}: there is no such folder or file")
     engine = first.engine.model_copy(update={"model": first.engine.model.model_copy(update={"path": model})})
     return first.model_copy(update={"name": model, "engine": engine})
 

@@ -1,4 +1,6 @@
-"""`python -m deployments.launcher CONFIG`: what `make serve` runs. Checks, sets the environment, starts, stops.
+"""`python -m deployments.launcher CONFIG`, or `--model MODEL`: what `make serve` runs.
+
+It checks, sets the environment, starts and stops.
 
 Two processes. This one checks the config and the ports, starts `deployments.launcher.foreground` with the environment
 that Ray and Serve read, and waits for a signal or for its end. It imports no Ray, so it answers at once
@@ -9,6 +11,7 @@ process.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import shutil
@@ -23,6 +26,7 @@ from pathlib import Path
 
 from app.assembly import resolve_model_path
 from app.errors import InvalidSetup
+from deployments.launcher.trial import trial_config
 from deployments.serve.settings import LOOPBACK, ServeFile, read_serve_file
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -36,18 +40,23 @@ _OUR_PORTS = range(20_000, 30_000)
 def main() -> int:
     """Serve until a signal comes. The exit status is 0 after a signal, 1 when the service cannot start or has died."""
     arguments = _arguments()
+    _show_progress()
+    path = arguments.config or Path(arguments.model)
+    try:
+        path = arguments.config or trial_config(arguments.model)
+        config = read_serve_file(path)
+        check_port(config, path)
+        check_folders(config)
+    except InvalidSetup as error:
+        print(f"{path} cannot be served:\n{error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:  # while a model was fetched or read: what is not whole has gone
+        return 0
     # Blocked from here on: a signal waits until this process asks for it, so none can interrupt a start or a clean-up.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
-    try:
-        config = read_serve_file(arguments.config)
-        check_folders(config)
-        check_port(config, arguments.config)
-    except InvalidSetup as error:
-        print(f"{arguments.config} cannot be served:\n{error}", file=sys.stderr, flush=True)
-        return 1
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
-    command = [sys.executable, "-m", "deployments.launcher.foreground", str(arguments.config), str(run_folder)]
+    command = [sys.executable, "-m", "deployments.launcher.foreground", str(path), str(run_folder)]
     command += ["--dashboard"] if arguments.dashboard else []
     child = subprocess.Popen(command, env=environment(config, run_folder, os.environ), start_new_session=True)
     status = supervise(child)
@@ -123,15 +132,17 @@ def num_proxy_threads(num_cores: int) -> int:
 
 
 def check_folders(config: ServeFile) -> None:
-    """Raise InvalidSetup for a model path that can only be a folder and is none, or a batches folder that cannot be.
+    """Raise InvalidSetup for a model path that can only be local and is not there, or a batches folder that cannot be.
 
-    A hub id cannot be checked here.
+    A GGUF file is read. A hub id cannot be checked here.
     """
     for application in config.applications.values():
         for index, served in enumerate(application.models):
             path = served.engine.model.path
-            if path.startswith(("/", ".", "~")) and not _is_folder(path):
-                raise InvalidSetup(f"models[{index}].engine.model.path: got {path!r}; there is no such folder here")
+            if not _is_local(path) and path.startswith(("/", ".", "~")):
+                raise InvalidSetup(
+                    f"models[{index}].engine.model.path: got {path!r}; there is no such folder or file here"
+                )
         if application.batches is not None:
             _check_writable(application.batches.path)
 
@@ -160,18 +171,28 @@ def check_port(config: ServeFile, path: Path) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deployments.launcher", description="Serve a config file here.")
-    parser.add_argument("config", type=Path, help="a Serve config file, as deployments/serve.yaml")
+    parser.add_argument("config", type=Path, nargs="?", help="a Serve config file, as deployments/serve.yaml")
+    parser.add_argument("--model", help="instead of a config: smollm2, a model's folder, a GGUF file, or a hub id")
     parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.config is None) == (arguments.model is None):
+        parser.error("give a config file or --model: with a config, its model.path names the model")
+    return arguments
+
+
+def _show_progress() -> None:
+    """On the terminal, a GGUF file that is read the first time: it takes seconds to minutes."""
+    reading = logging.getLogger("app.model.gguf")
+    reading.setLevel(logging.INFO)
+    reading.addHandler(logging.StreamHandler(sys.stdout))
 
 
 def _all_models_are_local(config: ServeFile) -> bool:
-    return all(
-        _is_folder(model.engine.model.path) for served in config.applications.values() for model in served.models
-    )
+    return all(_is_local(model.engine.model.path) for served in config.applications.values() for model in served.models)
 
 
-def _is_folder(path: str) -> bool:
+def _is_local(path: str) -> bool:
+    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
     return resolve_model_path(path) != path or Path(path).is_dir()
 
 

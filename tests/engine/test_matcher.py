@@ -151,3 +151,11 @@ def test_sets_of_tokens() -> None:
     assert not any_token(without_tokens(some.allowed(), (0, 9, 49, 3)))
     assert allowed_after_bans(some, (0, 9)) == with_tokens(bytes(7), (49,))
     assert allowed_after_bans(some, (0, 9, 49)) == some.allowed()
+
+
+def test_requests_for_the_same_tokens_share_their_bits() -> None:
+    """The prompts of one body have equal lists, each decoded for itself: 128 times 16,384 bits would hold up a step."""
+    lists = [tuple(range(0, 40, 3)) for _ in range(3)]
+    first, *others = [TokenSet(each, vocab_size=VOCAB_SIZE).allowed() for each in lists]
+    assert all(each is first for each in others)
+    assert TokenSet((1,), vocab_size=VOCAB_SIZE).allowed() != first

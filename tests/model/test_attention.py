@@ -29,10 +29,12 @@ def with_native_attention() -> PagedAttention:
     return native_attention(LAYERS, num_blocks=NUM_BLOCKS, dtype=torch.float32)
 
 
-def native_attention(layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype) -> NativeAttention:
+def native_attention(
+    layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype, num_threads: int = 2
+) -> NativeAttention:
     if not NativeKVCache.fits(layers, block_size=16, dtype=dtype, device=CPU):
         pytest.skip("no C++ compiler here")
-    return NativeAttention(NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(2))
+    return NativeAttention(NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(num_threads))
 
 
 BACKENDS = [torch_attention, with_native_attention]
@@ -158,3 +160,49 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dt
     assert torch.allclose(
         whole[69].double(), scores.softmax(-1) @ values[33:70], atol=1e-5 if dtype is torch.float32 else 2e-2
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 14])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alone(
+    dtype: torch.dtype, heads_per_kv: int, data: st.DataObject
+) -> None:
+    """Sequences that begin with blocks of others, decodes beside prefill pieces: a step of all and of each."""
+    rules = data.draw(st.sampled_from([
+        AttentionRules(scaling=0.3),
+        AttentionRules(scaling=0.3, softcap=1.5),
+        AttentionRules(scaling=0.3, sliding_window=43),
+        AttentionRules(scaling=0.3, sliding_window=90, sinks=torch.linspace(-1.0, 2.0, 2 * heads_per_kv)),
+    ]))  # fmt: skip
+    attention = native_attention(LAYERS, num_blocks=400, dtype=dtype, num_threads=data.draw(st.integers(1, 2)))
+    for memory in (attention.pages.keys[0], attention.pages.values[0]):
+        memory.fill_(-1)  # NaN in both types
+    torch.manual_seed(data.draw(st.integers(0, 999)))
+
+    def random_qkv(num_tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(num_tokens, heads, DIM).to(dtype) for heads in (2 * heads_per_kv, 2, 2)]
+
+    free = torch.randperm(400).tolist()
+    tables: list[list[int]] = []
+    items: list[ScheduledSequence] = []
+    for number in range(data.draw(st.integers(1, 40))):
+        parent = data.draw(st.integers(0, max(0, number - 1)))
+        shared = data.draw(st.integers(0, items[parent].start // 16)) if number else 0
+        start, num_tokens = 16 * shared + data.draw(st.integers(0, 70)), data.draw(st.sampled_from([1, 1, 1, 1, 5]))
+        own = [free.pop() for _ in range((start + num_tokens - 1) // 16 + 1 - shared)]
+        tables.append([*(tables[parent][:shared] if number else ()), *own])
+        if start > 16 * shared:
+            filled = scheduled(16 * shared, start - 16 * shared, tables[-1])
+            attend(attention, [filled], random_qkv(start - 16 * shared), rules)
+        items.append(scheduled(start, num_tokens, tables[-1]))
+        if len(free) < 40:
+            break
+    sizes = [len(item.token_ids) for item in items]
+    qkv = random_qkv(sum(sizes))
+    together = attend(attention, items, qkv, rules).split(sizes)
+    alone = zip(*(part.split(sizes) for part in qkv), strict=True)
+    for item, own_qkv, rows in zip(items, alone, together, strict=True):
+        assert torch.equal(rows, attend(attention, [item], list(own_qkv), rules))
+        assert not rows.isnan().any()

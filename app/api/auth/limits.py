@@ -168,7 +168,8 @@ class Account:
             self._num_running -= 1
             self._pools.requests.take(-1)
             reservation.release_body()
-            self.hold_logprobs(-reservation.num_logprobs)
+            if reservation.num_logprobs:
+                self.hold_logprobs(-reservation.num_logprobs)
             num_used = reservation.num_used()
             self._num_tokens += num_used
             self.take_tokens(num_used - reservation.num_reserved)
@@ -319,13 +320,15 @@ class Reservation:
 
     def hold_logprobs(self, number: int) -> None:
         """Count log-probabilities that the answer may have, until the end. Raises LimitReached."""
-        self.account.hold_logprobs(number)
-        self.num_logprobs += number
+        if number:
+            self.account.hold_logprobs(number)
+            self.num_logprobs += number
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
-        self.account.hold_body(-self.num_body_bytes)
-        self.num_body_bytes = 0
+        if self.num_body_bytes:
+            self.account.hold_body(-self.num_body_bytes)
+            self.num_body_bytes = 0
 
     def add_usage(self, num_tokens: Callable[[], int]) -> None:
         """Count the tokens that this function gives at the end of the request."""

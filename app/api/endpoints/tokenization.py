@@ -62,7 +62,8 @@ class TokenizationRoutes:
 
     async def _parsed(self, request: Request, body: Json, schema: type[ParsedT]) -> ParsedT:
         account = reservation_of(request).account
-        return await self._handler.parse(body, schema, account, is_strict=is_strict(request.headers))
+        size = size_of(body, MAX_SMALL_SIZE)
+        return await self._handler.parse(body, size, schema, account, is_strict=is_strict(request.headers))
 
     async def _answer(self, request: Request, size: int, make: Callable[[], Json]) -> Response:
         """What `make` makes of a body of this size."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 
 from starlette.responses import Response
@@ -86,6 +87,7 @@ def _is_same(origin: str, host: str) -> bool:
     return bool(scheme and address) and address.lower() == host.lower()
 
 
+@lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
     """Whether the name in a Host header can only be this machine's. Without the header: no browser leaves it out."""
     match = _HOST.fullmatch(host)

@@ -225,7 +225,7 @@ class _ChunkWriter:
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
             self._begun.add(piece.index)
-        return joined(event(self._chunk(choice)) for choice in choices)
+        return (b"".join([event(self._chunk(choice)) for choice in choices]),) if choices else ()
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""

@@ -1,4 +1,5 @@
-// Paged attention: every KV byte of a sequence is read once per tile of query rows.
+// Paged attention: every KV byte of a sequence is read once per tile of query rows; one of blocks that several decoding
+// sequences share, once per tile of rows of all of them.
 //
 // Memory of one layer, in units of vectors.h, so that neither half needs a sum across lanes:
 //   keys    [num_blocks][num_kv_heads][key_units][block_size]            a load is one unit of 16 tokens
@@ -69,17 +70,17 @@ struct Pages {
     }
 };
 
-// Scores of ROWS query rows with GROUPS times LANES tokens; fetches the keys of the groups behind them.
+// Scores of ROWS query rows with GROUPS times LANES tokens; fetches the groups `ahead` of them.
 template <typename T, int ROWS, int GROUPS>
-inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t stride,
-                  float* scores, int64_t row_stride) {
+inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t ahead,
+                  int64_t stride, float* scores, int64_t row_stride) {
     Vector sums[ROWS][GROUPS] = {};
     for (int64_t unit = 0; unit < key_units; ++unit) {
         Words keys[GROUPS];
 #pragma GCC unroll 4
         for (int group = 0; group < GROUPS; ++group) {
             keys[group] = load_units(groups[group] + unit * stride);
-            __builtin_prefetch(groups[GROUPS + group] + unit * stride);
+            __builtin_prefetch(groups[ahead + group] + unit * stride);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
@@ -93,28 +94,32 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     for (int row = 0; row < ROWS; ++row) std::memcpy(scores + row * row_stride, sums[row], sizeof(sums[row]));
 }
 
-// Adds the weighted values of `num_units` units of tokens to WIDTH vectors of each row's sums; `mask` zeroes the second
-// token of an incomplete unit.
+// Adds the weighted values of some groups, of `num_units` units of tokens each, to WIDTH vectors of each row's sums;
+// `mask` zeroes the second token of an incomplete unit. Fetches the groups `ahead` of them.
 template <typename T, int ROWS, int WIDTH>
-inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t* values, const uint32_t* next,
-                  int64_t value_dim, int64_t num_units, uint32_t mask, float* sums) {
+inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups, int64_t num_groups,
+                  int64_t ahead, int64_t offset, int64_t value_dim, int64_t num_units, uint32_t mask, float* sums) {
     Vector totals[ROWS][WIDTH];
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) std::memcpy(totals[row], sums + row * value_dim, sizeof(totals[row]));
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-        Words value[WIDTH];
+    for (int64_t group = 0; group < num_groups; ++group) {
+        const uint32_t *values = groups[group] + offset, *next = groups[group + ahead] + offset;
+        for (int64_t unit = 0; unit < num_units; ++unit) {
+            Words value[WIDTH];
 #pragma GCC unroll 4
-        for (int part = 0; part < WIDTH; ++part) {
-            value[part] = load_units(values + unit * value_dim + part * LANES) & mask;
-            __builtin_prefetch(next + unit * value_dim + part * LANES);
-        }
+            for (int part = 0; part < WIDTH; ++part) {
+                value[part] = load_units(values + unit * value_dim + part * LANES) & mask;
+                __builtin_prefetch(next + unit * value_dim + part * LANES);
+            }
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const Words weight = broadcast(weights[row * weight_stride + unit]);
+            for (int row = 0; row < ROWS; ++row) {
+                const Words weight = broadcast(weights[row * weight_stride + unit]);
 #pragma GCC unroll 4
-            for (int part = 0; part < WIDTH; ++part)
-                totals[row][part] = multiply_add<T>(totals[row][part], value[part], weight);
+                for (int part = 0; part < WIDTH; ++part)
+                    totals[row][part] = multiply_add<T>(totals[row][part], value[part], weight);
+            }
         }
+        weights += num_units;
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) std::memcpy(sums + row * value_dim, totals[row], sizeof(totals[row]));
@@ -146,115 +151,283 @@ inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, in
     return sum_of(total) + (shape.sinks ? exponential(Vector{} + (shape.sinks[head] - most))[0] : 0.0f);
 }
 
-struct Scratch {  // of one thread, kept from call to call
-    std::vector<uint32_t> query, weights;
-    std::vector<float> scores, sums;
+// The groups of LANES tokens that a thread reads one after the other, and how many groups ahead of their use it fetches
+// them.
+struct Walk {
+    std::vector<const uint32_t*> keys, values;
+    int64_t keys_ahead, values_ahead;
+
+    void clear() {
+        keys.clear();
+        values.clear();
+    }
+    int64_t size() const { return int64_t(keys.size()); }
+    // Tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
+    template <typename T>
+    void add(const Pages<T>& pages, const int32_t* table, int64_t kv_head, int64_t begin, int64_t end) {
+        const int64_t before = size(), num_groups = (end - begin + LANES - 1) / LANES;
+        keys.resize(before + num_groups);
+        values.resize(before + num_groups);
+        const uint32_t **key = keys.data() + before, **value = values.data() + before;
+        int64_t slot = begin % pages.block_size;
+        for (table += begin / pages.block_size; begin < end; ++table, slot = 0)
+            for (; slot < pages.block_size && begin < end; slot += LANES, begin += LANES) {
+                *key++ = pages.key_group(*table, slot, kv_head);
+                *value++ = pages.value_row(*table, slot, kv_head);
+            }
+    }
+    // While the first `num_shared` tokens are read, which lie in a cache already, the own ones of all sequences are
+    // fetched behind them.
+    template <typename T>
+    void end(int64_t num_shared) {
+        constexpr int64_t MOST_AHEAD = 16;  // more in the time of one group would leave the cache before their use
+        const int64_t own_ahead = std::min(num_shared / LANES, MOST_AHEAD);
+        keys_ahead = std::max<int64_t>(4, own_ahead);
+        values_ahead = std::max<int64_t>(PER_UNIT<T>, own_ahead);
+        keys.resize(keys.size() + keys_ahead, keys.back());  // so that there is something ahead of the last
+        values.resize(values.size() + values_ahead, values.back());
+    }
 };
 
-// One tile: ROWS query rows of one sequence and one KV head; scratch.query to scratch.sums, [ROWS][dim].
+struct Scratch {  // of one thread, kept from call to call
+    std::vector<uint32_t> query, weights;
+    std::vector<float> scores, sums, divisors;
+};
+
 template <typename T, int ROWS>
-void attend_tile(const AttentionShape& shape, const Pages<T>& pages, const int32_t* table, int64_t kv_head,
-                 int64_t first_head, int64_t num_heads, int64_t position, Scratch& scratch, float* divisors) {
+void score_groups(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t num_groups,
+                  int64_t ahead, int64_t stride, float* scores, int64_t row_stride) {
     constexpr int GROUPS = ROWS <= 4 ? 4 : 2;
+    for (; num_groups >= GROUPS; num_groups -= GROUPS, groups += GROUPS, scores += GROUPS * LANES)
+        score<T, ROWS, GROUPS>(query, key_units, groups, ahead, stride, scores, row_stride);
+    for (; num_groups > 0; --num_groups, ++groups, scores += LANES)
+        score<T, ROWS, 1>(query, key_units, groups, ahead, stride, scores, row_stride);
+}
+
+template <typename T, int ROWS>
+void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups, int64_t num_tokens,
+                  int64_t ahead, int64_t value_dim, float* sums) {
     constexpr int WIDTH = ROWS <= 4 ? 4 : 2;
-    const int64_t size = pages.block_size, window = shape.sliding_window;
-    const int64_t length = position + ROWS / num_heads;
-    const int64_t begin = window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
-    const int64_t padded = (length + LANES - 1) / LANES * LANES;
-    scratch.scores.resize(ROWS * padded);
-    scratch.weights.resize(ROWS * padded / PER_UNIT<T>);
-    scratch.sums.assign(ROWS * shape.value_dim, 0.0f);
-    float* scores = scratch.scores.data();
-    T* weights = reinterpret_cast<T*>(scratch.weights.data());
-    const auto group_at = [&](int64_t at) {  // past the end: any valid address
-        at = std::min(at, padded - LANES);
-        return pages.key_group(table[at / size], at % size, kv_head);
-    };
-    const auto row_at = [&](int64_t at) {
-        at = std::min(at, padded - LANES);
-        return pages.value_row(table[at / size], at % size, kv_head);
-    };
-    for (int64_t at = begin; at < padded;) {
-        const uint32_t* groups[2 * GROUPS];
-        const bool is_whole = at + GROUPS * LANES <= padded;
-        const int count = is_whole ? GROUPS : 1;
-        for (int group = 0; group < 2 * count; ++group) groups[group] = group_at(at + group * LANES);
-        if (is_whole)
-            score<T, ROWS, GROUPS>(scratch.query.data(), pages.key_units, groups, size, scores + at, padded);
-        else
-            score<T, ROWS, 1>(scratch.query.data(), pages.key_units, groups, size, scores + at, padded);
-        at += count * LANES;
-    }
-    const uint32_t* first_values = row_at(begin);
-    for (int64_t at = 0; at < LANES / PER_UNIT<T> * pages.value_dim; at += LANES) __builtin_prefetch(first_values + at);
-    for (int row = 0; row < ROWS; ++row) {
-        const int64_t end = position + row / num_heads + 1;
-        divisors[row] = softmax(scores + row * padded, weights + row * padded, begin,
-                                window ? std::max<int64_t>(0, end - window) : 0, end, padded, shape,
-                                first_head + row % num_heads);
-    }
-    const int64_t weight_stride = padded / PER_UNIT<T>;
-    for (int64_t at = begin; at < length; at += LANES) {
-        const int64_t num_tokens = std::min<int64_t>(LANES, length - at), num_whole = num_tokens / PER_UNIT<T>;
-        const uint32_t *values = row_at(at), *next = row_at(at + LANES);
-        const auto add = [&](auto width, int64_t dim) {
-            const uint32_t* part = scratch.weights.data() + at / PER_UNIT<T>;
-            float* sums = scratch.sums.data() + dim;
-            weigh<T, ROWS, decltype(width)::value>(part, weight_stride, values + dim, next + dim, shape.value_dim,
-                                                   num_whole, ~0u, sums);
-            if (num_tokens % PER_UNIT<T>)
-                weigh<T, ROWS, decltype(width)::value>(part + num_whole, weight_stride,
-                                                       values + num_whole * shape.value_dim + dim, next,
-                                                       shape.value_dim, 1, 0xffffu, sums);
-        };
+    constexpr int64_t UNITS = LANES / PER_UNIT<T>;
+    constexpr int64_t GROUPS = 4;  // of which the values stay in the L1 cache for all dimensions
+    const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
+        const uint32_t* from = weights + skipped;
         int64_t dim = 0;
-        for (; dim + WIDTH * LANES <= shape.value_dim; dim += WIDTH * LANES)
-            add(std::integral_constant<int, WIDTH>{}, dim);
-        for (; dim < shape.value_dim; dim += LANES) add(std::integral_constant<int, 1>{}, dim);
+        for (; dim + WIDTH * LANES <= value_dim; dim += WIDTH * LANES)
+            weigh<T, ROWS, WIDTH>(from, weight_stride, groups, num_groups, ahead, dim + skipped * value_dim, value_dim,
+                                  num_units, mask, sums + dim);
+        for (; dim < value_dim; dim += LANES)
+            weigh<T, ROWS, 1>(from, weight_stride, groups, num_groups, ahead, dim + skipped * value_dim, value_dim,
+                              num_units, mask, sums + dim);
+    };
+    while (num_tokens >= LANES) {
+        const int64_t num_groups = std::min<int64_t>(GROUPS, num_tokens / LANES);
+        add(num_groups, 0, UNITS, ~0u);
+        groups += num_groups;
+        weights += num_groups * UNITS;
+        num_tokens -= num_groups * LANES;
     }
+    if (num_tokens / PER_UNIT<T>) add(1, 0, num_tokens / PER_UNIT<T>, ~0u);
+    if (num_tokens % PER_UNIT<T>) add(1, num_tokens / PER_UNIT<T>, 1, 0xffffu);
 }
 
 template <typename T>
-using Tile = void (*)(const AttentionShape&, const Pages<T>&, const int32_t*, int64_t, int64_t, int64_t, int64_t,
-                      Scratch&, float*);
-
-template <typename T>
-constexpr Tile<T> TILES[MAX_ROWS + 1] = {
-    nullptr,           attend_tile<T, 1>, attend_tile<T, 2>, attend_tile<T, 3>,  attend_tile<T, 4>,
-    attend_tile<T, 5>, attend_tile<T, 6>, attend_tile<T, 7>, attend_tile<T, 8>,  attend_tile<T, 9>,
-    attend_tile<T, 10>, attend_tile<T, 11>, attend_tile<T, 12>,
+struct Tile {
+    decltype(&score_groups<T, 1>) score;
+    decltype(&weigh_groups<T, 1>) weigh;
 };
 
-// The output of one segment's tokens for the query heads of one KV head. Its keys and values are written already.
+#define TILE(ROWS) {score_groups<T, ROWS>, weigh_groups<T, ROWS>}
 template <typename T>
-void attend(const AttentionShape& shape, const Pages<T>& pages, const Segment& segment, const int32_t* table,
-            int64_t kv_head, Heads<const T> query, Heads<T> output) {
-    static thread_local Scratch scratch;
-    const int64_t heads_per_kv = shape.num_heads / shape.num_kv_heads;
-    const int64_t group = std::min<int64_t>(heads_per_kv, MAX_ROWS);  // heads of one tile
-    const int64_t tokens_per_tile = std::max<int64_t>(1, MAX_ROWS / heads_per_kv);
-    scratch.query.resize(MAX_ROWS * pages.key_units);
-    for (int64_t token = 0; token < segment.num_tokens; token += tokens_per_tile) {
-        const int64_t num_tokens = std::min<int64_t>(tokens_per_tile, segment.num_tokens - token);
-        const int64_t first_token = segment.first_token + token;
-        for (int64_t head = 0; head < heads_per_kv; head += group) {
-            const int64_t num_heads = std::min<int64_t>(group, heads_per_kv - head), num_rows = num_tokens * num_heads;
-            const int64_t first_head = kv_head * heads_per_kv + head;
-            for (int64_t row = 0; row < num_rows; ++row)
-                std::memcpy(scratch.query.data() + row * pages.key_units,
-                            query.at(first_token + row / num_heads, first_head + row % num_heads),
-                            shape.key_dim * sizeof(T));
-            float divisors[MAX_ROWS];
-            TILES<T>[num_rows](shape, pages, table, kv_head, first_head, num_heads, segment.start + token, scratch,
-                               divisors);
-            for (int64_t row = 0; row < num_rows; ++row) {
-                T* target = output.at(first_token + row / num_heads, first_head + row % num_heads);
-                const float* sums = scratch.sums.data() + row * shape.value_dim;
-                for (int64_t dim = 0; dim < shape.value_dim; dim += LANES)
-                    store(round_to(load(sums + dim) / divisors[row], T{}), target + dim);
-            }
+constexpr Tile<T> TILES[MAX_ROWS + 1] = {
+    {},      TILE(1), TILE(2), TILE(3),  TILE(4),  TILE(5),  TILE(6),
+    TILE(7), TILE(8), TILE(9), TILE(10), TILE(11), TILE(12),
+};
+#undef TILE
+
+// Query rows of one sequence and one KV head, at most MAX_ROWS: each of some tokens with each of some heads.
+struct Part {
+    int64_t group;                              // of the walk: where its own tokens begin
+    int64_t begin;                              // the first of its own tokens
+    int64_t first_token, num_tokens, position;  // in the packed row; of the first in its sequence
+    int64_t first_head, num_heads;
+
+    int64_t num_rows() const { return num_tokens * num_heads; }
+    int64_t length() const { return position + num_tokens; }
+    int64_t padded() const { return (length() + LANES - 1) / LANES * LANES; }
+    int64_t token(int64_t row) const { return first_token + row / num_heads; }
+    int64_t head(int64_t row) const { return first_head + row % num_heads; }
+};
+
+// The output of all rows of some parts, each of which attends to the first `num_shared` tokens of the walk and to its
+// own. The shared ones are read once for every MAX_ROWS rows.
+template <typename T>
+void attend_parts(const AttentionShape& shape, const Pages<T>& pages, const Walk& walk, const Part* parts,
+                  int64_t num_parts, int64_t num_shared, Heads<const T> query, Heads<T> output, Scratch& scratch) {
+    int64_t num_rows = 0, stride = 0;
+    const auto each_part = [&](auto&& body) {
+        int64_t row = 0;
+        for (const Part* part = parts; part < parts + num_parts; row += part++->num_rows()) body(*part, row);
+    };
+    each_part([&](const Part& part, int64_t) {
+        num_rows += part.num_rows();
+        stride = std::max(stride, part.padded());
+    });
+    const auto each_tile = [&](auto&& body) {  // of what is shared
+        for (int64_t row = 0; num_shared && row < num_rows; row += MAX_ROWS)
+            body(TILES<T>[std::min<int64_t>(MAX_ROWS, num_rows - row)], row);
+    };
+    scratch.query.resize(num_rows * pages.key_units);
+    scratch.scores.resize(num_rows * stride);
+    scratch.weights.resize(num_rows * stride / PER_UNIT<T>);
+    scratch.sums.assign(num_rows * shape.value_dim, 0.0f);
+    scratch.divisors.resize(num_rows);
+    const auto query_of = [&](int64_t row) { return scratch.query.data() + row * pages.key_units; };
+    const auto scores_of = [&](int64_t row) { return scratch.scores.data() + row * stride; };
+    const int64_t weight_stride = stride / PER_UNIT<T>;
+    const auto weights_of = [&](int64_t row) { return scratch.weights.data() + row * weight_stride; };
+    const auto sums_of = [&](int64_t row) { return scratch.sums.data() + row * shape.value_dim; };
+
+    each_part([&](const Part& part, int64_t first) {
+        for (int64_t row = 0; row < part.num_rows(); ++row)
+            std::memcpy(query_of(first + row), query.at(part.token(row), part.head(row)), shape.key_dim * sizeof(T));
+    });
+    each_tile([&](const Tile<T>& tile, int64_t row) {
+        tile.score(query_of(row), pages.key_units, walk.keys.data(), num_shared / LANES, walk.keys_ahead,
+                   pages.block_size, scores_of(row), stride);
+    });
+    each_part([&](const Part& part, int64_t row) {
+        TILES<T>[part.num_rows()].score(query_of(row), pages.key_units, walk.keys.data() + part.group,
+                                        (part.padded() - part.begin) / LANES, walk.keys_ahead, pages.block_size,
+                                        scores_of(row) + part.begin, stride);
+    });
+    const uint32_t* const* values = walk.values.data() + (num_shared ? 0 : parts->group);
+    for (int64_t group = 0; group < walk.values_ahead; ++group)
+        for (int64_t at = 0; at < LANES / PER_UNIT<T> * pages.value_dim; at += LANES)
+            __builtin_prefetch(values[group] + at);
+    const int64_t window = shape.sliding_window;
+    each_part([&](const Part& part, int64_t first) {
+        for (int64_t row = 0; row < part.num_rows(); ++row) {
+            const int64_t end = part.position + row / part.num_heads + 1;
+            scratch.divisors[first + row] = softmax(
+                scores_of(first + row), reinterpret_cast<T*>(weights_of(first + row)), num_shared ? 0 : part.begin,
+                window ? std::max<int64_t>(0, end - window) : 0, end, part.padded(), shape, part.head(row));
         }
+    });
+    each_tile([&](const Tile<T>& tile, int64_t row) {
+        tile.weigh(weights_of(row), weight_stride, walk.values.data(), num_shared, walk.values_ahead,
+                   shape.value_dim, sums_of(row));
+    });
+    each_part([&](const Part& part, int64_t row) {
+        TILES<T>[part.num_rows()].weigh(weights_of(row) + part.begin / PER_UNIT<T>, weight_stride,
+                                        walk.values.data() + part.group, part.length() - part.begin, walk.values_ahead,
+                                        shape.value_dim, sums_of(row));
+    });
+    each_part([&](const Part& part, int64_t first) {
+        for (int64_t row = 0; row < part.num_rows(); ++row) {
+            T* target = output.at(part.token(row), part.head(row));
+            for (int64_t dim = 0; dim < shape.value_dim; dim += LANES)
+                store(round_to(load(sums_of(first + row) + dim) / scratch.divisors[first + row], T{}), target + dim);
+        }
+    });
+}
+
+// Segments of a step that are attended to together: one, or several of one token each that begin with the same blocks.
+struct Group {
+    int32_t first, count;  // in the order of `Groups`
+    int32_t num_shared;    // tokens in the blocks that all of them begin with
+};
+
+// All segments of a step in groups.
+class Groups {
+  public:
+    void find(const Segment* segments, int64_t num_segments, const int32_t* tables, const AttentionShape& shape,
+              int64_t num_threads) {
+        order_.assign(segments, segments + num_segments);
+        groups_.clear();
+        // Those of several tokens first: they take the most time.
+        const auto single = std::stable_partition(order_.begin(), order_.end(),
+                                                  [](const Segment& segment) { return segment.num_tokens > 1; });
+        std::sort(single, order_.end(), [&](const Segment& left, const Segment& right) {
+            const int32_t *one = tables + left.table_offset, *other = tables + right.table_offset;
+            return std::lexicographical_compare(one, one + left.start / shape.block_size, other,
+                                                other + right.start / shape.block_size);
+        });
+        const auto num_long = int32_t(single - order_.begin());
+        const int64_t most = most_together(shape, num_segments - num_long, num_threads);
+        for (int32_t at = 0; at < num_segments; at += groups_.back().count)
+            groups_.push_back(at < num_long ? Group{at, 1, 0} : group_from(at, most, tables, shape.block_size));
     }
+
+    int64_t size() const { return int64_t(groups_.size()); }
+    const Group& operator[](int64_t at) const { return groups_[at]; }
+    const Segment* segments(const Group& group) const { return order_.data() + group.first; }
+
+  private:
+    // As many as fill a tile, and two at least; fewer where threads would have nothing to do.
+    static int64_t most_together(const AttentionShape& shape, int64_t num_sequences, int64_t num_threads) {
+        constexpr int64_t TASKS = 6;  // of each thread at least, so that all end at much the same time
+        const int64_t fitting = std::max<int64_t>(2, MAX_ROWS * shape.num_kv_heads / shape.num_heads);
+        return std::min(fitting, num_sequences * shape.num_kv_heads / (TASKS * num_threads));
+    }
+
+    // As many neighbours as save the most reads for each of them.
+    Group group_from(int32_t first, int64_t most, const int32_t* tables, int64_t block_size) const {
+        const int64_t end = std::min<int64_t>(first + most, order_.size());
+        int64_t count = 1, num_shared = 0, common = order_[first].start / block_size;
+        for (int64_t at = first + 1; at < end; ++at) {
+            const Segment &last = order_[at - 1], &own = order_[at];
+            const int32_t *table = tables + last.table_offset, *other = tables + own.table_offset;
+            common = std::min(common, own.start / block_size);
+            common = std::mismatch(table, table + common, other).first - table;
+            if (common == 0) break;
+            const int64_t more = at - first + 1;
+            if ((more - 1) * common * count < (count - 1) * num_shared * more) continue;
+            count = more;
+            num_shared = common;
+        }
+        return {first, int32_t(count), int32_t(num_shared * block_size)};
+    }
+
+    std::vector<Segment> order_;
+    std::vector<Group> groups_;
+};
+
+// The output of a group's tokens for the query heads of one KV head. Its keys and values are written already.
+template <typename T>
+void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& groups, const Group& group,
+            const int32_t* tables, int64_t kv_head, Heads<const T> query, Heads<T> output) {
+    static thread_local Scratch scratch;
+    static thread_local Walk walk;
+    static thread_local std::vector<Part> parts;
+    parts.clear();
+    walk.clear();
+    const Segment *const first = groups.segments(group), *const end = first + group.count;
+    const int64_t window = shape.sliding_window, heads_per_kv = shape.num_heads / shape.num_kv_heads;
+    const int64_t most_heads = std::min<int64_t>(heads_per_kv, MAX_ROWS);  // of one part
+    const int64_t most_tokens = std::max<int64_t>(1, MAX_ROWS / heads_per_kv);
+    // A window that leaves out the first token of one of them may leave out others of the next.
+    const bool is_cut = std::any_of(first, end, [&](const Segment& own) { return window && own.start >= window; });
+    const int64_t num_shared = is_cut ? 0 : group.num_shared;
+    const auto begin = [&](int64_t position) {  // of the own tokens that a row at `position` attends to
+        return num_shared ? num_shared : window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
+    };
+    if (num_shared) walk.add(pages, tables + first->table_offset, kv_head, 0, num_shared);
+    for (const Segment* own = first; own < end; ++own) {
+        const int64_t group_before = walk.size() - begin(own->start) / LANES;
+        walk.add(pages, tables + own->table_offset, kv_head, begin(own->start), own->start + own->num_tokens);
+        for (int64_t token = 0; token < own->num_tokens; token += most_tokens)
+            for (int64_t head = 0; head < heads_per_kv; head += most_heads) {
+                const int64_t position = own->start + token;
+                parts.push_back({group_before + begin(position) / LANES, begin(position), own->first_token + token,
+                                 std::min(most_tokens, own->num_tokens - token), position,
+                                 kv_head * heads_per_kv + head, std::min(most_heads, heads_per_kv - head)});
+            }
+    }
+    walk.end<T>(num_shared);
+    const int64_t together = first->num_tokens == 1 ? int64_t(parts.size()) : 1;
+    for (int64_t at = 0; at < int64_t(parts.size()); at += together)
+        attend_parts(shape, pages, walk, parts.data() + at, together, num_shared, query, output, scratch);
 }
 
 }  // namespace carousel

@@ -63,6 +63,7 @@ class Decoder {
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
+        groups_.find(step.segments, step.num_segments, step.tables, attention_shape(0), team_.size());
         const auto caller = std::this_thread::get_id();
         team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
     }
@@ -125,9 +126,13 @@ class Decoder {
         watch.spent(&DecoderTimes::head);
     }
 
+    AttentionShape attention_shape(int64_t sliding_window) const {
+        return {shape_.num_heads,  shape_.num_kv_heads, shape_.head_dim, shape_.head_dim, shape_.block_size,
+                shape_.scaling, 0.0f,                sliding_window,  nullptr};
+    }
+
     void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
-        const AttentionShape shape{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,      shape_.head_dim,
-                                   shape_.block_size, shape_.scaling,     0.0f, layer.sliding_window, nullptr};
+        const AttentionShape shape = attention_shape(layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
@@ -141,9 +146,8 @@ class Decoder {
         watch.spent(&DecoderTimes::rest);
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
-        team_.share(step.num_segments * shape_.num_kv_heads, [&](int64_t task) {
-            const Segment& segment = step.segments[task / shape_.num_kv_heads];
-            attend<T>(shape, pages, segment, step.tables + segment.table_offset, task % shape_.num_kv_heads, query,
+        team_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
+            attend<T>(shape, pages, groups_, groups_[task / shape_.num_kv_heads], step.tables, task % shape_.num_kv_heads, query,
                       output);
         });
         watch.spent(&DecoderTimes::attention);
@@ -293,6 +297,7 @@ class Decoder {
     Team& team_;
     const int64_t query_size_, kv_size_, projected_size_;
     DecoderTimes times_ = {};
+    Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold
     std::vector<T> residual_, normed_, projected_, attended_, activated_;
     std::vector<int8_t> input_planes_;  // of the matrix that is being multiplied, where weights are int8

@@ -29,15 +29,16 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
     const Heads<const T> keys{key, strides.key_token, strides.key_head};
     const Heads<const T> values{value, strides.value_token, strides.value_head};
     const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
+    Groups groups;
+    groups.find(segments, num_segments, tables, shape, team.size());
     team.run([&] {
         team.share(num_tokens, [&](int64_t token) {
             for (int64_t head = 0; head < shape.num_kv_heads; ++head)
                 pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
         });
-        team.share(num_segments * shape.num_kv_heads, [&](int64_t task) {
-            const Segment& segment = segments[task / shape.num_kv_heads];
-            const int32_t* table = tables + segment.table_offset;
-            attend<T>(shape, pages, segment, table, task % shape.num_kv_heads, queries, outputs);
+        team.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
+            attend<T>(shape, pages, groups, groups[task / shape.num_kv_heads], tables, task % shape.num_kv_heads, queries,
+                      outputs);
         });
     });
 }

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from app.disk import cache_folder
+
 logger = logging.getLogger(__name__)
 
 LANES = 16  # numbers in one vector, as in the sources
@@ -168,7 +170,7 @@ def _built(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
     sources = [path.read_bytes() for pattern in ("*.h", "*.cpp") for path in sorted(_SOURCES.glob(pattern))]
     what = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _cpu().encode()])
-    folder = Path.home() / ".cache" / "carousel"
+    folder = cache_folder()
     target = folder / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so"
     if target.exists():
         return target

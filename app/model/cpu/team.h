@@ -41,6 +41,8 @@ class Team {
         for (auto& thread : threads_) thread.join();
     }
 
+    int size() const { return size_; }
+
     // Runs `work` once on every member, the caller included; returns when all are done.
     void run(const std::function<void()>& work) {
         work_ = &work;

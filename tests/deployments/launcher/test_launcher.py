@@ -18,8 +18,10 @@ import httpx
 import pytest
 import yaml
 
+from app.errors import InvalidSetup
 from deployments.launcher import supervisor
-from deployments.launcher.supervisor import num_proxy_threads, session_members
+from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
+from deployments.serve.settings import read_serve_file
 from scripts.make_key import make_key
 from tests.api.odd_requests import answered
 from tests.deployments.conftest import PLAIN_ENVIRONMENT, free_port, steps_of
@@ -162,7 +164,20 @@ def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: d
 def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = "/nowhere/model"
     output, _ = launch(config).communicate(timeout=PATIENCE_S)
-    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder here" in output
+    assert "models[0].engine.model.path: got '/nowhere/model'; there is no such folder or file here" in output
+
+
+@pytest.mark.parametrize("name", ["models/other.gguf", "models/cut.gguf"])
+def test_a_gguf_file_that_cannot_be_read_is_told(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """Relative paths too, which could be hub ids."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    model = config["applications"][0]["args"]["models"][0]["engine"]["model"]
+    model["path"] = name if "other" in name else str(tmp_path / name)
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(InvalidSetup, match=r"there is no such file here|cut short"):
+        check_folders(read_serve_file(path))
 
 
 def test_a_batches_folder_that_cannot_be_is_told(launch: Launch, config: dict[str, Any], tmp_path: Path) -> None:

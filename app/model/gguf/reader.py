@@ -1,0 +1,181 @@
+"""A GGUF file: its metadata and its tensors' values.
+
+`gguf.GGUFReader` is not used: it takes seconds and hundreds of megabytes for a large vocabulary, and on a file that is
+cut short or damaged it fails with errors of numpy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from app.errors import InvalidSetup, UnsupportedModel
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# Kept as they are; what other types hold is computed, in float32.
+_PLAIN = {
+    GGMLQuantizationType.F32: ("F32", np.float32),
+    GGMLQuantizationType.F16: ("F16", np.float16),
+    GGMLQuantizationType.BF16: ("BF16", np.uint16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies in its file."""
+
+    name: str
+    shape: tuple[int, ...]  # the last dimension is contiguous
+    kind: GGMLQuantizationType
+    start: int  # byte of the file
+
+    @property
+    def num_bytes(self) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return int(prod(self.shape) // block * block_bytes)
+
+    @property
+    def value_type(self) -> str:
+        """The type of `GgufFile.values`, by safetensors' name for it."""
+        return _PLAIN[self.kind][0] if self.kind in _PLAIN else "F32"
+
+
+class GgufFile:
+    """A GGUF file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Read all but the tensors' values.
+
+        Raises:
+            InvalidSetup: it cannot be read, is no GGUF file, or is cut short.
+            UnsupportedModel: it has a tensor of a type that cannot be read.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise InvalidSetup(f"{path} cannot be read: {error.strerror}") from error
+        if self._bytes[: len(MAGIC)] != MAGIC:
+            raise InvalidSetup(f"{path} is not a GGUF file; model.path takes a folder, a GGUF file or a hub id")
+        self._place = len(MAGIC)
+        try:
+            self.metadata, self.tensors = self._header()
+        except (struct.error, ValueError) as error:
+            raise InvalidSetup(
+                f"{path} is damaged or cut short: its header cannot be read beyond byte {self._place:,} of "
+                f"{len(self._bytes):,} ({error}); download it again"
+            ) from error
+        self._check_tensors()
+
+    def values(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        """A tensor's values, of its `value_type`; bfloat16 as the bits of each value."""
+        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
+        data = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start).reshape(rows)
+        if tensor.kind in _PLAIN:
+            return data.view(_PLAIN[tensor.kind][1])
+        return np.ascontiguousarray(dequantize(data, tensor.kind), np.float32)
+
+    def _header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise InvalidSetup(
+                f"{self.path} has version {version} of the GGUF format; versions 2 and 3 in little endian can be read: "
+                f"convert the model again with a current llama.cpp"
+            )
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        metadata = {}
+        for _ in range(num_entries):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        found = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        first = -(-self._place // alignment) * alignment
+        tensors = {name: GgufTensor(name, shape, kind, first + offset) for name, shape, kind, offset in found}
+        return metadata, tensors
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        name, num_dimensions = self._string(), self._number("I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {num_dimensions:,} dimensions")
+        shape = tuple(reversed([self._number("Q") for _ in range(num_dimensions)]))
+        number, offset = self._number("I"), self._number("Q")
+        try:
+            kind = GGMLQuantizationType(number)
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except (ValueError, NotImplementedError) as error:
+            shown = number if isinstance(error, ValueError) else GGMLQuantizationType(number).name
+            raise UnsupportedModel(
+                f"{self.path}: tensor {name} is of type {shown}, which cannot be read; use a file of the same model in "
+                f"Q8_0, Q6_K, Q4_K, Q4_1, Q4_0, BF16, F16 or F32"
+            ) from error
+        return name, shape, kind, offset
+
+    def _check_tensors(self) -> None:
+        for tensor in self.tensors.values():
+            block = GGML_QUANT_SIZES[tensor.kind][0]
+            if not tensor.shape or tensor.shape[-1] % block:
+                raise InvalidSetup(f"{self.path} is damaged: tensor {tensor.name} of type {tensor.kind.name} has the "
+                                   f"shape {list(tensor.shape)}; download it again")  # fmt: skip
+            end = tensor.start + tensor.num_bytes
+            if end > len(self._bytes):
+                raise InvalidSetup(
+                    f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, the file at "
+                    f"{len(self._bytes):,}; download it again"
+                )
+
+    def _number(self, kind: str) -> int:
+        (value,) = self._numbers(kind, 1)
+        return int(value)
+
+    def _numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        num_bytes = struct.calcsize(f"<{kind}") * count
+        self._check_left(num_bytes)
+        values = struct.unpack_from(f"<{count}{kind}", self._bytes, self._place)
+        self._place += num_bytes
+        return values
+
+    def _string(self) -> str:
+        num_bytes = self._number("Q")
+        self._check_left(num_bytes)
+        text = self._bytes[self._place : self._place + num_bytes].decode()
+        self._place += num_bytes
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            inner, count = self._number("I"), self._number("Q")
+            if inner == _STRING:
+                return [self._string() for _ in range(count)]
+            return list(self._numbers(self._format(inner), count))
+        return self._numbers(self._format(kind), 1)[0]
+
+    def _format(self, kind: int) -> str:
+        if kind not in _FORMATS:
+            raise ValueError(f"a value is of type {kind}")
+        return _FORMATS[kind]
+
+    def _check_left(self, num_bytes: int) -> None:
+        # Before anything is made of it: a damaged count may be larger than any memory.
+        if num_bytes > len(self._bytes) - self._place:
+            raise ValueError(f"{num_bytes:,} bytes should follow")

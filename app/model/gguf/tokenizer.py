@@ -1,0 +1,77 @@
+"""tokenizer.json, with special tokens and chat template, of what a GGUF file says of its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from app.errors import UnsupportedModel
+from app.model.gguf.reader import GgufFile
+
+logger = logging.getLogger(__name__)
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# GPT-2's rule for what may be one token; transformers takes it for every name that it does not know.
+_GPT2_RULES = frozenset(("gpt-2", "gpt2"))
+_DIGITS_APART = frozenset(("smollm",))
+
+
+def save_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template. Raises UnsupportedModel."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+    given = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
+    described = {name: given[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in given}
+    try:
+        backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
+        _set_rule(backend, described)
+        tokens, num_embeddings = described["tokens"], file.tensors["token_embd.weight"].shape[0]
+        if len(tokens) > num_embeddings:
+            raise ValueError(f"it has {len(tokens):,} tokens, the model {num_embeddings:,}")
+        backend = _without_others(backend, len(tokens))
+        special = {
+            name: tokens[given[key]] for name, kind in _SPECIAL.items() if (key := f"ggml.{kind}_token_id") in given
+        }
+    except Exception as error:  # tokenizers raises Exception itself, for merges of tokens that there are not
+        raise UnsupportedModel(
+            f"{file.path}: its tokenizer ({described.get('tokenizer_type')}, {described.get('pre_tokenizer_type')}) "
+            f"cannot be read: {error}; set model.path to the model's folder or hub id with safetensors instead"
+        ) from error
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=given.get("chat_template"),
+        # llama.cpp adds the first to a vocabulary of sentencepiece that says nothing.
+        add_bos_token=bool(given.get("ggml.add_bos_token", described.get("tokenizer_type") == "llama")),
+        add_eos_token=bool(given.get("ggml.add_eos_token", False)),
+        **special,
+    ).save_pretrained(folder)
+
+
+def _without_others(backend: Any, vocab_size: int) -> Any:
+    """Without the special tokens of GPT-2 that transformers adds: the model has no embedding for them."""
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    return type(backend).from_str(json.dumps(content))
+
+
+def _set_rule(backend: Any, described: dict[str, Any]) -> None:
+    """How text is split before merges: transformers knows most names; of others the model's tokens are not known."""
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if described.get("tokenizer_type") == "llama" and not described.get("add_prefix_space", True):
+        raise ValueError("tokenizer.ggml.add_space_prefix is false")  # transformers adds the space
+    rule = described.get("pre_tokenizer_type")
+    if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULES:
+        return
+    if rule in _DIGITS_APART:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif rule in (None, "default"):
+        logger.warning("the file does not say how text is split into tokens; GPT-2's rule is taken")
+    else:
+        raise ValueError(f"tokenizer.ggml.pre {rule!r} is not known")

@@ -1,0 +1,243 @@
+"""A GGUF file is served as the model that was written into it, or refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from app.assembly import build_sync_engine, resolve_model_path
+from app.config import CacheConfig, EngineConfig, ModelConfig
+from app.errors import InvalidSetup, UnsupportedModel
+from app.model.gguf.checkpoint import checkpoint_of
+from app.text import Tokenizer
+from tests.fakes import make_request, run_to_end
+from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf
+
+KINDS = [GGMLQuantizationType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q4_K Q6_K".split()]
+PROMPT = tuple(range(40, 60))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "carousel" / "models"
+
+
+def loaded(folder: str | Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def generated(model: PreTrainedModel, num_tokens: int = 12) -> list[int]:
+    prompt = torch.tensor([PROMPT])
+    output = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_tokens,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = output[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_its_weights_are_what_its_blocks_stand_for(kind: GGMLQuantizationType, tmp_path: Path, cache: Path) -> None:
+    model = tiny_model()
+    path = write_gguf(tmp_path / "tiny.gguf", model, kind)
+    made = loaded(checkpoint_of(path, cache))
+    expected = model.state_dict()
+    assert expected.keys() == made.state_dict().keys()
+    for name, weight in made.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
+    model = tiny_model(architecture, tie_word_embeddings=tied)
+    made = loaded(checkpoint_of(write_gguf(tmp_path / "tiny.gguf", model), cache))
+    token_ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
+
+
+def test_an_engine_gives_the_models_greedy_tokens(tmp_path: Path, cache: Path) -> None:
+    model = tiny_model()
+    path = write_gguf(tmp_path / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
+    engine = build_sync_engine(
+        EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), cache=CacheConfig(num_blocks=16))
+    )
+    assert engine.facts.eos_token_ids == (END,)
+    request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
+    assert run_to_end(engine, request).token_ids[request.request_id] == generated(model)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "settings"),
+    [
+        ({"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}, {}),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+    ],
+    ids=["llama3", "linear"],
+)  # fmt: skip
+def test_scaled_positions_stay_scaled(
+    parameters: dict[str, Any], settings: dict[str, Any], tmp_path: Path, cache: Path
+) -> None:
+    model = tiny_model(rope_parameters=parameters)
+    tensors = {}
+    if parameters["rope_type"] == "llama3":
+        plain = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).model.rotary_emb.inv_freq
+        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq).numpy().astype(np.float32)
+    path = write_gguf(tmp_path / "tiny.gguf", model, settings=settings, tensors=tensors)
+    made = loaded(checkpoint_of(path, cache))
+    assert torch.allclose(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-5)
+
+
+def test_the_tokenizer_has_its_special_tokens_and_its_chat_template(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    for text in ("the hen  saw 12 of them", "été 日本 😀\n\tx"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.encode("he t", add_special_tokens=True) == (TOKENS.index("he"), TOKENS.index("Ġt"))
+    assert tokenizer.encode_chat([{"role": "user", "content": "he"}]) == (START, TOKENS.index("he"), END)
+    assert tokenizer.special_token_ids == {START, END}
+
+
+def test_a_tokenizer_that_begins_texts_does_so(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), settings={"tokenizer.ggml.add_bos_token": True})
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    assert tokenizer.encode("he", add_special_tokens=True) == (START, TOKENS.index("he"))
+    assert tokenizer.encode("he", add_special_tokens=False) == (TOKENS.index("he"),)
+
+
+def test_digits_and_spaces_are_split_as_smollm_splits_them(tmp_path: Path, cache: Path) -> None:
+    tokens = [*TOKENS[:-2], "12", "ĠĠ", "<|start|>", "<|end|>"]
+    settings = {
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "tokenizer.ggml.merges": ["h e", "Ġ t", "1 2", "Ġ Ġ"],
+        "tokenizer.ggml.bos_token_id": len(tokens) - 2,
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+    }
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=len(tokens)), settings=settings)
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    ids = tokenizer.encode("a  12", add_special_tokens=False)
+    assert tokenizer.token_texts(ids) == ["a", "ĠĠ", "1", "2"]
+
+
+def test_a_vocabulary_of_sentencepiece_is_read(tmp_path: Path, cache: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helo", "he", "▁he", "ll"]
+    settings = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0 - index for index in range(len(pieces) - 259)],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259),
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": None,  # older files do not say it; such a vocabulary begins texts
+    }
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=len(pieces)), settings=settings)
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    ids = tokenizer.encode("hello é", add_special_tokens=True)
+    assert tokenizer.token_texts(ids) == ["<s>", "▁he", "ll", "o", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "hello é"
+    assert tokenizer.special_token_ids == {0, 1, 2}
+
+
+def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    said: list[str] = []
+    first = checkpoint_of(path, cache, said.append)
+    assert len(said) == 1
+    assert checkpoint_of(path, cache, said.append) == first
+    assert len(said) == 1
+    write_gguf(path, tiny_model(), GGMLQuantizationType.Q8_0)
+    assert checkpoint_of(path, cache, said.append) != first
+
+
+def test_several_at_once_make_one_folder(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    said: list[str] = []
+    with ThreadPoolExecutor(4) as threads:
+        folders = set(threads.map(lambda _: checkpoint_of(path, cache, said.append), range(4)))
+    assert len(folders) == 1
+    assert len(said) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    folder = checkpoint_of(path, cache)
+    left = folder.rename(cache / f".{folder.name}.tmp")
+    (left / "config.json").unlink()
+    assert checkpoint_of(path, cache) == folder
+    assert (folder / "config.json").exists()
+    assert not left.exists()
+
+
+def test_a_path_may_name_a_file(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    assert Path(resolve_model_path(str(path))).parent == cache
+    with pytest.raises(InvalidSetup, match=r"there is no such file here"):
+        resolve_model_path(str(tmp_path / "other.gguf"))
+
+
+def test_a_full_disk_is_named_with_what_is_needed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
+    with pytest.raises(InvalidSetup, match=r"take 3,\d\d\d,\d\d\d bytes in .*, of which 1,000 are free; .*XDG_CACHE"):
+        checkpoint_of(path, cache)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file")
+    with pytest.raises(InvalidSetup, match=r"cannot be written to .*models: "):
+        checkpoint_of(path, cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
+        ({"settings": {"split.count": 3}}, r"is one of 3 parts; join them with `llama-gguf-split --merge`"),
+        ({"settings": {"llama.expert_count": 8}}, r"llama\.expert_count is 8, which cannot be read"),
+        ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type is 'yarn'"),
+        ({"settings": {"llama.rope.dimension_count": 32}}, r"llama\.rope\.dimension_count is 32"),
+        ({"settings": {"llama.context_length": None}}, r"llama\.context_length is None"),
+        ({"settings": {"llama.attention.head_count": [4, 4]}}, r"llama\.attention\.head_count is \[4, 4\]"),
+        ({"settings": {"llama.feed_forward_length": 128}},
+         r"blk\.0\.ffn_gate\.weight has the shape \[256, 256\]; expected \[128, 256\]"),
+        ({"settings": {"tokenizer.ggml.pre": "new"}}, r"tokenizer\.ggml\.pre 'new' is not known"),
+        ({"settings": {"llama.block_count": 4_000_000_000}}, r"llama\.block_count is 4000000000"),
+        ({"settings": {"llama.block_count": 2.0}}, r"llama\.block_count is 2\.0"),
+        ({"settings": {"tokenizer.ggml.merges": ["h e", "x y z"]}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
+        ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"it has 261 tokens, the model 260"),
+        ({"settings": {"tokenizer.ggml.model": "rwkv"}}, r"its tokenizer \(rwkv, gpt-2\) cannot be read"),
+        ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
+        ({"without": "blk.1.ffn_up.weight"}, r"has no tensor blk\.1\.ffn_up\.weight"),
+        ({"tensors": {"blk.0.ffn_gate_inp.weight": np.zeros((4, 256), np.float32)}},
+         r"tensor blk\.0\.ffn_gate_inp\.weight is not part of a llama model"),
+        ({"tensors": {"rope_freqs.weight": np.full(32, 3, np.float32)}}, r"rope_freqs\.weight scales positions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path, cache: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        checkpoint_of(path, cache)
+    assert not [left for left in cache.glob("*") if left.is_dir()]

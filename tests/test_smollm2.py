@@ -1,0 +1,75 @@
+"""A real model, read from its GGUF file: it chats in English, and its tokens are those of transformers' own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.assembly import build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig
+from app.engine.request import FinishReason
+from app.text import Tokenizer
+from tests.fakes import make_request, run_to_end
+
+MAX_TOKENS = 64
+CHATS = (
+    ["What is the capital of France?"],
+    ["Write one sentence about the sea."],
+    ["Name three colours."],
+    ["What is 7 plus 15?"],
+    ["Translate to French: good morning"],
+    ["Who wrote Romeo and Juliet?"],
+    ["Give me a title for a story about a fox."],
+    ["Is water wet?  Answer yes or no."],
+    ["My name is Ada.", "Hello Ada! How can I help you today?", "What is my name?"],
+    ["Say hello.", "Hello!", "Now say goodbye."],
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: str) -> Tokenizer:
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    return [
+        tokenizer.encode_chat(
+            [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(chat)]
+        )
+        for chat in CHATS
+    ]
+
+
+def test_its_greedy_tokens_are_those_of_transformers(
+    smollm2_path: str, tokenizer: Tokenizer, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(path=smollm2_path, device="cpu", dtype="float32", num_threads=2),
+            cache=CacheConfig(memory_gib=0.25),
+        )
+    )
+    requests = [make_request(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+    outcome = run_to_end(engine, *requests)
+    texts = [tokenizer.decode(outcome.token_ids[request.request_id]) for request in requests]
+    assert "Paris" in texts[0]
+    assert "Shakespeare" in texts[5]
+    assert sum(reason is FinishReason.STOP for reason in outcome.reasons.values()) >= 5, texts
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    for request, prompt in zip(requests, prompts, strict=True):
+        answer = outcome.token_ids[request.request_id]
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        # Each is the most likely after those before it, so plain `generate` gives the same.
+        assert answer == logits.argmax(-1).tolist()
+
+
+def test_its_template_names_the_speakers(tokenizer: Tokenizer, prompts: list[tuple[int, ...]]) -> None:
+    shown = tokenizer.decode(prompts[0], skip_special_tokens=False)
+    assert shown == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
