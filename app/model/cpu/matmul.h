@@ -26,7 +26,7 @@ struct Matrix {
 
 constexpr int64_t GROUP = 128;  // inputs that share a scale, in matrices of int8
 constexpr int64_t GROUP_UNITS = GROUP / PER_UNIT<int8_t>;
-constexpr int INT8_TILE_ROWS = 4;  // 2 × 4 totals and 4 × 4 sums stay in registers
+constexpr int INT8_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
 constexpr float STEPS = 32512.0f;  // 127 × 256: the greatest input of a row
 
 // Of int8: [num_columns / PANEL][units], where PANEL scales (float) precede the units of each group. The weights are shifted
@@ -102,7 +102,7 @@ inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, c
 // The same with weights of int8. sums: [ROWS][num_groups]. Sums of whole numbers are exact.
 template <int ROWS, typename Finish>
 inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int64_t num_units, const uint32_t* panel,
-                               Finish&& finish) {
+                               int64_t ahead, Finish&& finish) {
     const int64_t num_groups = (num_units + GROUP_UNITS - 1) / GROUP_UNITS;
     Vector totals[ROWS][2] = {};
     for (int64_t group = 0; group < num_groups; ++group) {
@@ -111,8 +111,8 @@ inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int6
         Integers high[ROWS][2] = {}, low[ROWS][2] = {};
         const int64_t end = std::min(num_units, (group + 1) * GROUP_UNITS);
         for (int64_t unit = group * GROUP_UNITS; unit < end; ++unit, panel += PANEL) {
-            __builtin_prefetch(panel + AHEAD * PANEL);
-            __builtin_prefetch(panel + AHEAD * PANEL + LANES);
+            __builtin_prefetch(panel + ahead);
+            __builtin_prefetch(panel + ahead + LANES);
             const Words left = load_units(panel), right = load_units(panel + LANES);
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
@@ -127,6 +127,7 @@ inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int6
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
             const int32_t shifted = 128 * sums[row * num_groups + group];  // by the shift of the weights
+#pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const Integers whole = (high[row][half] << 8) + low[row][half] - shifted;
                 totals[row][half] += __builtin_convertvector(whole, Vector) * scales[half];
@@ -182,11 +183,15 @@ void multiply(Team& team, const QuantisedRows& inputs, int64_t num_rows, const M
                     };
                     const uint32_t* from = units + 2 * first * num_units;
                     const int32_t* sums = inputs.sums + first * groups;
+                    // Later rows find the panel in the cache; fetching the next one would push it out.
+                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
                     switch (rows) {
-                        case 1: return multiply_int8_tile<1>(from, sums, num_units, panel, scaled);
-                        case 2: return multiply_int8_tile<2>(from, sums, num_units, panel, scaled);
-                        case 3: return multiply_int8_tile<3>(from, sums, num_units, panel, scaled);
-                        case 4: return multiply_int8_tile<4>(from, sums, num_units, panel, scaled);
+                        case 1: return multiply_int8_tile<1>(from, sums, num_units, panel, ahead, scaled);
+                        case 2: return multiply_int8_tile<2>(from, sums, num_units, panel, ahead, scaled);
+                        case 3: return multiply_int8_tile<3>(from, sums, num_units, panel, ahead, scaled);
+                        case 4: return multiply_int8_tile<4>(from, sums, num_units, panel, ahead, scaled);
+                        case 5: return multiply_int8_tile<5>(from, sums, num_units, panel, ahead, scaled);
+                        case 6: return multiply_int8_tile<6>(from, sums, num_units, panel, ahead, scaled);
                     }
                 });
 }

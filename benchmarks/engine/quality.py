@@ -1,0 +1,151 @@
+"""What quantised weights cost in quality: the same model with other weights reads texts that it wrote itself.
+
+    python -m benchmarks.engine.quality --model DIR [--quantization int8] [--dtype bf16] [--texts 200] [--tokens 64]
+
+The model as it is answers as many prompts as `--texts` says, sampled at temperature 1 with a seed for each, and again
+greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
+log-likelihood and the perplexities' ratio over the sampled texts, how often both find the same token likeliest there,
+and the share of the greedy tokens that the quantised model finds likeliest too. `floor`: the same of the model as it is
+in the other number type, which rounds as well. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from app.assembly import build_sync_engine, resolve_model_path
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.engine import Engine
+from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
+from app.text.tokenizer import Tokenizer
+from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.harness.options import DTYPES
+
+SUBJECTS = (
+    "the tides", "a bicycle", "winter in the mountains", "how bread is made", "the number seven", "a lighthouse",
+    "honey bees", "a night train", "the history of paper", "growing tomatoes", "chess", "a lost key",
+    "volcanoes", "learning to swim", "the moon", "a village market", "sorting a list", "rain", "an old library",
+    "electric motors",
+)  # fmt: skip
+TASKS = (
+    "Write a short paragraph about {}.", "Explain {} to a child.", "List three facts about {}.",
+    "Tell a short story about {}.", "Write a letter to a friend about {}.", "What should everyone know about {}?",
+    "Describe {} in two sentences.", "Ask me two questions about {}.", "Give some practical advice about {}.",
+    "Write a dialogue of two people about {}.",
+)  # fmt: skip
+RUNNING = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt with an answer, as tokens."""
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(_parser(), measure, arguments)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Builds the models one after the other, as two would not fit everywhere."""
+    other_dtype = next(name for short, name in DTYPES.items() if short != given.dtype)
+    model = ModelConfig(path=given.model, device="cpu", dtype=DTYPES[given.dtype], num_threads=given.threads)
+    tell(f"{model.path} writes {2 * given.texts} texts")
+    engine = _engine(model)
+    prompts = _prompts(Tokenizer.load(resolve_model_path(model.path)), given.texts)
+    sampled, greedy = (_answers(engine, prompts, given.tokens, temperature=temperature) for temperature in (1.0, 0.0))
+    own = [_read(engine, texts) for texts in (sampled, greedy)]
+    engine.close()
+    figures: dict[str, Any] = {"num_tokens": sum(map(len, own[0])), "mean_log_likelihood": _mean(own[0])}
+    for name, other in (
+        ("quantised", model.model_copy(update={"quantization": given.quantization})),
+        ("floor", model.model_copy(update={"dtype": other_dtype})),
+    ):
+        tell(f"{name}: {other.dtype}, weights {other.quantization}")
+        engine = _engine(other)
+        figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
+        engine.close()
+    return figures
+
+
+def compared(own: Sequence[list[_Scores]], other: Sequence[list[_Scores]]) -> dict[str, float]:
+    """Both: the scores of the sampled texts, and of the greedy ones."""
+    loss = _mean(own[0]) - _mean(other[0])
+    return {
+        "mean_log_likelihood": _mean(other[0]),
+        "perplexity_ratio": round(math.exp(loss), 6),
+        "same_top_token": _same(own[0], other[0]),
+        "same_greedy_token": _same(own[1], other[1]),
+    }
+
+
+_Scores = list[TokenLogprobs]  # of the tokens of one answer
+
+
+def _mean(texts: list[_Scores]) -> float:
+    return round(fmean(score.logprob for text in texts for score in text), 6)
+
+
+def _same(own: list[_Scores], other: list[_Scores]) -> float:
+    pairs = [pair for mine, theirs in zip(own, other, strict=True) for pair in zip(mine, theirs, strict=True)]
+    return round(fmean(mine.top_token_ids[0] == theirs.top_token_ids[0] for mine, theirs in pairs), 6)
+
+
+def _engine(model: ModelConfig) -> Engine:
+    return build_sync_engine(
+        EngineConfig(model=model, cache=CacheConfig(memory_gib=0.5), scheduler=SchedulerConfig(max_running=RUNNING))
+    )
+
+
+def _prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
+    asked = [TASKS[(at + at // len(SUBJECTS)) % len(TASKS)].format(SUBJECTS[at % len(SUBJECTS)]) for at in range(count)]
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode_all(asked)
+    return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
+
+
+def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]], num_tokens: int, *, temperature: float) -> list[Text]:
+    samplings = [SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=at) for at in range(len(prompts))]
+    answers = _run(engine, prompts, samplings)
+    return [Text(prompt + answer.token_ids, len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def _read(engine: Engine, texts: Sequence[Text]) -> list[_Scores]:
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    scored = _run(engine, [text.token_ids for text in texts], [sampling] * len(texts))
+    # The first token of a prompt has no score.
+    return [list(each.prompt_logprobs[text.num_prompt_tokens - 1 :]) for each, text in zip(scored, texts, strict=True)]
+
+
+def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], samplings: Sequence[SamplingParams]) -> list[TokenDelta]:
+    deltas: dict[str, list[TokenDelta]] = {}
+    for at, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        deltas[f"{at}"] = []
+        engine.add(Request(request_id=f"{at}", prompt_token_ids=prompt, sampling=sampling))
+    while engine.has_work:
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    return [merge_deltas(of_one) for of_one in deltas.values()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("engine.quality", __doc__)
+    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, or whatever model.path takes")
+    parser.add_argument("--quantization", choices=["int8"], default="int8", help="of the weights (int8)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number type of both models (bf16)")
+    parser.add_argument("--texts", type=positive, default=200, metavar="N", help="prompts (200)")
+    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of an answer, at most (64)")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="of the models (1)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
