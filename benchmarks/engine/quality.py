@@ -72,6 +72,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         tell(f"{name}: {other.dtype}, weights {other.quantization}")
         engine = _engine(other)
         figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
+        tell(f"{figures[name]}")
         engine.close()
     return figures
 

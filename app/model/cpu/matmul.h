@@ -24,13 +24,14 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
-constexpr int64_t GROUP = 128;  // inputs that share a scale, in matrices of int8
+constexpr int64_t GROUP = 64;  // inputs that share a scale, in matrices of int8
 constexpr int64_t GROUP_UNITS = GROUP / PER_UNIT<int8_t>;
 constexpr int INT8_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
 constexpr float STEPS = 32512.0f;  // 127 × 256: the greatest input of a row
 
-// Of int8: [num_columns / PANEL][units], where PANEL scales (float) precede the units of each group. The weights are shifted
-// by 128, as the CPU's instruction wants one side unsigned.
+// Of int8: [num_columns / PANEL][rows of PANEL units]. Before the units of each two groups is a row with their scales in
+// bfloat16, those of the first group in the lower halves. The weights are shifted by 128, as the CPU's instruction wants
+// one side unsigned.
 inline int64_t num_groups(int64_t num_inputs) { return (num_inputs + GROUP - 1) / GROUP; }
 
 // Inputs of a matrix of int8.
@@ -104,10 +105,12 @@ template <int ROWS, typename Finish>
 inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int64_t num_units, const uint32_t* panel,
                                int64_t ahead, Finish&& finish) {
     const int64_t num_groups = (num_units + GROUP_UNITS - 1) / GROUP_UNITS;
+    const uint32_t* both = panel;  // scales of two groups
     Vector totals[ROWS][2] = {};
     for (int64_t group = 0; group < num_groups; ++group) {
-        const Vector scales[2] = {(Vector)load_units(panel), (Vector)load_units(panel + LANES)};
-        panel += PANEL;
+        if (group % 2 == 0) both = panel, panel += PANEL;
+        const auto scale = [&](Words units) { return (Vector)(group % 2 == 0 ? units << 16 : units & 0xffff0000u); };
+        const Vector scales[2] = {scale(load_units(both)), scale(load_units(both + LANES))};
         Integers high[ROWS][2] = {}, low[ROWS][2] = {};
         const int64_t end = std::min(num_units, (group + 1) * GROUP_UNITS);
         for (int64_t unit = group * GROUP_UNITS; unit < end; ++unit, panel += PANEL) {
@@ -175,7 +178,7 @@ template <typename Finish>
 void multiply(Team& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.planes);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<int8_t>, groups = num_groups(matrix.num_inputs);
-    share_tiles(team, num_rows, INT8_TILE_ROWS, matrix, groups + num_units,
+    share_tiles(team, num_rows, INT8_TILE_ROWS, matrix, (groups + 1) / 2 + num_units,
                 [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
                     const auto scaled = [&](int row, Vector left, Vector right) {
                         const float scale = inputs.scales[first + row];

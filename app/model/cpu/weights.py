@@ -27,7 +27,7 @@ _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForC
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
-_GROUP = 128  # inputs that share a scale, as in the sources
+_GROUP = 64  # inputs that share a scale, as in the sources
 _PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
 
 
@@ -190,26 +190,36 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _packed_int8(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As `_packed`, in int8: a scale for each _GROUP of inputs of an output lies before the units of the group.
+    """As `_packed`, in int8 with a scale in bfloat16 for each _GROUP of inputs of an output.
 
-    The greatest weight of a group is 127 steps of its scale. The numbers are shifted by 128.
+    The greatest weight of a group is 127 steps of its scale. The numbers are shifted by 128. The scales of each two
+    groups stand before their units.
     """
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     num_outputs, num_inputs = weight.shape
-    num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_inputs // _GROUP)
-    packed = in_large_pages(num_panels, num_groups + num_inputs // 4, _PANEL, dtype=torch.int32)
+    num_panels, num_scales = -(-num_outputs // _PANEL), -(-num_inputs // (2 * _GROUP))
+    packed = in_large_pages(num_panels, num_scales + num_inputs // 4, _PANEL, dtype=torch.int32)
     for first in range(0, num_panels, _PANELS_AT_ONCE):
         panels = packed[first : first + _PANELS_AT_ONCE]
         rows = weight[first * _PANEL : (first + _PANELS_AT_ONCE) * _PANEL].float()
         begin = 0
-        for group in torch.split(rows, _GROUP, dim=1):
-            scales = group.abs().amax(dim=1, keepdim=True) / 127
-            numbers = (group / scales.clamp_min(torch.finfo(torch.float32).tiny)).round() + 128
-            end = begin + 1 + group.shape[1] // 4
+        for groups in torch.split(rows, 2 * _GROUP, dim=1):
+            scales, numbers = _in_steps(groups)
+            end = begin + 1 + groups.shape[1] // 4
             _fill_panels(panels[:, begin : begin + 1], scales)
-            _fill_panels(panels[:, begin + 1 : end], numbers.to(torch.uint8))
+            _fill_panels(panels[:, begin + 1 : end], (numbers + 128).to(torch.uint8))
             begin = end
     return packed
+
+
+def _in_steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One or two groups of inputs as their scales in bfloat16, [outputs, 2], and numbers from -127 to 127."""
+    parts = torch.split(groups, _GROUP, dim=1)
+    scales = torch.zeros(len(groups), 2, dtype=torch.bfloat16)
+    for at, part in enumerate(parts):
+        scales[:, at] = part.abs().amax(dim=1) / 127
+    steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny)
+    return scales, torch.cat([(part / steps[:, at, None]).round() for at, part in enumerate(parts)], dim=1)
 
 
 def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:

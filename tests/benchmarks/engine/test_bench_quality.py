@@ -6,7 +6,6 @@ import pytest
 
 from app.model.cpu.library import library
 from benchmarks.engine import quality
-from deployments.launcher.trial import kept_file
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
@@ -24,14 +23,3 @@ def test_the_bundled_model_keeps_its_answers_in_int8(capsys: pytest.CaptureFixtu
     assert quantised["same_top_token"] > 0.97
     assert quantised["same_greedy_token"] > 0.97
     assert quantised["mean_log_likelihood"] != figures["mean_log_likelihood"], "it has other weights"
-
-
-@pytest.mark.skipif(
-    not kept_file("smollm2").exists(), reason="SmolLM2 is not in the cache: `make serve MODEL=smollm2` fetches it"
-)
-def test_smollm2_in_int8_is_within_half_a_percent_of_bfloat16s_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = figures_of(
-        capsys, "--model", str(kept_file("smollm2")), "--texts", "200", "--tokens", "16", "--threads", "2"
-    )
-    assert figures["quantised"]["perplexity_ratio"] < 1.005
-    assert figures["quantised"]["same_greedy_token"] > figures["floor"]["same_greedy_token"] - 0.02

@@ -40,11 +40,11 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
 
 
 def rounded_to_8_bits(weight: torch.Tensor) -> torch.Tensor:
-    groups = torch.cat(
-        [group / group.abs().amax(dim=1, keepdim=True) * 127 for group in torch.split(weight, 128, dim=1)], dim=1
-    ).round()
-    scales = [group.abs().amax(dim=1, keepdim=True).expand_as(group) for group in torch.split(weight, 128, dim=1)]
-    return groups * torch.cat(scales, dim=1) / 127
+    groups = []
+    for group in torch.split(weight, 64, dim=1):
+        scale = (group.abs().amax(dim=1, keepdim=True) / 127).bfloat16().float()
+        groups.append((group / scale).round() * scale)
+    return torch.cat(groups, dim=1)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
@@ -128,9 +128,25 @@ def test_a_kept_check_of_other_weights_does_not_count(tiny_model_path, tmp_path:
     assert torch.equal(logits_of(again), logits_of(load(path)))
 
 
+@pytest.mark.parametrize("num_inputs", [576, 1536, 208, 48])
+def test_every_group_of_inputs_has_a_scale_of_its_own(num_inputs: int) -> None:
+    weight = torch.randn(70, num_inputs) * torch.logspace(-3, 0, num_inputs)
+    panels = weights._packed_int8([weight])
+    found = torch.zeros(96, num_inputs)
+    begin = 0
+    for first in range(0, num_inputs, 128):
+        size = min(128, num_inputs - first)
+        scales = panels[:, begin].contiguous().view(torch.bfloat16).view(3, 32, 2).float().reshape(96, 2)
+        units = panels[:, begin + 1 : begin + 1 + size // 4].contiguous().view(torch.uint8).view(3, size // 4, 32, 4)
+        numbers = units.permute(0, 2, 1, 3).reshape(96, size).float() - 128
+        found[:, first : first + size] = numbers * scales.repeat_interleave(64, dim=1)[:, :size]
+        begin += 1 + size // 4
+    assert torch.equal(found[:70], rounded_to_8_bits(weight))
+
+
 def test_a_matrix_takes_little_more_than_a_byte_for_a_weight() -> None:
     weight = torch.randn(96, 576)
-    assert weights._packed_int8([weight]).nbytes <= 1.05 * weight.numel()
+    assert weights._packed_int8([weight]).nbytes <= 1.04 * weight.numel()
 
 
 def test_a_model_of_another_architecture_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
