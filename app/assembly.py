@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
+from zlib import crc32
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
 from app.disk import cache_folder
@@ -67,10 +68,12 @@ def digest_of_weights(config: EngineConfig) -> int:
     if model.simulated is not None:
         return 0
     try:
-        return weights_digest(resolve_model_path(model.path), model.revision)
+        digest = weights_digest(resolve_model_path(model.path), model.revision)
     except (OSError, ValueError) as error:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
+    # Quantised weights are other weights: one replica's tokens are not continued by the other's.
+    return crc32(model.quantization.encode(), digest) if digest and model.quantization != "none" else digest
 
 
 def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
@@ -115,8 +118,10 @@ def _build_torch(config: EngineConfig) -> Engine:
         run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
-        "%s on %s in %s: %d KV blocks of %d tokens",
-        config.model.path, model.device, model.dtype, num_blocks, config.cache.block_size,
+        "%s on %s in %s%s: %d KV blocks of %d tokens",
+        config.model.path, model.device, model.dtype,
+        "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
+        num_blocks, config.cache.block_size,
     )  # fmt: skip
     runner = build_runner(config, model, num_blocks=num_blocks)
     return assemble_recorded(

@@ -40,6 +40,11 @@ class ModelConfig(Settings):
     path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="int8: matrices in 8 bits, made at load; on a CPU, for models that the native decoder computes; "
+        "refused for others",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
     backend: Literal["auto", "attention", "torch"] = Field(
@@ -58,6 +63,26 @@ class ModelConfig(Settings):
         description="for tests and benchmarks: the parameters of a cost model, `SimulatedCosts` in "
         "app/model/simulated.py, instead of weights; of `path`, the tokenizer and config.json are used",
     )
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_for_the_native_decoder(self) -> ModelConfig:
+        if self.quantization == "none":
+            return self
+        wrong = [
+            f"{name} is {value}"
+            for name, value, is_wrong in (
+                ("device", self.device, self.device == "cuda"),
+                ("backend", self.backend, self.backend != "auto"),
+                ("simulated", "set", self.simulated is not None),
+            )
+            if is_wrong
+        ]
+        if wrong:
+            raise ValueError(
+                f"quantization is {self.quantization}, which only the native decoder on a CPU computes, and "
+                f"{' and '.join(wrong)}; set quantization: none, or leave those at their defaults"
+            )
+        return self
 
 
 class CacheConfig(Settings):

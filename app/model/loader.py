@@ -16,7 +16,7 @@ from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, Unkno
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, Checkpoint, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import Team, is_fast
+from app.model.cpu.library import LANES, Team, is_fast, library
 from app.model.cpu.weights import NativeWeights, pack_weights, settings_of, why_not_native
 from app.model.description import as_token_ids, max_model_len
 from app.model.inputs import ModelInputs, Segments
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _PROBE_TOKENS = 24
+# Of the first layer's output and of the whole model's, relative to their size. Measured in int8: 0.004 to 0.029 and
+# 0.006 to 0.047 in models with few layers (tests/tiny_models.py, models/demo), 0.007 and 0.15 in SmolLM2-135M, where
+# bfloat16 alone has 0.005 and 0.05; the limits are thrice the greatest.
+_MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), torch.int8: (0.1, 0.5)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +56,14 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     checks: a folder that keeps which models in local folders have passed; they are not tried again.
 
     Raises:
-        InvalidSetup: there is no such model, or no such device.
+        InvalidSetup: there is no such model, or no such device, or the model cannot be quantised as asked.
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = _device(config)
     dtype = _dtype(config, device)
+    _check_quantization(config, device)
     may_be_native = device.type == "cpu" and config.backend == "auto"
-    check = _kept_check(checks, Path(location), dtype, block_size) if may_be_native else None
+    check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
         return _load_checked(config, location, checked, dtype)
@@ -92,11 +97,13 @@ def _is_read_alike(module: PreTrainedModel, location: str) -> bool:
     return Checkpoint(Path(location), module.dtype).is_equal(module.state_dict())
 
 
-def _kept_check(checks: Path | None, location: Path, dtype: torch.dtype, block_size: int) -> KeptCheck | None:
+def _kept_check(
+    config: ModelConfig, checks: Path | None, location: Path, dtype: torch.dtype, block_size: int
+) -> KeptCheck | None:
     """None where checks are not kept: of models on a hub, or without native code."""
-    if checks is None or not location.is_dir() or not is_fast(dtype):
+    if checks is None or not location.is_dir() or not (config.quantization != "none" or is_fast(dtype)):
         return None
-    return KeptCheck(checks, location, dtype=dtype, block_size=block_size)
+    return KeptCheck(checks, location, dtype=dtype, quantization=config.quantization, block_size=block_size)
 
 
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
@@ -104,7 +111,7 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
     return LoadedModel(
         module=None,
-        native=pack_weights(Checkpoint(Path(location), dtype), settings),
+        native=pack_weights(Checkpoint(Path(location), dtype), settings, int8=config.quantization == "int8"),
         facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
         layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
         dtype=dtype,
@@ -135,6 +142,23 @@ def _device(config: ModelConfig) -> torch.device:
     if config.device == "cuda" and not has_cuda:
         raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def _check_quantization(config: ModelConfig, device: torch.device) -> None:
+    """Refuse what this machine cannot do, before any weight is read."""
+    if config.quantization == "none":
+        return
+    if device.type != "cpu":
+        raise _not_quantised(config, f"it runs on {device.type}; set model.device to cpu")
+    if library() is None:
+        raise _not_quantised(config, "the native code could not be built; install a C++ compiler (the log says more)")
+
+
+def _not_quantised(config: ModelConfig, reason: str) -> InvalidSetup:
+    return InvalidSetup(
+        f"model.quantization is {config.quantization}, which only the native decoder on a CPU computes; "
+        f"{config.path} cannot run there: {reason}. Set model.quantization to none"
+    )
 
 
 def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -242,13 +266,16 @@ def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None
         raise UnsupportedModel(f"{config.path} computes other results {how} than with its own code: {difference}")
 
 
-def _difference(ours: _Output, own: _Output) -> str | None:
+def _difference(ours: _Output, own: _Output, *, int8: bool = False) -> str | None:
     """The difference in words, if it is more than rounding."""
     # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
-    is_exact = own.logits.dtype == torch.float32
-    for what, mine, theirs, limit in (
-        ("the first layer's output", ours.first_layer, own.first_layer, 1e-4 if is_exact else 0.03),
-        ("the output", ours.logits, own.logits, 1e-3 if is_exact else 0.5),
+    kind = torch.int8 if int8 else own.logits.dtype
+    for what, mine, theirs, limit in zip(
+        ("the first layer's output", "the output"),
+        (ours.first_layer, ours.logits),
+        (own.first_layer, own.logits),
+        _MAX_DIFFERENCES.get(kind, _MAX_DIFFERENCES[torch.bfloat16]),
+        strict=True,
     ):
         difference = _relative_difference(mine, theirs)
         if not difference <= limit:
@@ -259,13 +286,19 @@ def _difference(ours: _Output, own: _Output) -> str | None:
 def _native_weights(
     config: ModelConfig, module: PreTrainedModel, probe: _Probe, block_size: int
 ) -> NativeWeights | None:
-    """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes."""
+    """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
+
+    Raises InvalidSetup if not, and the weights were to be quantised.
+    """
     fits = NativeKVCache.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=module.device)
     reason = why_not_native(module, probe.rules)
     if not fits or reason is not None:
+        if config.quantization != "none":
+            raise _not_quantised(config, reason or f"cache.block_size is {block_size}, no multiple of {LANES}")
         logger.info("%s runs on transformers' code: %s", config.path, reason or "no fast native code on this machine")
         return None
-    weights = pack_weights(module.state_dict().get, settings_of(module, probe.rules))
+    int8 = config.quantization == "int8"
+    weights = pack_weights(module.state_dict().get, settings_of(module, probe.rules), int8=int8)
     pages = NativeKVCache(
         probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
     )
@@ -287,7 +320,9 @@ def _native_weights(
     ours = _Output(logits(1), logits(len(weights.layers)))
     first = probe.own.first_layer
     own = _Output(module.lm_head(first if len(weights.layers) == 1 else module.model.norm(first)), probe.own.logits)
-    difference = _difference(ours, own)
+    difference = _difference(ours, own, int8=int8)
+    if difference is not None and int8:
+        raise _not_quantised(config, difference)
     if difference is not None:
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None

@@ -83,7 +83,8 @@ def _model_of(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
     if isinstance(through, ServiceSettings):
         return {"through": "fleet", "model_name": through.model}
     model = through.served.engine.model
-    return {
+    quantization = {} if model.quantization == "none" else {"quantization": model.quantization}
+    return quantization | {
         "through": "pool",
         "model": model.path,
         "model_name": through.served.name,

@@ -49,7 +49,7 @@ def main() -> int:
         config = read_serve_file(path)
         check_port(config, path)
         check_folders(config)
-        # Blocked from here on: a signal waits until this process asks for it, and interrupts neither start nor clean-up.
+        # Blocked from here on: a signal waits until this process asks for it, and cannot interrupt a start or an end.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
         print(f"{path} cannot be served:\n{error}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ namespace carousel {
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
-        num_layers;
+        num_layers, int8_weights;  // int8_weights: whether all matrices are quantised
     float epsilon, scaling;
 };
 
@@ -102,7 +102,7 @@ class Decoder {
                 num_rows = step.num_rows;
             }
             add_projection(attended_.data(), num_rows,
-                           {layers_[layer].output, query_size_ / PER_UNIT<T>, shape_.hidden_size},
+                           {layers_[layer].output, query_size_, shape_.hidden_size},
                            layers_[layer].output_bias);
             watch.spent(&DecoderTimes::linear);
             feed_forward(layers_[layer], num_rows, watch);
@@ -113,13 +113,13 @@ class Decoder {
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        multiply<T>(team_, normed_.data(), num_rows, {head_, shape_.hidden_size / PER_UNIT<T>, shape_.vocab_size},
-                    [&](int64_t row, int64_t column, Vector left, Vector right) {
-                        float* to = step.logits + row * shape_.vocab_size + column;
-                        const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
-                        const Vector both[2] = {round_to(left, T{}), round_to(right, T{})};
-                        std::memcpy(to, both, count * sizeof(float));
-                    });
+        linear(normed_.data(), num_rows, {head_, shape_.hidden_size, shape_.vocab_size},
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   float* to = step.logits + row * shape_.vocab_size + column;
+                   const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
+                   const Vector both[2] = {round_to(left, T{}), round_to(right, T{})};
+                   std::memcpy(to, both, count * sizeof(float));
+               });
         team_.share(num_rows, [&](int64_t row) {
             step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
         });
@@ -136,12 +136,11 @@ class Decoder {
         const Pages<T> pages(shape, layer.keys, layer.values);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
-        multiply<T>(team_, normed_.data(), step.num_tokens,
-                    {layer.query_key_value, shape_.hidden_size / PER_UNIT<T>, projected_size_},
-                    [&](int64_t row, int64_t column, Vector left, Vector right) {
-                        put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
-                        put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
-                    });
+        linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
+                   put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
+               });
         watch.spent(&DecoderTimes::linear);
         team_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
         watch.spent(&DecoderTimes::rest);
@@ -212,22 +211,31 @@ class Decoder {
     void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch) {
         normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
         watch.spent(&DecoderTimes::rest);
-        multiply<T>(team_, normed_.data(), num_rows,
-                    {layer.gate_up, shape_.hidden_size / PER_UNIT<T>, 2 * shape_.intermediate_size},
-                    [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                        gate = rounded(gate);
-                        const Vector active = rounded(gate / (1.0f + exponential(-gate)));
-                        T* to = activated_.data() + row * shape_.intermediate_size + column / 2;
-                        store(rounded(active * rounded(up)), to);
-                    });
-        add_projection(activated_.data(), num_rows,
-                       {layer.down, shape_.intermediate_size / PER_UNIT<T>, shape_.hidden_size}, nullptr);
+        linear(normed_.data(), num_rows, {layer.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size},
+               [&](int64_t row, int64_t column, Vector gate, Vector up) {
+                   gate = rounded(gate);
+                   const Vector active = rounded(gate / (1.0f + exponential(-gate)));
+                   T* to = activated_.data() + row * shape_.intermediate_size + column / 2;
+                   store(rounded(active * rounded(up)), to);
+               });
+        add_projection(activated_.data(), num_rows, {layer.down, shape_.intermediate_size, shape_.hidden_size},
+                       nullptr);
         watch.spent(&DecoderTimes::linear);
+    }
+
+    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`.
+    template <typename Finish>
+    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+        if (!shape_.int8_weights) return multiply<T>(team_, inputs, num_rows, matrix, finish);
+        const int64_t size = matrix.num_inputs;
+        const QuantisedRows rows{input_planes_.data(), input_sums_.data(), input_scales_.data()};
+        team_.share(num_rows, [&](int64_t row) { quantise(inputs + row * size, size, rows, row); });
+        multiply(team_, rows, num_rows, matrix, finish);
     }
 
     // residual += inputs × matrix
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
-        multiply<T>(team_, inputs, num_rows, matrix, [&](int64_t row, int64_t column, Vector left, Vector right) {
+        linear(inputs, num_rows, matrix, [&](int64_t row, int64_t column, Vector left, Vector right) {
             add(left, bias, residual(row), column);
             add(right, bias, residual(row), column + LANES);
         });
@@ -274,6 +282,11 @@ class Decoder {
         projected_.resize(num_tokens * projected_size_);
         attended_.resize(num_tokens * query_size_);
         activated_.resize(num_tokens * shape_.intermediate_size);
+        if (!shape_.int8_weights) return;
+        const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size});
+        input_planes_.resize(num_tokens * 2 * size);
+        input_sums_.resize(num_tokens * num_groups(size));
+        input_scales_.resize(num_tokens);
     }
 
     const DecoderShape shape_;
@@ -287,6 +300,9 @@ class Decoder {
     Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold
     std::vector<T> residual_, normed_, projected_, attended_, activated_;
+    std::vector<int8_t> input_planes_;  // of the matrix that is being multiplied, where weights are int8
+    std::vector<int32_t> input_sums_;
+    std::vector<float> input_scales_;
 };
 
 }  // namespace carousel

@@ -36,7 +36,7 @@ class NativeDecoder:
         settings = weights.settings
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
-            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers,
+            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.is_int8,
             settings.epsilon, settings.scaling,
         )  # fmt: skip
         layers = (LayerWeights * num_layers)(

@@ -40,12 +40,13 @@ _CHECKED_MODEL = TypeAdapter(CheckedModel)
 class KeptCheck:
     """The check of one model on this machine, in a file."""
 
-    def __init__(self, folder: Path, location: Path, *, dtype: torch.dtype, block_size: int) -> None:
+    def __init__(self, folder: Path, location: Path, *, dtype: torch.dtype, quantization: str, block_size: int) -> None:
         """`folder` has the files of all checks, `location` is the folder of the model."""
         code = library()
         assert code is not None, "only models that native code can compute"
         what = hashlib.sha256()
-        for part in (code._name, torch.__version__, version("transformers"), location.resolve(), dtype, block_size):
+        versions = (code._name, torch.__version__, version("transformers"))
+        for part in (*versions, location.resolve(), dtype, quantization, block_size):
             what.update(f"{part}\0".encode())
         for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
             what.update(path.read_bytes())

@@ -1,7 +1,8 @@
 // Vectors of 16 lanes, and the multiplication that all code here uses.
 //
-// A *unit* is 32 bits of numbers that are multiplied with 32 bits of others and summed into one float: one float32, or
-// two bfloat16. Matrices and KV memory are laid out in units, so the same code serves both types.
+// A *unit* is 32 bits of numbers that are multiplied with 32 bits of others and summed into 32 bits: one float32 or
+// two bfloat16 into a float, four int8 into an integer. Matrices and KV memory are laid out in units, so the same code
+// serves all types.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +26,8 @@ typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 template <typename T>
 constexpr int PER_UNIT = int(sizeof(uint32_t) / sizeof(T));  // numbers in one unit
@@ -97,6 +100,19 @@ inline Vector multiply_add<bf16>(Vector sums, Words left, Words right) {
 #else
     sums += (Vector)(left & 0xffff0000u) * (Vector)(right & 0xffff0000u);
     return sums + (Vector)(left << 16) * (Vector)(right << 16);
+#endif
+}
+
+// sums + four bytes × four bytes: unsigned weights, signed inputs. Both ways give the same bits: the sums are exact.
+inline Integers multiply_add_bytes(Integers sums, Words weights, Words inputs) {
+#if defined(__AVX512VNNI__) && !defined(CAROUSEL_PLAIN_INT8)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
+#else
+    // A product fits into 16 bits, the sum of two does not.
+    const auto widened = [](Shorts products) { return ((Integers)products << 16 >> 16) + ((Integers)products >> 16); };
+    const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)inputs << 8 >> 8);
+    const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)inputs >> 8);
+    return sums + widened(even) + widened(odd);
 #endif
 }
 

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 # The weight of a name in the model's checkpoint; None where the model has none.
 Weights = Callable[[str], torch.Tensor | None]
+_Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
+_GROUP = 128  # inputs that share a scale, as in the sources
+_PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
-    """One layer; matrices packed, biases in float32, norms in the model's type."""
+    """One layer; matrices packed, as they are or quantised, biases in float32, norms in the model's type."""
 
     input_norm: torch.Tensor
     query_key_value: torch.Tensor
@@ -72,7 +75,8 @@ class NativeWeights:
     final_norm: torch.Tensor
     head: torch.Tensor
     rotary_frequencies: torch.Tensor  # [head_dim / 2]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of everything that is not quantised
+    is_int8: bool  # the matrices, the head among them
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by which heads are turned, each [1, num_tokens, head_dim]. positions: [1, num_tokens]."""
@@ -122,20 +126,25 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 
 
 @torch.inference_mode()
-def pack_weights(weights: Weights, settings: DecoderSettings) -> NativeWeights:
-    """Pack weights that are all of one type. Does not change them."""
+def pack_weights(weights: Weights, settings: DecoderSettings, *, int8: bool = False) -> NativeWeights:
+    """Pack weights that are all of one type, one layer after the other. Does not change them.
+
+    int8: quantise the matrices. The embedding stays as it is: a step reads only its tokens' rows.
+    """
+    pack = _packed_int8 if int8 else _packed
     embedding = _given(weights, EMBEDDING)
     return NativeWeights(
         settings=settings,
         layers=tuple(
-            _pack_layer(partial(_named, weights, f"model.layers.{index}."), window)
+            _pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window)
             for index, window in enumerate(settings.sliding_windows)
         ),
         embedding=embedding,
         final_norm=_given(weights, "model.norm.weight"),
-        head=_packed([_given(weights, HEAD)]),
+        head=pack([_given(weights, HEAD)]),
         rotary_frequencies=torch.tensor(settings.rotary_frequencies),
         dtype=embedding.dtype,
+        is_int8=int8,
     )
 
 
@@ -149,20 +158,20 @@ def _given(weights: Weights, name: str) -> torch.Tensor:
     return weight
 
 
-def _pack_layer(weights: Weights, sliding_window: int) -> NativeLayer:
+def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int) -> NativeLayer:
     queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
     gate, up = _given(weights, "mlp.gate_proj.weight"), _given(weights, "mlp.up_proj.weight")
     return NativeLayer(
         input_norm=_given(weights, "input_layernorm.weight"),
-        query_key_value=_packed([_given(weights, f"{name}.weight") for name in queries_keys_values]),
+        query_key_value=pack([_given(weights, f"{name}.weight") for name in queries_keys_values]),
         query_key_value_bias=_bias(weights, queries_keys_values),
         query_norm=weights("self_attn.q_norm.weight"),
         key_norm=weights("self_attn.k_norm.weight"),
-        output=_packed([_given(weights, "self_attn.o_proj.weight")]),
+        output=pack([_given(weights, "self_attn.o_proj.weight")]),
         output_bias=_bias(weights, ["self_attn.o_proj"]),
         post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
-        gate_up=_packed(_in_turn(gate, up)),
-        down=_packed([_given(weights, "mlp.down_proj.weight")]),
+        gate_up=pack(_in_turn(gate, up)),
+        down=pack([_given(weights, "mlp.down_proj.weight")]),
         sliding_window=sliding_window,
     )
 
@@ -174,17 +183,46 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     weight = torch.cat(list(weights))
     num_outputs, num_inputs = weight.shape
-    num_panels = -(-num_outputs // _PANEL)
     per_unit = 4 // weight.element_size()
-    packed = in_large_pages(num_panels, num_inputs // per_unit, _PANEL, dtype=torch.int32)
-    target = packed.view(weight.dtype).view(num_panels, num_inputs // per_unit, _PANEL, per_unit)
+    packed = in_large_pages(-(-num_outputs // _PANEL), num_inputs // per_unit, _PANEL, dtype=torch.int32)
+    _fill_panels(packed, weight)
+    return packed
+
+
+def _packed_int8(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As `_packed`, in int8: a scale for each _GROUP of inputs of an output lies before the units of the group.
+
+    The greatest weight of a group is 127 steps of its scale. The numbers are shifted by 128.
+    """
+    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    num_outputs, num_inputs = weight.shape
+    num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_inputs // _GROUP)
+    packed = in_large_pages(num_panels, num_groups + num_inputs // 4, _PANEL, dtype=torch.int32)
+    for first in range(0, num_panels, _PANELS_AT_ONCE):
+        panels = packed[first : first + _PANELS_AT_ONCE]
+        rows = weight[first * _PANEL : (first + _PANELS_AT_ONCE) * _PANEL].float()
+        begin = 0
+        for group in torch.split(rows, _GROUP, dim=1):
+            scales = group.abs().amax(dim=1, keepdim=True) / 127
+            numbers = (group / scales.clamp_min(torch.finfo(torch.float32).tiny)).round() + 128
+            end = begin + 1 + group.shape[1] // 4
+            _fill_panels(panels[:, begin : begin + 1], scales)
+            _fill_panels(panels[:, begin + 1 : end], numbers.to(torch.uint8))
+            begin = end
+    return packed
+
+
+def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write [outputs, inputs] into [panels, units of inputs, _PANEL outputs] units, padded with zeros."""
+    num_outputs, num_inputs = weight.shape
+    per_unit = 4 // weight.element_size()
+    target = panels.view(weight.dtype).view(len(panels), -1, _PANEL, per_unit)
+    source = weight.reshape(num_outputs, num_inputs // per_unit, per_unit)
     whole = num_outputs // _PANEL
-    source = weight.view(num_outputs, num_inputs // per_unit, per_unit)
     target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, -1, per_unit).transpose(1, 2))
-    if whole < num_panels:
+    if whole < len(panels):
         target[whole:] = 0
         target[whole, :, : num_outputs % _PANEL].copy_(source[whole * _PANEL :].transpose(0, 1))
-    return packed
 
 
 def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
