@@ -219,8 +219,18 @@ def call_of(
         continuous_usage=body.continuous_usage,
         tools=shared.tools,
     )
+    _check_allowed_token_ids(call, len(body.allowed_token_ids), limits.max_allowed_token_ids)
     is_open_ended = body.asked_tokens is None and default_max_tokens is None
     return _with_bounded_logprobs(call, body, limits.max_answer_logprobs, is_open_ended=is_open_ended)
+
+
+def _check_allowed_token_ids(call: Call, number: int, most: int) -> None:
+    if number * len(call.requests) > most:
+        raise InvalidRequest(
+            f"allowed_token_ids has {number:,} ids for each of {len(call.requests):,} requests; this server accepts "
+            f"{most:,} in these together; send fewer ids, or fewer prompts or choices at once",
+            param="allowed_token_ids",
+        )
 
 
 def _with_bounded_logprobs(call: Call, body: GenerationRequest, most: int, *, is_open_ended: bool) -> Call:

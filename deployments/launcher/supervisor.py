@@ -40,6 +40,8 @@ _OUR_PORTS = range(20_000, 30_000)
 def main() -> int:
     """Serve until a signal comes. The exit status is 0 after a signal, 1 when the service cannot start or has died."""
     arguments = _arguments()
+    for number in STOP_SIGNALS:  # a model may be fetched or read now: what is not whole goes
+        signal.signal(number, signal.default_int_handler)
     _show_progress()
     path = arguments.config or Path(arguments.model)
     try:
@@ -47,13 +49,13 @@ def main() -> int:
         config = read_serve_file(path)
         check_port(config, path)
         check_folders(config)
+        # Blocked from here on: a signal waits until this process asks for it, and cannot interrupt a start or an end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
         print(f"{path} cannot be served:\n{error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:  # while a model was fetched or read: what is not whole has gone
+    except KeyboardInterrupt:
         return 0
-    # Blocked from here on: a signal waits until this process asks for it, so none can interrupt a start or a clean-up.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     command = [sys.executable, "-m", "deployments.launcher.foreground", str(path), str(run_folder)]

@@ -508,6 +508,24 @@ def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_
     with_http(echoing(tokenizer), tmp_path, use, limits=limits)
 
 
+def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Each request carries its own to its replica, whose loop 128 × 16,384 would hold up."""
+
+    async def use(client: httpx.AsyncClient) -> None:
+        allowed = {"allowed_token_ids": list(range(300, 310)), "max_tokens": 2}
+        assert (await post(client, ["Hi"] * 4, **allowed)).status_code == 200
+        refused = await post(client, ["Hi"] * 5, **allowed)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "allowed_token_ids")
+        body = {"prompt": ["Hi", "Ho"], **allowed}
+        assert (await client.post("/v1/completions", json=body | {"n": 2})).status_code == 200
+        refused = await client.post("/v1/completions", json=body | {"n": 3})
+        assert "10 ids for each of 6 requests; this server accepts 40" in refused.json()["error"]["message"]
+        job = await job_ended(client, (await post(client, ["Hi"] * 5, **allowed, **JOB)).json()["id"])
+        assert job["request_counts"]["completed"] == 5
+
+    with_http(echoing(tokenizer), tmp_path, use, limits=RequestLimits(max_allowed_token_ids=40))
+
+
 def test_what_prompts_share_is_made_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
     counting = CountingTokenizer(tokenizer._pretrained)
     service = Service(counting, say(counting, "3 4 5."))
