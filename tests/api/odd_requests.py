@@ -43,14 +43,19 @@ def answered(url: str) -> set[str]:
     return found
 
 
-def exchange(url: str, request: str) -> list[int]:
-    """The statuses of all answers to these bytes."""
+def exchange(url: str, request: str, *, stays: bool = False) -> list[int]:
+    """The statuses of all answers to these bytes.
+
+    stays: the client goes on listening without an end of its own. To one that has ended, HAProxy says 400 by itself
+    unless a connection to the service is open already.
+    """
     address = urlsplit(url)
     assert address.hostname
     assert address.port
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(request.encode("latin-1"))
-        connection.shutdown(socket.SHUT_WR)
+        if not stays:
+            connection.shutdown(socket.SHUT_WR)
         received = b""
         while chunk := connection.recv(65536):
             received += chunk
