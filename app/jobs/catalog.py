@@ -205,7 +205,7 @@ class Catalog:
             self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
 
     def forget_ended(self, before: float) -> int:
-        """Forget batches, some at a time, that ended `before`, whose files are gone and whose messages have ended.
+        """Forget batches, some at a time, that ended `before`, when their files are gone and their messages have ended.
 
         How many they were.
         """

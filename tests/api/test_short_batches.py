@@ -509,7 +509,7 @@ def test_the_prompts_of_one_answer_share_its_logprobs(tokenizer: Tokenizer, tmp_
 
 
 def test_the_prompts_of_one_answer_share_its_allowed_token_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Each request carries its own to its replica, whose loop 128 × 16,384 would hold up."""
+    """Each request carries its own list to its replica: 128 lists of 16,384 ids would hold up the loop there."""
 
     async def use(client: httpx.AsyncClient) -> None:
         allowed = {"allowed_token_ids": list(range(300, 310)), "max_tokens": 2}

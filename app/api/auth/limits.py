@@ -168,8 +168,7 @@ class Account:
             self._num_running -= 1
             self._pools.requests.take(-1)
             reservation.release_body()
-            if reservation.num_logprobs:
-                self.hold_logprobs(-reservation.num_logprobs)
+            self.hold_logprobs(-reservation.num_logprobs)
             num_used = reservation.num_used()
             self._num_tokens += num_used
             self.take_tokens(num_used - reservation.num_reserved)
@@ -203,6 +202,8 @@ class Account:
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of a body; fewer than none are given back. Raises LimitReached."""
+        if num_bytes == 0:
+            return
         if num_bytes > 0 and not self._pools.body_bytes.allows(self._num_body_bytes, num_bytes):
             raise LimitReached(
                 f"{self._num_body_bytes:,} bytes of other bodies {self._of_sender} are being read, and of the "
@@ -214,6 +215,8 @@ class Account:
 
     def hold_logprobs(self, number: int) -> None:
         """Count log-probabilities that an answer may have; fewer than none are given back. Raises LimitReached."""
+        if number == 0:
+            return
         if number > 0 and not self._pools.logprobs.allows(self._num_logprobs, number):
             raise LimitReached(
                 f"this answer may have {number:,} log-probabilities; others under way {self._of_sender} may have "
@@ -320,15 +323,13 @@ class Reservation:
 
     def hold_logprobs(self, number: int) -> None:
         """Count log-probabilities that the answer may have, until the end. Raises LimitReached."""
-        if number:
-            self.account.hold_logprobs(number)
-            self.num_logprobs += number
+        self.account.hold_logprobs(number)
+        self.num_logprobs += number
 
     def release_body(self) -> None:
         """The body is not in memory any more."""
-        if self.num_body_bytes:
-            self.account.hold_body(-self.num_body_bytes)
-            self.num_body_bytes = 0
+        self.account.hold_body(-self.num_body_bytes)
+        self.num_body_bytes = 0
 
     def add_usage(self, num_tokens: Callable[[], int]) -> None:
         """Count the tokens that this function gives at the end of the request."""

@@ -31,7 +31,7 @@ def named_event(payload: Mapping[str, Any]) -> bytes:
 
 
 def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """One event whose payload may hold `Rows`."""
+    """One event with a payload that may hold `Rows`."""
     yield b"data: "
     yield from json_pieces(payload)
     yield b"\n\n"

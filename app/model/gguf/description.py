@@ -59,10 +59,10 @@ def describe(file: GgufFile) -> Description:
     interleaved = {
         name: heads[end] for name in tensors for end in heads if architecture == "llama" and name.endswith(f".{end}")
     }
-    return Description(config, eos_token_ids(file.metadata), tensors, interleaved)
+    return Description(config, _eos_token_ids(file.metadata), tensors, interleaved)
 
 
-def eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end an answer."""
     found = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     return list(dict.fromkeys(token for token in found if token is not None))
