@@ -59,7 +59,8 @@ ALLOWED = {
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {
-        "app.config", "app.disk", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model", "torch",
+        "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model",
+        "torch",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
 }  # fmt: skip
