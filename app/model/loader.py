@@ -32,7 +32,7 @@ from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
-    from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,12 @@ def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> 
 
 def _without_weights(found: PreTrainedConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' model on the meta device."""
-    from transformers import GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"):
-        module: PreTrainedModel = _models().from_config(found, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+            found, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
     if (Path(location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(location)
     return module.eval()
@@ -208,9 +210,10 @@ def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
-    """Its configuration. Refuse by it, before any weight is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Its configuration. Refuse by it, before any weight is read. Our attention is known to transformers then."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
     try:
         found = AutoConfig.from_pretrained(location, revision=config.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -231,17 +234,11 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     return found
 
 
-def _models() -> type[AutoModelForCausalLM]:
-    """With our attention."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    return AutoModelForCausalLM
-
-
 def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     try:
-        module: PreTrainedModel = _models().from_pretrained(
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             location,
             revision=config.revision,
             dtype=dtype,
