@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 
 from app.config import ModelConfig
 from app.engine.request import ModelFacts
@@ -120,7 +119,7 @@ def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> 
         return None
     try:
         checkpoint = Checkpoint(location, dtype)
-    except (OSError, SafetensorError):
+    except OSError:
         return None
     return checkpoint if checkpoint.has_weights_of(module) else None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
@@ -27,12 +27,18 @@ class Checkpoint:
     """The weights in a model's files, each read when it is asked for."""
 
     def __init__(self, location: Path, dtype: torch.dtype) -> None:
-        """dtype: of the weights as they are given; one that the files have as well is not copied."""
+        """dtype: of the weights as they are given; one that the files have as well is not copied.
+
+        Raises OSError if a file cannot be read.
+        """
         self._dtype = dtype
         self._files: dict[str, Any] = {}  # by the name of a weight
         self._used: list[torch.Tensor] = []
         for path in sorted(location.glob("model*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise OSError(f"{path}: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
 
     def __call__(self, name: str) -> torch.Tensor | None:
