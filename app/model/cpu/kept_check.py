@@ -34,6 +34,9 @@ class CheckedModel:
     facts: ModelFacts  # with the model's own limit of length
 
 
+_MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
+)  # fmt: skip
 _CHECKED_MODEL = TypeAdapter(CheckedModel)
 
 
@@ -78,19 +81,19 @@ class Checkpoint:
 
     def __init__(self, location: Path, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._files: dict[str, Any] = {}  # by the name of a weight
+        self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         for path in sorted(location.glob("model*.safetensors")):
             file: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str) -> torch.Tensor | None:
         """The weight of this name. A head that is tied to the embedding is not in the files."""
         if name == HEAD and name not in self._files:
             name = EMBEDDING
-        file = self._files.get(name)
-        if file is None:
+        if name not in self._files:
             return None
-        weight: torch.Tensor = file.get_tensor(name)
+        file, key = self._files[name]
+        weight: torch.Tensor = file.get_tensor(key)
         return weight.to(self._dtype)
 
     def is_equal(self, weights: dict[str, torch.Tensor]) -> bool:
@@ -99,3 +102,10 @@ class Checkpoint:
             (read := self(name)) is not None and read.dtype is weight.dtype and torch.equal(read, weight)
             for name, weight in weights.items()
         )
+
+
+def _renamed(key: str) -> str:
+    """Transformers' name of a weight: Mixtral's files have others."""
+    for theirs, name in _MIXTRAL_NAMES:
+        key = key.replace(theirs, name)
+    return key

@@ -52,6 +52,13 @@ class Strides(ctypes.Structure):
     )
 
 
+class ExpertsShape(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
+    )
+
+
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *(
@@ -63,7 +70,12 @@ class DecoderShape(ctypes.Structure):
         ),
         ("epsilon", ctypes.c_float),
         ("scaling", ctypes.c_float),
+        ("experts", ExpertsShape),
     )  # fmt: skip
+
+
+class MlpWeights(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("gate_up", "down"))
 
 
 class LayerWeights(ctypes.Structure):
@@ -72,7 +84,7 @@ class LayerWeights(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
-                "output_bias", "post_attention_norm", "gate_up", "down", "keys", "values",
+                "output_bias", "post_attention_norm", "router", "mlps", "keys", "values",
             )
         ),
         ("sliding_window", ctypes.c_int64),

@@ -143,8 +143,8 @@ inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int6
 
 // Calls tile(rows, first, column, panel) for every panel, which begins with `column`, and all rows in tiles of at most
 // `max_rows`. panel_units: of PANEL columns.
-template <typename Tile>
-void share_tiles(Team& team, int64_t num_rows, int max_rows, const Matrix& matrix, int64_t panel_units, Tile&& tile) {
+template <typename Sharing, typename Tile>
+void share_tiles(Sharing& team, int64_t num_rows, int max_rows, const Matrix& matrix, int64_t panel_units, Tile&& tile) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     team.share(num_chunks * num_panels, [&](int64_t task) {
@@ -163,8 +163,10 @@ void share_tiles(Team& team, int64_t num_rows, int max_rows, const Matrix& matri
 
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
 // [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs].
-template <typename T, typename Finish>
-void multiply(Team& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+//
+// `team` is a Team, or a LoopPart of the columns.
+template <typename T, typename Sharing, typename Finish>
+void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
     share_tiles(team, num_rows, TILE_ROWS, matrix, num_units,
@@ -174,8 +176,8 @@ void multiply(Team& team, const T* inputs, int64_t num_rows, const Matrix& matri
                 });
 }
 
-template <typename Finish>
-void multiply(Team& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+template <typename Sharing, typename Finish>
+void multiply(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.planes);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<int8_t>, groups = num_groups(matrix.num_inputs);
     share_tiles(team, num_rows, INT8_TILE_ROWS, matrix, (groups + 1) / 2 + num_units,

@@ -145,4 +145,14 @@ class Team {
     alignas(64) std::atomic<int64_t> next_{0};
 };
 
+// One of several parts of a loop, for one thread: loops that a team shares can be divided by the caller instead.
+struct LoopPart {
+    int64_t index, num_parts;
+
+    template <typename Body>
+    void share(int64_t count, Body&& body) const {
+        for (int64_t at = count * index / num_parts; at < count * (index + 1) / num_parts; ++at) body(at);
+    }
+};
+
 }  // namespace carousel
