@@ -176,13 +176,19 @@ def why_not_amx(*sizes: int) -> str | None:
 def in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory, in large pages where the system has them: every small page costs a lookup."""
     tensor = torch.empty(*shape, dtype=dtype)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        advise(tensor, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def advise(tensor: torch.Tensor, advice: int) -> None:
+    """Tell the system how a tensor's whole pages will be used; it may refuse. advice: one of `mmap.MADV_*`."""
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes > 0:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # the system may refuse it
-    return tensor
+        madvise(first, num_bytes, advice)
 
 
 def _built(compiler: str) -> Path:

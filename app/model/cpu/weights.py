@@ -86,8 +86,8 @@ class NativeWeights:
         return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
 
 
-def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    """Why the C++ decoder cannot compute a model; None when no reason is known."""
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
     if type(model).__name__ not in _ARCHITECTURES:
         return f"{type(model).__name__} is none of {', '.join(sorted(_ARCHITECTURES))}"
     config = model.config
@@ -100,6 +100,11 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
         return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not"
     if any(layer.mlp.gate_proj.bias is not None or layer.mlp.down_proj.bias is not None for layer in _layers(model)):
         return "its MLP has biases"
+    return None
+
+
+def why_attention_is_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+    """The same for what its layers have asked of their attention."""
     if sorted(rules) != list(range(len(_layers(model)))):
         return "its layers do not all attend once"
     if any(rule.softcap or rule.sinks is not None or rule.scaling != rules[0].scaling for rule in rules.values()):
@@ -108,7 +113,7 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
 
 
 def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
-    """`why_not_native` must be None."""
+    """`why_not_native` and `why_attention_is_not_native` must be None."""
     config, rotary = model.config, model.model.rotary_emb
     return DecoderSettings(
         hidden_size=config.hidden_size,
@@ -126,25 +131,31 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 
 
 @torch.inference_mode()
-def pack_weights(weights: Weights, settings: DecoderSettings, *, int8: bool = False) -> NativeWeights:
+def pack_weights(
+    weights: Weights, settings: DecoderSettings, *, int8: bool = False, release: Callable[[], None] = lambda: None
+) -> NativeWeights:
     """Pack weights that are all of one type, one layer after the other. Does not change them.
 
     int8: quantise the matrices. The embedding stays as it is: a step reads only its tokens' rows.
+    release: called after each layer, when what was asked of `weights` so far has been packed.
     """
     pack = _packed_int8 if int8 else _packed
     embedding = _given(weights, EMBEDDING)
     if embedding.dtype is torch.bfloat16:
         inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
         log_use_of_amx(settings.head_dim, *(() if int8 else inputs))
+    head = pack([_given(weights, HEAD)])  # first: the largest matrix, while nothing else is there
+    release()
+    layers = []
+    for index, window in enumerate(settings.sliding_windows):
+        layers.append(_pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window))
+        release()
     return NativeWeights(
         settings=settings,
-        layers=tuple(
-            _pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window)
-            for index, window in enumerate(settings.sliding_windows)
-        ),
+        layers=tuple(layers),
         embedding=embedding,
         final_norm=_given(weights, "model.norm.weight"),
-        head=pack([_given(weights, HEAD)]),
+        head=head,
         rotary_frequencies=torch.tensor(settings.rotary_frequencies),
         dtype=embedding.dtype,
         is_int8=int8,
@@ -184,7 +195,7 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     weights: each [outputs, inputs].
     """
-    weight = torch.cat(list(weights))
+    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     num_outputs, num_inputs = weight.shape
     per_unit = 4 // weight.element_size()
     packed = in_large_pages(-(-num_outputs // _PANEL), num_inputs // per_unit, _PANEL, dtype=torch.int32)

@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read_is_no_check(
 def test_weights_that_transformers_reads_otherwise_are_checked_at_every_load(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.model.cpu.kept_check.Checkpoint.is_equal", lambda *_: False)
+    monkeypatch.setattr("app.model.cpu.checkpoint.Checkpoint.has_weights_of", lambda *_: False)
     load(model_path, tmp_path)
     assert not list(tmp_path.glob("checked-*"))
 
