@@ -70,7 +70,8 @@ class Decoder {
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
-        groups_.find(step.segments, step.num_segments, step.tables, attention_shape(0), team_.size());
+        const AttentionShape shape = attention_shape(0);
+        groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, team_.size());
         const auto caller = std::this_thread::get_id();
         team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
     }

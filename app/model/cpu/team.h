@@ -11,6 +11,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "amx.h"
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -23,6 +25,7 @@ namespace carousel {
 class Team {
   public:
     explicit Team(int size) : size_(size) {
+        amx::refusal();  // asks for permission, which holds for threads that begin later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
@@ -52,6 +55,7 @@ class Team {
         }
         if (num_asleep_.load() > 0) wake_.notify_all();
         work();
+        amx::release();
         barrier();
     }
 
@@ -97,6 +101,7 @@ class Team {
             ++seen;
             if (ends_) return;
             (*work_)();
+            amx::release();
             barrier();
         }
     }

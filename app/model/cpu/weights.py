@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from app.model.attention import AttentionRules
-from app.model.cpu.library import LANES, in_large_pages
+from app.model.cpu.library import LANES, in_large_pages, log_use_of_amx
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,6 +182,9 @@ def pack_weights(
     """
     pack = _packed_int8 if int8 else _packed
     embedding = _given(weights, EMBEDDING)
+    if embedding.dtype is torch.bfloat16:
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        log_use_of_amx(settings.head_dim, *(() if int8 else inputs))
     head = pack([_given(weights, HEAD)])  # first: the largest matrix, while nothing else is there
     release()
     layers = []
