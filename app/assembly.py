@@ -16,6 +16,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch_builder import MAX_SCORED_TOKENS
@@ -105,7 +106,8 @@ def _build_torch(config: EngineConfig) -> Engine:
     from app.model.kv_cache import num_blocks_that_fit
     from app.model.loader import load_model, run_full_step
 
-    torch.set_num_threads(config.model.num_threads)
+    num_threads = config.model.num_threads or num_cores()
+    torch.set_num_threads(num_threads)
     model = load_model(
         config.model,
         resolve_model_path(config.model.path),
@@ -118,12 +120,12 @@ def _build_torch(config: EngineConfig) -> Engine:
         run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
-        "%s on %s in %s%s: %d KV blocks of %d tokens",
+        "%s on %s in %s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
         "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
-        num_blocks, config.cache.block_size,
+        num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
-    runner = build_runner(config, model, num_blocks=num_blocks)
+    runner = build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
     return assemble_recorded(
         config,
         num_blocks=num_blocks,

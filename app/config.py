@@ -46,7 +46,12 @@ class ModelConfig(Settings):
         "refused for others",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    num_threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica's model")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of one replica's model; default: its share of the machine's cores",
+    )
     backend: Literal["auto", "attention", "torch"] = Field(
         "auto",
         description="auto: the fastest code for the model and device; attention: transformers' code with the project's "

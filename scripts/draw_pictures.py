@@ -20,7 +20,7 @@ from matplotlib.patches import FancyBboxPatch
 PROJECT = Path(__file__).resolve().parent.parent
 PICTURES = PROJECT / "docs" / "pictures"
 EVERYWHERE = frozenset(
-    {"config", "errors", "versions", "disk", "json_pieces"}
+    {"config", "cores", "errors", "versions", "disk", "json_pieces"}
 )  # modules that any package may import: no arrows
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"
 

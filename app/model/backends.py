@@ -24,8 +24,10 @@ from app.model.runner import TorchModelRunner
 logger = logging.getLogger(__name__)
 
 
-def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
-    """A runner with KV memory of `num_blocks` blocks.
+def build_runner(
+    config: EngineConfig, model: LoadedModel, *, num_blocks: int, num_threads: int
+) -> TorchModelRunner | GraphModelRunner:
+    """A runner with KV memory of `num_blocks` blocks. `num_threads`: of native code.
 
     Raises:
         InvalidSetup: no backend here keeps `model.batch_invariant`.
@@ -42,7 +44,7 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
     block_size = config.cache.block_size
     wants_native = config.model.backend != "torch"
     if wants_native and NativeKVCache.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
-        return _in_native_code(config, model, num_blocks)
+        return _in_native_code(config, model, num_blocks, num_threads)
     if model.device.type == "cuda":
         logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
     assert model.module is not None, "weights are native only where NativeKVCache fits"
@@ -50,9 +52,10 @@ def build_runner(config: EngineConfig, model: LoadedModel, *, num_blocks: int) -
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
 
 
-def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int) -> TorchModelRunner | GraphModelRunner:
+def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> TorchModelRunner:
     pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
-    team = Team(config.model.num_threads)
+    team = Team(num_threads)
+    pages.provide(team)
     if model.native is None:
         assert model.module is not None, "a model has its weights in one of both"
         forward = TransformersForward(model.module, NativeAttention(pages, team))

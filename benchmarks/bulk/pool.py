@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.cores import num_cores
 from benchmarks.bulk.bulk_run import BulkRun, own_engines, write_rows
-from benchmarks.harness.command import command_parser, num_usable_cores, positive, run_command, tell
+from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.turns import last_object, run_module, turns
 
 
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("bulk.pool", __doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
-    parser.add_argument("--threads", type=positive, default=num_usable_cores(), metavar="N", help="CPU threads")
+    parser.add_argument("--threads", type=positive, default=num_cores(), metavar="N", help="CPU threads")
     parser.add_argument("--slots", type=positive, default=32, metavar="N", help="of the engine (max_running)")
     parser.add_argument("--memory-gib", type=float, default=0.25, metavar="GIB", help="KV memory")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")

@@ -9,6 +9,7 @@ import torch
 
 from app.assembly import build_sync_engine
 from app.config import EngineConfig, ModelConfig
+from app.cores import num_cores
 from app.engine.engine import Engine
 from app.errors import InvalidRequest
 from benchmarks.engine.run import Setup
@@ -52,7 +53,7 @@ def load_engine(options: Options) -> LoadedEngine:
         model=config.model.path,
         workload=options.workload,
         dtype=dtype_name(config.model, device),
-        threads=config.model.num_threads,
+        threads=config.model.num_threads or num_cores(),
         device=device,
         settings=[f"{assignment.path}={assignment.value}" for assignment in options.assignments],
         kv_blocks=engine.stats().num_blocks,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from app.cores import num_cores
 from app.errors import CarouselError
 from app.versions import commit
 from benchmarks.harness import machine
@@ -39,11 +39,6 @@ def positive(text: str) -> int:
     return number
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def tell(text: str) -> None:
     """Progress and notes go to stderr; stdout is for figures."""
     print(text, file=sys.stderr, flush=True)
@@ -53,7 +48,7 @@ def where() -> dict[str, Any]:
     """The machine and the code behind a figure."""
     return {
         "cpu": machine.cpu_name(),
-        "num_cores": num_usable_cores(),
+        "num_cores": num_cores(),
         "commit": commit(),
         "versions": machine.versions(),
     }

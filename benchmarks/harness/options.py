@@ -6,7 +6,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.harness.command import num_usable_cores, positive
+from app.cores import num_cores
+from benchmarks.harness.command import positive
 from benchmarks.harness.settings import Assignment, parse_assignments
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -59,7 +60,7 @@ def add_run_options(
             help="workloads to serve after that one, in the same process",
         )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on a CPU")
-    parser.add_argument("--threads", type=positive, default=num_usable_cores(), metavar="N", help="CPU threads")
+    parser.add_argument("--threads", type=positive, default=num_cores(), metavar="N", help="CPU threads")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     if repeat is not None:
         parser.add_argument("--repeat", type=positive, default=repeat, metavar="N", help="timed runs after the warm-up")

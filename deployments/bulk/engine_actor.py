@@ -13,6 +13,7 @@ from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import EngineOutput
 from app.jobs.preparation import PreparedItem
 from app.text import Tokenizer
+from deployments.threads import AskedThreads, with_threads
 
 SWITCH_INTERVAL_S = 0.0002
 
@@ -23,8 +24,9 @@ class EngineActor:
     What has been given to it and has not come back is lost when it dies; its caller knows what that is.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, threads: AskedThreads) -> None:
+        """`threads`: of all engines that run beside it, itself included."""
+        self._config = with_threads(config, threads)
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:

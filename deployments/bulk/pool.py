@@ -23,6 +23,7 @@ from app.jobs.preparation import PreparedItem
 from app.jobs.results import PartialOutputs
 from app.jobs.runner import Executor, JobRun
 from deployments.bulk.engine_actor import EngineActor
+from deployments.threads import AskedThreads
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,21 @@ MAX_DEATHS_IN_A_ROW = 8
 class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
-    def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
-        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
+    def __init__(
+        self,
+        served: ServedModelConfig,
+        run: JobRun[PreparedItem],
+        partial: PartialOutputs,
+        *,
+        threads: AskedThreads | None = None,
+    ) -> None:
+        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them.
+
+        threads: of all engines of the service; None: there are no others.
+        """
         super().__init__(run)
         self._served = served
+        self._threads = [served.engine.model.num_threads] * self._size if threads is None else threads
         self._partial = partial
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
@@ -90,9 +102,10 @@ class EnginePool(Executor[PreparedItem]):
     def _start(self) -> Any:
         replicas = self._served.replicas
         remote = ray.remote(EngineActor).options(
-            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0
-        )
-        return remote.remote(self._served.engine)
+            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0,
+            scheduling_strategy="SPREAD",  # by default Ray fills one machine first
+        )  # fmt: skip
+        return remote.remote(self._served.engine, self._threads)
 
     async def _load(self, actor: Any) -> None:
         facts = actor.load.remote()

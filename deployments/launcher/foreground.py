@@ -29,7 +29,15 @@ from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import num_cpus_for, start_own_cluster
 from deployments.ray_internals import deploy
-from deployments.serve.settings import BATCHES_CPUS, INGRESS_CPUS, ServeFile, read_serve_file
+from deployments.serve.settings import (
+    BATCHES_CPUS,
+    INGRESS_CPUS,
+    ServeFile,
+    asked_threads,
+    num_pool_engines,
+    read_serve_file,
+)
+from deployments.threads import excess
 
 STARTING_POLL_S = 0.2
 RUNNING_POLL_S = 5.0
@@ -42,6 +50,9 @@ def main() -> int:
     arguments = _arguments()
     config = read_serve_file(arguments.config)
     _say(f"Starting Ray and Serve for {arguments.config}; logs in {arguments.run_folder}/session_latest/logs")
+    too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
+    if too_many:
+        _say(f"Warning: {too_many}")
     try:
         _start_ray(config, arguments.run_folder, dashboard=arguments.dashboard)
         _end_on_signals()
@@ -197,7 +208,7 @@ def _address(config: ServeFile) -> str:
 def _num_cpus(config: ApplicationConfig) -> float:
     replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
     batches = BATCHES_CPUS if config.batches else 0.0
-    jobs = _num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
+    jobs = num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
     ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
     return replicas + ingresses + batches + jobs
 
@@ -205,12 +216,7 @@ def _num_cpus(config: ApplicationConfig) -> float:
 def _num_gpus(config: ApplicationConfig) -> float:
     """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
     replicas = sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
-    return replicas + min(_num_pool_engines(config), 1) * max(model.replicas.num_gpus for model in config.models)
-
-
-def _num_pool_engines(config: ApplicationConfig) -> int:
-    """One batch at a time has engines."""
-    return 0 if config.batches is None else config.batches.engines
+    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.num_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

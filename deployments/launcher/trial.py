@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -60,7 +59,7 @@ def trial_config(model: str) -> Path:
     args.pop("batches")  # their folder belongs to the service of that config
     [served] = args["models"]
     served["name"] = name
-    served["engine"]["model"] = {"path": path, "num_threads": os.cpu_count() or 1}
+    served["engine"]["model"] = {"path": path}
     served["engine"]["cache"]["memory_gib"] = _KV_MEMORY_GIB
     served["replicas"]["num_replicas"] = 1
     target = cache_folder() / "configs" / f"{name}.yaml"

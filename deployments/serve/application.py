@@ -17,6 +17,7 @@ from deployments.serve.replica import Replica
 from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
+    asked_threads,
     check,
     deployment_name,
     max_ingress_requests,
@@ -43,7 +44,8 @@ def build(args: ApplicationConfig) -> Application:
     """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
     check(args)
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
-    replicas = {model.name: _replica_deployment(model, args.ingress).bind(model) for model in models}
+    threads = asked_threads(args)
+    replicas = {model.name: _replica_deployment(model, args.ingress).bind(model, threads) for model in models}
     paths = {model.name: model.engine.model.path for model in models}
     args = _at_absolute_paths(args)
     if args.batches is None:

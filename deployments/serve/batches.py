@@ -28,6 +28,7 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
+from deployments.serve.settings import asked_threads
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def _engine_execution(config: ApplicationConfig, paths: Mapping[str, str], handl
     served = {model.name: on_engines(model, paths[model.name], num_engines) for model in config.models}
 
     def make_pool(name: str, run: JobRun[PreparedItem], results: ResultStore) -> Executor[PreparedItem]:
-        return EnginePool(served[name], run, results.partial)
+        return EnginePool(served[name], run, results.partial, threads=asked_threads(config))
 
     return EngineExecution(
         handler,

@@ -24,19 +24,25 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
+from deployments.threads import AskedThreads, with_threads
 
 
 class Replica:
     """One Serve actor with one device and one engine."""
 
-    def __init__(self, model: ServedModelConfig) -> None:
-        """Load the weights and start the engine. Raises InvalidSetup when the model cannot be served as configured."""
+    def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
+        """Load the weights and start the engine. `threads`: of all engines of the application.
+
+        Raises:
+            InvalidSetup: the model cannot be served as configured.
+        """
         log_where_serve_does()
         keep_calls_on_loopback()
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
-        self._engine = build_engine(model.engine.model_copy(update={"scheduler": self._deployed}))
+        config = with_threads(model.engine, threads)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}))
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()

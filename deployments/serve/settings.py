@@ -113,6 +113,23 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         raise InvalidSetup(mistakes.replace("api.keys", str(path))) from None  # it would show what is in the file
 
 
+def num_pool_engines(config: ApplicationConfig) -> int:
+    """One batch at a time has engines."""
+    return 0 if config.batches is None else config.batches.engines
+
+
+def asked_threads(config: ApplicationConfig) -> list[int | None]:
+    """`model.num_threads` of every engine that there can be at once, those of a batch among them.
+
+    Simulated engines are left out: they compute nothing.
+    """
+    models = [model for model in config.models if model.engine.model.simulated is None]
+    asked = [model.engine.model.num_threads for model in models for _ in range(model.replicas.max_replicas)]
+    given = [number for number in asked if number is not None]
+    of_a_batch = max(given) if asked and len(given) == len(asked) else None  # its items may be for any of the models
+    return asked + [of_a_batch] * (num_pool_engines(config) if models else 0)
+
+
 def max_replica_requests(model: ServedModelConfig) -> int:
     """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
     return 2 * model.engine.scheduler.max_requests

@@ -114,7 +114,7 @@ def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]
     built: list[Any] = []
 
     def make() -> Any:
-        built.append(replica_module.Replica(model))
+        built.append(replica_module.Replica(model, []))
         return built[0]
 
     yield make

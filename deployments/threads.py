@@ -1,0 +1,54 @@
+"""How the engines of a machine share its cores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from app.config import EngineConfig
+from app.cores import num_cores
+
+logger = logging.getLogger(__name__)
+
+# `model.num_threads` of each engine that there can be at once; None: a share of the cores.
+AskedThreads = Sequence[int | None]
+
+
+def with_threads(config: EngineConfig, asked: AskedThreads) -> EngineConfig:
+    """The settings of one of these engines with its number of threads on this machine.
+
+    The engines are taken to be spread evenly over the machines of the cluster. Warns where they are too many.
+    """
+    num_machines = _num_machines()
+    too_many = excess(asked, num_machines)
+    if too_many:
+        logger.warning(too_many)
+    num_threads = config.model.num_threads or share_of_cores(asked, num_machines)
+    return config.model_copy(update={"model": config.model.model_copy(update={"num_threads": num_threads})})
+
+
+def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:
+    """The cores of this machine divided by the engines on it."""
+    num_here = -(-max(1, len(asked)) // num_machines)
+    return max(1, num_cores() // num_here)
+
+
+def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
+    """A warning when the engines have more threads than there are cores."""
+    share, cores = share_of_cores(asked, num_machines), num_cores() * num_machines
+    num_threads = sum(each or share for each in asked)
+    if num_threads <= cores:
+        return None
+    return (
+        f"{len(asked)} engines with {num_threads} threads on {cores} cores: they slow each other by more than that; "
+        f"lower model.num_threads or the number of replicas (with autoscaling, max_replicas)"
+    )
+
+
+def _num_machines() -> int:
+    """Those of the cluster on which engines can run."""
+    nodes: list[dict[str, Any]] = ray.nodes() if ray.is_initialized() else []
+    return max(1, len([node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]))
