@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.options import DTYPES, Options
 from benchmarks.harness.settings import Assignment, engine_config
-from benchmarks.harness.workload import Workload, read_workload
+from benchmarks.harness.workload import Workload, read_workload, read_workloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class LoadedEngine:
     config: EngineConfig
     workload: Workload
     setup: Setup
+    also: Mapping[str, Workload] = field(default_factory=dict)  # to be served after `workload`, by name
 
 
 def load_engine(options: Options) -> LoadedEngine:
@@ -39,12 +40,14 @@ def load_engine(options: Options) -> LoadedEngine:
         CarouselError: the engine cannot be built; the message says why.
     """
     workload = read_workload(options.workload)
+    also = read_workloads(options.also)
+    largest = Workload(tuple(timed for one in (workload, *also.values()) for timed in one.requests))
     config = configured(options)
     device = resolve_device(config.model.device)
-    config = with_room(config, workload, options.assignments, device)
+    config = with_room(config, largest, options.assignments, device)
     tell(f"loading {config.model.path}")
     engine = build_sync_engine(config)
-    shortage = check_fit(engine, config, workload)
+    shortage = check_fit(engine, config, largest)
     if shortage is not None:
         tell(f"note: {shortage}")
     setup = Setup(
@@ -58,7 +61,7 @@ def load_engine(options: Options) -> LoadedEngine:
         kv_blocks=engine.stats().num_blocks,
         kv_block_size=config.cache.block_size,
     )
-    return LoadedEngine(engine, config, workload, setup)
+    return LoadedEngine(engine, config, workload, setup, also)
 
 
 def resolve_device(asked: str | None) -> Literal["cpu", "cuda"]:

@@ -15,11 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
-from app.model.cpu.weights import EMBEDDING, HEAD
+from app.model.cpu.weights import EMBEDDING, HEAD, by_expert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Parts of names: in Mixtral's files, and in transformers' other mixtures.
+_MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
+)  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,14 +36,14 @@ class Checkpoint:
         Raises OSError if a file cannot be read.
         """
         self._dtype = dtype
-        self._files: dict[str, Any] = {}  # by the name of a weight
+        self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
         for path in sorted(location.glob("model*.safetensors")):
             try:
                 file: Any = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise OSError(f"{path}: {error}") from error
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str) -> torch.Tensor | None:
         """The weight of this name. A head that is tied to the embedding is not in the files."""
@@ -58,7 +62,7 @@ class Checkpoint:
     def has_weights_of(self, module: PreTrainedModel) -> bool:
         """Whether every weight of a model is in the files, under its name in the model and in its shape."""
         is_tied = bool(module.config.tie_word_embeddings)
-        for name, weight in module.state_dict().items():
+        for name, weight in by_expert(module.state_dict()).items():
             if name == HEAD and name not in self._files and not is_tied:
                 return False
             mapped = self._mapped(name)
@@ -69,8 +73,17 @@ class Checkpoint:
     def _mapped(self, name: str) -> torch.Tensor | None:
         if name == HEAD and name not in self._files:
             name = EMBEDDING
-        file = self._files.get(name)
-        return None if file is None else file.get_tensor(name)
+        if name not in self._files:
+            return None
+        file, key = self._files[name]
+        weight: torch.Tensor = file.get_tensor(key)
+        return weight
+
+
+def _renamed(key: str) -> str:
+    for mixtrals, name in _MIXTRAL_NAMES:
+        key = key.replace(mixtrals, name)
+    return key
 
 
 def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
@@ -83,7 +96,21 @@ def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
 
 
 def _fill(checkpoint: Checkpoint, name: str, part: nn.Module, _arguments: Any) -> None:
-    part.load_state_dict({own: checkpoint(f"{name}.{own}") for own in part.state_dict()}, assign=True)
+    weights = {}
+    for own, weight in part.state_dict().items():
+        found = checkpoint(f"{name}.{own}")
+        weights[own] = _joined(checkpoint, f"{name}.{own}", weight) if found is None else found
+    part.load_state_dict(weights, assign=True)
+
+
+def _joined(checkpoint: Checkpoint, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight that the model has for all experts of a layer together, as one copy. weight: on the meta device."""
+    joined = torch.empty_like(weight, device="cpu")
+    for own, matrix in by_expert({name: joined}).items():
+        found = checkpoint(own)
+        assert found is not None, "`has_weights_of` has looked for it"
+        matrix.copy_(found)
+    return joined
 
 
 def _empty(checkpoint: Checkpoint, part: nn.Module, _arguments: Any, _output: Any) -> None:

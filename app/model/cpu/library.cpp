@@ -1,6 +1,8 @@
 // The functions that Python calls through ctypes, which releases the interpreter lock. No torch here: plain pointers,
 // so that it compiles in seconds.
 
+#include <algorithm>
+
 #include "attention.h"
 #include "decoder.h"
 #include "logprobs.h"
@@ -30,7 +32,7 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
     const Heads<const T> values{value, strides.value_token, strides.value_head};
     const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
     Groups groups;
-    groups.find(segments, num_segments, tables, shape, team.size());
+    groups.find(segments, num_segments, tables, shape, rows_together<T>(shape).most, team.size());
     team.run([&] {
         team.share(num_tokens, [&](int64_t token) {
             for (int64_t head = 0; head < shape.num_kv_heads; ++head)
@@ -50,6 +52,19 @@ extern "C" {
 void* carousel_team_new(int32_t size) { return new Team(size); }
 void carousel_team_delete(void* team) { delete static_cast<Team*>(team); }
 
+// Writes to every page of some memory, so that the system provides it now. It is not read before it is written.
+void carousel_touch(void* team, char* memory, int64_t num_bytes) {
+    constexpr int64_t PIECE = 1 << 23, PAGE = 1 << 12;
+    Team& members = *static_cast<Team*>(team);
+    members.run([&] {
+        members.share((num_bytes + PIECE - 1) / PIECE, [&](int64_t piece) {
+            const int64_t end = std::min(num_bytes, (piece + 1) * PIECE);
+            for (int64_t at = piece * PIECE; at < end; at += PAGE) *static_cast<volatile char*>(memory + at) = 0;
+            *static_cast<volatile char*>(memory + end - 1) = 0;
+        });
+    });
+}
+
 // Whether this build multiplies bfloat16 by single instructions.
 int32_t carousel_has_fast_bf16() {
 #ifdef __AVX512BF16__
@@ -58,6 +73,9 @@ int32_t carousel_has_fast_bf16() {
     return 0;
 #endif
 }
+
+// Why the matrix unit is not used: 0 if it is, -1 if this build has no code for it, else the error of the kernel.
+int32_t carousel_amx_refusal() { return amx::refusal(); }
 
 int32_t carousel_has_wide_vectors() {
 #ifdef __AVX512F__

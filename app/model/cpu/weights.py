@@ -5,7 +5,7 @@ Only the architectures named here are packed. The loader compares the decoder's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from app.model.attention import AttentionRules
-from app.model.cpu.library import LANES, in_large_pages
+from app.model.cpu.library import LANES, in_large_pages, log_use_of_amx
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,13 +22,24 @@ if TYPE_CHECKING:
 Weights = Callable[[str], torch.Tensor | None]
 _Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
-# Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+# Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
+# mixture of such MLPs.
+_MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
+ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
+_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 _GROUP = 64  # inputs that share a scale, as in the sources
 _PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeMlp:
+    """The matrices of an MLP, or of one expert."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +54,20 @@ class NativeLayer:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    router: torch.Tensor | None  # packed, never quantised; None where there are no experts
+    mlps: tuple[NativeMlp, ...]  # one, or one for each expert
     sliding_window: int  # 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSettings:
+    """A mixture of experts; all 0 without one. The fields are those of `ExpertsShape`, in its order."""
+
+    num_experts: int = 0
+    per_token: int = 0
+    intermediate_size: int = 0
+    weights_sum_to_one: bool = False  # those of a token's chosen experts; else they are parts of the sum of all
+    rounds_weights: bool = False  # whether weights, and outputs times weights, are rounded to the model's type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +78,8 @@ class DecoderSettings:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of layers without experts
+    experts: ExpertSettings
     vocab_size: int
     epsilon: float
     scaling: float
@@ -95,10 +118,12 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"its MLP is activated by {config.hidden_act}, not silu"
     if model.model.rotary_emb.rope_type in _ROTARY_BY_LENGTH:
         return f"its {model.model.rotary_emb.rope_type} rotary positions follow the longest sequence of a step"
-    odd = [n for n in (config.hidden_size, config.intermediate_size, _head_dim(model)) if n % LANES]
+    sizes = (config.hidden_size, config.intermediate_size, _head_dim(model), _experts(model).intermediate_size)
+    odd = [n for n in sizes if n % LANES]
     if odd:
         return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not"
-    if any(layer.mlp.gate_proj.bias is not None or layer.mlp.down_proj.bias is not None for layer in _layers(model)):
+    mlps = [layer.mlp for layer in _layers(model) if not hasattr(layer.mlp, "experts")]
+    if any(mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None for mlp in mlps):
         return "its MLP has biases"
     return None
 
@@ -121,6 +146,7 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
         num_kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(model),
         intermediate_size=config.intermediate_size,
+        experts=_experts(model),
         vocab_size=model.lm_head.weight.shape[0],
         epsilon=config.rms_norm_eps,
         scaling=rules[0].scaling,
@@ -128,6 +154,21 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
         rotary_frequencies=tuple(rotary.inv_freq.tolist()),
         rotary_scaling=rotary.attention_scaling,
     )
+
+
+def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's weights under the names in its checkpoint: transformers joins those of a layer's experts in memory."""
+    found = {}
+    for name, weight in weights.items():
+        prefix, is_joined, joined = name.partition(".mlp.experts.")
+        if not is_joined:
+            found[name] = weight
+            continue
+        for expert, own in enumerate(weight):
+            parts = own.chunk(2) if joined == "gate_up_proj" else (own,)
+            for part, matrix in zip(_EXPERT_MATRICES[joined], parts, strict=True):
+                found[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = matrix
+    return found
 
 
 @torch.inference_mode()
@@ -141,11 +182,16 @@ def pack_weights(
     """
     pack = _packed_int8 if int8 else _packed
     embedding = _given(weights, EMBEDDING)
+    if embedding.dtype is torch.bfloat16:
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        log_use_of_amx(settings.head_dim, *(() if int8 else inputs))
     head = pack([_given(weights, HEAD)])  # first: the largest matrix, while nothing else is there
     release()
     layers = []
     for index, window in enumerate(settings.sliding_windows):
-        layers.append(_pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window))
+        layers.append(
+            _pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window, settings.experts.num_experts)
+        )
         release()
     return NativeWeights(
         settings=settings,
@@ -169,9 +215,10 @@ def _given(weights: Weights, name: str) -> torch.Tensor:
     return weight
 
 
-def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int) -> NativeLayer:
+def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
     queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
-    gate, up = _given(weights, "mlp.gate_proj.weight"), _given(weights, "mlp.up_proj.weight")
+    router = weights("mlp.gate.weight")
+    mlps = ["mlp."] if router is None else [f"mlp.experts.{expert}." for expert in range(num_experts)]
     return NativeLayer(
         input_norm=_given(weights, "input_layernorm.weight"),
         query_key_value=pack([_given(weights, f"{name}.weight") for name in queries_keys_values]),
@@ -181,10 +228,15 @@ def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int) -> NativeLay
         output=pack([_given(weights, "self_attn.o_proj.weight")]),
         output_bias=_bias(weights, ["self_attn.o_proj"]),
         post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
-        gate_up=pack(_in_turn(gate, up)),
-        down=pack([_given(weights, "mlp.down_proj.weight")]),
+        router=None if router is None else _packed([router]),
+        mlps=tuple(_pack_mlp(partial(_named, weights, mlp), pack) for mlp in mlps),
         sliding_window=sliding_window,
     )
+
+
+def _pack_mlp(weights: Weights, pack: _Pack) -> NativeMlp:
+    gate, up = _given(weights, "gate_proj.weight"), _given(weights, "up_proj.weight")
+    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([_given(weights, "down_proj.weight")]))
 
 
 def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -240,7 +292,7 @@ def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:
     target = panels.view(weight.dtype).view(len(panels), -1, _PANEL, per_unit)
     source = weight.reshape(num_outputs, num_inputs // per_unit, per_unit)
     whole = num_outputs // _PANEL
-    target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, -1, per_unit).transpose(1, 2))
+    target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, *source.shape[1:]).transpose(1, 2))
     if whole < len(panels):
         target[whole:] = 0
         target[whole, :, : num_outputs % _PANEL].copy_(source[whole * _PANEL :].transpose(0, 1))
@@ -269,3 +321,17 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 def _head_dim(model: PreTrainedModel) -> int:
     return int(_layers(model)[0].self_attn.head_dim)
+
+
+def _experts(model: PreTrainedModel) -> ExpertSettings:
+    config, name = model.config, type(model).__name__
+    if name not in _MIXTURES or not config.num_experts:
+        return ExpertSettings()
+    is_mixtral = name == "MixtralForCausalLM"
+    return ExpertSettings(
+        num_experts=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
+        weights_sum_to_one=is_mixtral or config.norm_topk_prob,
+        rounds_weights=not is_mixtral,
+    )

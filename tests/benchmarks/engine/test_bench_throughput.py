@@ -83,6 +83,20 @@ def test_throughput_prints_its_figures_and_writes_the_engines_tokens(
     assert "repeat 2 of 2" in err
 
 
+def test_further_workloads_are_served_by_the_same_engine(
+    demo_path: Path, workload_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(json.dumps({"id": "a", "prompt_token_ids": [3] * 60, "max_tokens": 5, "ignore_eos": True}) + "\n")
+    assert throughput.main([*common(demo_path, workload_path), "--repeat", "1", "--also", str(longer)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    other = found["also"]["longer"]
+    assert (found["num_output_tokens"], other["num_output_tokens"], other["num_prompt_tokens"]) == (24, 5, 60)
+    assert other["prompt_tokens_per_s"] == pytest.approx(60 / other["ttft_p50_s"], rel=0.01)
+    assert other["decode_tokens_per_s"] == pytest.approx(4 / (other["latency_p50_s"] - other["ttft_p50_s"]), rel=0.1)
+    assert 0 < found["start_to_ready_s"] <= found["start_to_first_token_s"]
+
+
 @pytest.mark.parametrize("name", ["hf-static-8", "hf-continuous"])
 def test_a_peer_draws_the_same_tokens(
     name: str,

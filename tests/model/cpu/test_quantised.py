@@ -47,7 +47,7 @@ def rounded_to_8_bits(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(groups, dim=1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 @torch.inference_mode()
 def test_logits_are_those_of_weights_that_are_rounded_to_8_bits(architecture: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path(architecture)
@@ -56,6 +56,9 @@ def test_logits_are_those_of_weights_that_are_rounded_to_8_bits(architecture: st
     for module in own.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.copy_(rounded_to_8_bits(module.weight))
+        elif hasattr(module, "gate_up_proj"):  # all experts of a layer
+            for matrix in (*module.gate_up_proj, *module.down_proj):
+                matrix.copy_(rounded_to_8_bits(matrix))
     expected = own(torch.tensor([PROMPT])).logits[0, -1]
     got = logits_of(load(path))
     assert relative_error(got, expected) < 0.002 < relative_error(got, exact)
