@@ -9,16 +9,23 @@
 // tile with it never changes its bits.
 #pragma once
 
+#include <array>
 #include <limits>
 #include <utility>
 #include <vector>
 
 #include "amx.h"
+#include "registers.h"
 #include "vectors.h"
 
 namespace carousel {
 
-constexpr int MAX_ROWS = 12;  // query rows of a tile: tokens of one sequence × heads that share a KV head
+// Query rows of a tile: tokens of one sequence × heads that share a KV head.
+constexpr int MAX_ROWS = std::min(12, MOST_SUMS);
+// Vectors of which so many rows have sums in registers.
+constexpr int width_of(int rows) {
+    return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
+}
 
 // library.py declares the same fields, as for all structures that Python passes.
 struct AttentionShape {
@@ -76,22 +83,10 @@ struct Pages {
 template <typename T, int ROWS, int GROUPS>
 inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t ahead,
                   int64_t stride, float* scores, int64_t row_stride) {
+    const uint32_t *keys[GROUPS], *next[GROUPS];
+    for (int group = 0; group < GROUPS; ++group) keys[group] = groups[group], next[group] = groups[ahead + group];
     Vector sums[ROWS][GROUPS] = {};
-    for (int64_t unit = 0; unit < key_units; ++unit) {
-        Words keys[GROUPS];
-#pragma GCC unroll 4
-        for (int group = 0; group < GROUPS; ++group) {
-            keys[group] = load_units(groups[group] + unit * stride);
-            __builtin_prefetch(groups[ahead + group] + unit * stride);
-        }
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const Words part = broadcast(query[row * key_units + unit]);
-#pragma GCC unroll 4
-            for (int group = 0; group < GROUPS; ++group)
-                sums[row][group] = multiply_add<T>(sums[row][group], keys[group], part);
-        }
-    }
+    add_products<T, ROWS, GROUPS>(sums, keys, next, stride, query, key_units, key_units);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) std::memcpy(scores + row * row_stride, sums[row], sizeof(sums[row]));
 }
@@ -105,22 +100,12 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) std::memcpy(totals[row], sums + row * value_dim, sizeof(totals[row]));
     for (int64_t group = 0; group < num_groups; ++group) {
-        const uint32_t *values = groups[group] + offset, *next = groups[group + ahead] + offset;
-        for (int64_t unit = 0; unit < num_units; ++unit) {
-            Words value[WIDTH];
-#pragma GCC unroll 4
-            for (int part = 0; part < WIDTH; ++part) {
-                value[part] = load_units(values + unit * value_dim + part * LANES) & mask;
-                __builtin_prefetch(next + unit * value_dim + part * LANES);
-            }
-#pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row) {
-                const Words weight = broadcast(weights[row * weight_stride + unit]);
-#pragma GCC unroll 4
-                for (int part = 0; part < WIDTH; ++part)
-                    totals[row][part] = multiply_add<T>(totals[row][part], value[part], weight);
-            }
+        const uint32_t *values[WIDTH], *next[WIDTH];
+        for (int part = 0; part < WIDTH; ++part) {
+            values[part] = groups[group] + offset + part * LANES;
+            next[part] = groups[group + ahead] + offset + part * LANES;
         }
+        add_products<T, ROWS, WIDTH>(totals, values, next, value_dim, weights, weight_stride, num_units, mask);
         weights += num_units;
     }
 #pragma GCC unroll 16
@@ -199,7 +184,7 @@ struct Scratch {  // of one thread, kept from call to call
 template <typename T, int ROWS>
 void score_groups(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t num_groups,
                   int64_t ahead, int64_t stride, float* scores, int64_t row_stride) {
-    constexpr int GROUPS = ROWS <= 4 ? 4 : 2;
+    constexpr int GROUPS = width_of(ROWS);
     for (; num_groups >= GROUPS; num_groups -= GROUPS, groups += GROUPS, scores += GROUPS * LANES)
         score<T, ROWS, GROUPS>(query, key_units, groups, ahead, stride, scores, row_stride);
     for (; num_groups > 0; --num_groups, ++groups, scores += LANES)
@@ -209,7 +194,7 @@ void score_groups(const uint32_t* query, int64_t key_units, const uint32_t* cons
 template <typename T, int ROWS>
 void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups, int64_t num_tokens,
                   int64_t ahead, int64_t value_dim, float* sums) {
-    constexpr int WIDTH = ROWS <= 4 ? 4 : 2;
+    constexpr int WIDTH = width_of(ROWS);
     constexpr int64_t UNITS = LANES / PER_UNIT<T>;
     constexpr int64_t GROUPS = 4;  // of which the values stay in the L1 cache for all dimensions
     const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
@@ -318,13 +303,12 @@ struct Tile {
     decltype(&weigh_groups<float, 1>) weigh;
 };
 
-#define TILE(ROWS) {score_groups<T, ROWS>, weigh_groups<T, ROWS>}
+template <typename T, int... BELOW>
+constexpr std::array<Tile, MAX_ROWS + 1> tiles_of(std::integer_sequence<int, BELOW...>) {
+    return {Tile{}, Tile{score_groups<T, BELOW + 1>, weigh_groups<T, BELOW + 1>}...};
+}
 template <typename T>
-constexpr Tile TILES[MAX_ROWS + 1] = {
-    {},      TILE(1), TILE(2), TILE(3),  TILE(4),  TILE(5),  TILE(6),
-    TILE(7), TILE(8), TILE(9), TILE(10), TILE(11), TILE(12),
-};
-#undef TILE
+constexpr auto TILES = tiles_of<T>(std::make_integer_sequence<int, MAX_ROWS>());
 #define TILE(ROWS) {score_groups_in_amx<ROWS>, weigh_groups_in_amx<ROWS>}
 constexpr Tile AMX_TILES[amx::ROWS + 1] = {
     {},      TILE(1), TILE(2),  TILE(3),  TILE(4),  TILE(5),  TILE(6),  TILE(7),  TILE(8),
@@ -340,7 +324,7 @@ struct Rows {
 
 template <typename T>
 Rows rows_together(const AttentionShape& shape) {
-    return amx::fits<T>(shape.key_dim) ? Rows{AMX_TILES, amx::ROWS} : Rows{TILES<T>, MAX_ROWS};
+    return amx::fits<T>(shape.key_dim) ? Rows{AMX_TILES, amx::ROWS} : Rows{TILES<T>.data(), MAX_ROWS};
 }
 
 // Query rows of one sequence and one KV head, no more than are computed together: each of some tokens with each of some heads.

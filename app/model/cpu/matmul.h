@@ -7,13 +7,15 @@
 // of that row, as two planes of 8 bits: with one plane, the few great numbers in a row leave too little for the others.
 #pragma once
 
+#include "registers.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace carousel {
 
 constexpr int PANEL = 2 * LANES;     // columns computed together
-constexpr int TILE_ROWS = 12;        // rows computed together: 2 × 12 sums stay in registers
+constexpr int TILE_WIDTH = MOST_SUMS >= 24 ? 2 : 1;  // Vectors of a panel that are summed together
+constexpr int TILE_ROWS = MOST_SUMS / TILE_WIDTH;    // rows that are
 constexpr int64_t CHUNK_ROWS = 192;  // the inputs of so many rows stay in the L2 cache while the panels are read
 constexpr int64_t AHEAD = 128;       // units of the weights fetched ahead of their use; reads past the end do no harm
 
@@ -73,20 +75,19 @@ inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int
 
 template <typename T, int ROWS, typename Finish>
 inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
-    Vector sums[ROWS][2] = {};
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-        __builtin_prefetch(panel + (unit + AHEAD) * PANEL);
-        __builtin_prefetch(panel + (unit + AHEAD) * PANEL + LANES);
-        const Words left = load_units(panel + unit * PANEL), right = load_units(panel + unit * PANEL + LANES);
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const Words input = broadcast(inputs[row * num_units + unit]);
-            sums[row][0] = multiply_add<T>(sums[row][0], left, input);
-            sums[row][1] = multiply_add<T>(sums[row][1], right, input);
+    constexpr int WIDTH = TILE_WIDTH;
+    Vector sums[2 / WIDTH][ROWS][WIDTH] = {};
+#pragma GCC unroll 2
+    for (int pass = 0; pass < 2 / WIDTH; ++pass) {
+        const uint32_t *places[WIDTH], *ahead[WIDTH];
+        for (int at = 0; at < WIDTH; ++at) {
+            places[at] = panel + (pass * WIDTH + at) * LANES;
+            ahead[at] = places[at] + AHEAD * PANEL;
         }
+        add_products<T, ROWS, WIDTH>(sums[pass], places, ahead, PANEL, inputs, num_units, num_units);
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) finish(row, sums[row][0], sums[row][1]);
+    for (int row = 0; row < ROWS; ++row) finish(row, sums[0][row][0], sums[2 / WIDTH - 1][row][WIDTH - 1]);
 }
 
 template <typename T, typename Finish>
@@ -94,7 +95,7 @@ inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, c
     switch (rows) {
 #define CASE(ROWS) \
     case ROWS:     \
-        return multiply_tile<T, ROWS>(inputs, num_units, panel, finish);
+        if constexpr (ROWS <= TILE_ROWS) return multiply_tile<T, ROWS>(inputs, num_units, panel, finish);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }

@@ -1,0 +1,104 @@
+// The innermost loop of matrices and of attention: sums that stay in the registers of the CPU that it is built for.
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace carousel {
+
+// A register. GCC keeps arrays of vectors that are larger in memory, which is ten times slower.
+#if defined(__AVX512F__)
+constexpr int PART_LANES = 16;
+constexpr int MOST_SUMS = 24;  // Vectors that stay in registers beside what they are made of
+#elif defined(__AVX__)
+constexpr int PART_LANES = 8;
+constexpr int MOST_SUMS = 6;
+#else
+constexpr int PART_LANES = 4;
+constexpr int MOST_SUMS = 6;
+#endif
+constexpr int PARTS = LANES / PART_LANES;
+typedef float FloatPart __attribute__((vector_size(PART_LANES * 4)));
+typedef uint32_t WordsPart __attribute__((vector_size(PART_LANES * 4)));
+
+#ifdef __AVX512BF16__
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+// The sums of `add_products`, in registers.
+template <typename T, int ROWS, int WIDTH>
+inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[ROWS][WIDTH * PARTS],
+                                                            const uint32_t* const (&places)[WIDTH],
+                                                            const uint32_t* const (&ahead)[WIDTH], int64_t stride,
+                                                            const uint32_t* rows, int64_t row_stride,
+                                                            int64_t num_units, uint32_t mask) {
+    constexpr int ALL = WIDTH * PARTS;
+    for (int64_t unit = 0; unit < num_units; ++unit) {
+        WordsPart units[ALL];
+#pragma GCC unroll 16
+        for (int part = 0; part < ALL; ++part) {
+            if (part % PARTS == 0) __builtin_prefetch(ahead[part / PARTS] + unit * stride);
+            std::memcpy(&units[part], places[part / PARTS] + unit * stride + part % PARTS * PART_LANES,
+                        sizeof(units[part]));
+            units[part] &= mask;
+        }
+        if constexpr (std::is_same_v<T, float>) {
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row) {
+                const FloatPart own = (FloatPart)(WordsPart{} + rows[row * row_stride + unit]);
+#pragma GCC unroll 16
+                for (int part = 0; part < ALL; ++part) sums[row][part] += (FloatPart)units[part] * own;
+            }
+        } else if constexpr (MULTIPLIES_BF16) {
+#ifdef __AVX512BF16__
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row) {
+                const WordsPart own = WordsPart{} + rows[row * row_stride + unit];
+#pragma GCC unroll 16
+                for (int part = 0; part < ALL; ++part)
+                    sums[row][part] = (FloatPart)_mm512_dpbf16_ps((__m512)sums[row][part], (__m512bh)units[part],
+                                                                  (__m512bh)own);
+            }
+#endif
+        } else {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const auto number = [&](WordsPart both) { return (FloatPart)(half ? both << 16 : both & 0xffff0000u); };
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; ++row) {
+                    const FloatPart own = number(WordsPart{} + rows[row * row_stride + unit]);
+#pragma GCC unroll 16
+                    for (int part = 0; part < ALL; ++part) sums[row][part] += number(units[part]) * own;
+                }
+            }
+        }
+    }
+}
+
+// A function of its own: GCC keeps the sums in memory where it sees them used as larger vectors afterwards.
+template <typename T, int ROWS, int WIDTH>
+__attribute__((noinline)) void add_parts(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
+                                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, const uint32_t* rows,
+                                         int64_t row_stride, int64_t num_units, uint32_t mask) {
+    FloatPart parts[ROWS][WIDTH * PARTS];
+    std::memcpy(parts, sums, sizeof(parts));
+    add_in_registers<T, ROWS, WIDTH>(parts, places, ahead, stride, rows, row_stride, num_units, mask);
+    std::memcpy(sums, parts, sizeof(parts));
+}
+
+// sums[row][place] += units of a place × units of a row, unit by unit. The units of a place are `stride` apart, those of
+// `ahead` are fetched. mask: of the units of all places.
+template <typename T, int ROWS, int WIDTH>
+inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
+                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, const uint32_t* rows,
+                         int64_t row_stride, int64_t num_units, uint32_t mask = ~0u) {
+    if constexpr (PARTS == 1)
+        add_in_registers<T, ROWS, WIDTH>(sums, places, ahead, stride, rows, row_stride, num_units, mask);
+    else
+        add_parts<T, ROWS, WIDTH>(sums, places, ahead, stride, rows, row_stride, num_units, mask);
+}
+
+}  // namespace carousel
