@@ -7,14 +7,14 @@
 #include <chrono>
 
 #include "attention.h"
-#include "matmul.h"
+#include "quantised.h"
 #include "team.h"
 
 namespace carousel {
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
-        num_layers, int8_weights;  // int8_weights: whether all matrices are quantised
+        num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
     float epsilon, scaling;
 };
 
@@ -90,10 +90,7 @@ class Decoder {
 
     // The work of every member of the team; all loops in it are shared.
     void work(const DecoderStep& step, Watch watch) {
-        team_.share(step.num_tokens, [&](int64_t token) {
-            std::memcpy(residual(token), embedding_ + step.token_ids[token] * shape_.hidden_size,
-                        shape_.hidden_size * sizeof(T));
-        });
+        team_.share(step.num_tokens, [&](int64_t token) { embed(step.token_ids[token], residual(token)); });
         int64_t num_rows = step.num_tokens;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             attention(step, layers_[layer], watch);
@@ -113,7 +110,7 @@ class Decoder {
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), num_rows, {head_, shape_.hidden_size, shape_.vocab_size},
+        linear(normed_.data(), num_rows, head(), shape_.weight_bits ? HEAD_BITS : 0,
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    float* to = step.logits + row * shape_.vocab_size + column;
                    const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
@@ -124,6 +121,15 @@ class Decoder {
             step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
         });
         watch.spent(&DecoderTimes::head);
+    }
+
+    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+
+    void embed(int64_t token, T* to) const {
+        if (embedding_)
+            std::memcpy(to, embedding_ + token * shape_.hidden_size, shape_.hidden_size * sizeof(T));
+        else
+            read_column<HEAD_BITS>(head(), token, to);
     }
 
     AttentionShape attention_shape(int64_t sliding_window) const {
@@ -137,7 +143,7 @@ class Decoder {
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
         linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
-               [&](int64_t row, int64_t column, Vector left, Vector right) {
+               shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                });
@@ -212,7 +218,7 @@ class Decoder {
         normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
         watch.spent(&DecoderTimes::rest);
         linear(normed_.data(), num_rows, {layer.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size},
-               [&](int64_t row, int64_t column, Vector gate, Vector up) {
+               shape_.weight_bits, [&](int64_t row, int64_t column, Vector gate, Vector up) {
                    gate = rounded(gate);
                    const Vector active = rounded(gate / (1.0f + exponential(-gate)));
                    T* to = activated_.data() + row * shape_.intermediate_size + column / 2;
@@ -223,19 +229,25 @@ class Decoder {
         watch.spent(&DecoderTimes::linear);
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`.
+    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. bits: of the weights; 0: not quantised.
     template <typename Finish>
-    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
-        if (!shape_.int8_weights) return multiply<T>(team_, inputs, num_rows, matrix, finish);
+    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, Finish&& finish) {
+        if (bits == 0) return multiply<T>(team_, inputs, num_rows, matrix, finish);
+        if (bits == 8) return linear_quantised<8>(inputs, num_rows, matrix, finish);
+        linear_quantised<4>(inputs, num_rows, matrix, finish);
+    }
+
+    template <int BITS, typename Finish>
+    void linear_quantised(const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
         const int64_t size = matrix.num_inputs;
-        const QuantisedRows rows{input_planes_.data(), input_sums_.data(), input_scales_.data()};
-        team_.share(num_rows, [&](int64_t row) { quantise(inputs + row * size, size, rows, row); });
-        multiply(team_, rows, num_rows, matrix, finish);
+        const QuantisedRows rows{input_numbers_.data(), input_scales_.data(), input_sums_.data()};
+        team_.share(num_rows, [&](int64_t row) { quantise<BITS>(inputs + row * size, size, rows, row); });
+        multiply_quantised<BITS>(team_, rows, num_rows, matrix, finish);
     }
 
     // residual += inputs × matrix
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
-        linear(inputs, num_rows, matrix, [&](int64_t row, int64_t column, Vector left, Vector right) {
+        linear(inputs, num_rows, matrix, shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
             add(left, bias, residual(row), column);
             add(right, bias, residual(row), column + LANES);
         });
@@ -282,11 +294,11 @@ class Decoder {
         projected_.resize(num_tokens * projected_size_);
         attended_.resize(num_tokens * query_size_);
         activated_.resize(num_tokens * shape_.intermediate_size);
-        if (!shape_.int8_weights) return;
+        if (!shape_.weight_bits) return;
         const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size});
-        input_planes_.resize(num_tokens * 2 * size);
-        input_sums_.resize(num_tokens * num_groups(size));
-        input_scales_.resize(num_tokens);
+        input_numbers_.resize(num_tokens * num_groups<8>(size) * Grouping<8>::SIZE);
+        input_scales_.resize(num_tokens * num_groups<4>(size));
+        input_sums_.resize(num_tokens * num_groups<4>(size));
     }
 
     const DecoderShape shape_;
@@ -300,9 +312,8 @@ class Decoder {
     Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold
     std::vector<T> residual_, normed_, projected_, attended_, activated_;
-    std::vector<int8_t> input_planes_;  // of the matrix that is being multiplied, where weights are int8
-    std::vector<int32_t> input_sums_;
-    std::vector<float> input_scales_;
+    std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
+    std::vector<float> input_scales_, input_sums_;
 };
 
 }  // namespace carousel
