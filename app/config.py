@@ -42,8 +42,8 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8, int4: matrices in 8 or 4 bits, made at load; on a CPU, for models that the native decoder computes; "
-        "refused for others",
+        description="int8, int4: matrices in 8 or 4 bits, made at load; on a CPU, for models that the native decoder "
+        "computes; refused for others",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(

@@ -46,6 +46,11 @@ SHAPES = {
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
         vocab_size=49152,
     ),
+    # Llama 3.2 1B; making it takes 8 GB of memory
+    "1b": Shape(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        vocab_size=128256,
+    ),
     "25m": Shape(
         hidden_size=384, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2, intermediate_size=1024,
         vocab_size=8192,

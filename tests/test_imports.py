@@ -31,7 +31,8 @@ ALLOWED = {
         "triton",
     },
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
-    "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic", "safetensors"},
+    "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
+    "app.model.cpu.kept_check": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {"app.config", "app.engine.batch", "app.engine.request", "pydantic"},
     "app.text": {"app.config", "app.errors", "app.engine.request", "tokenizers", "transformers", "jinja2"},
     "app.metrics": {

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 211
@@ -55,16 +56,24 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "gpt2": GPT2Config(**gpt2),
         "gpt_neox": GPTNeoXConfig(**without_kv_heads, rotary_pct=0.5),
         "phi3": Phi3Config(**shape),
-        "mixtral": MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2),
+        "mixtral": MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+        "qwen3_moe": Qwen3MoeConfig(
+            **shape | {"num_hidden_layers": 3}, head_dim=16, moe_intermediate_size=48, num_experts=20,
+            num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1],
+        ),
     }  # fmt: skip
 
 
 ARCHITECTURES = tuple(_configs())
 
 
-def build_tiny_model(architecture: str) -> PreTrainedModel:
+def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:
+    """changes: of the configuration."""
     torch.manual_seed(ARCHITECTURES.index(architecture))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(_configs()[architecture], attn_implementation="eager")
+    config = _configs()[architecture]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.eval()
 
 

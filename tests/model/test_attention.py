@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
+from tests.model.cpu.builds import PLAIN_AMX, built_with
 
 NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, DIM = 24, 4, 2, 16
 CPU = torch.device("cpu")
 LAYERS = {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=DIM, value_dim=DIM)}
+# Type of numbers, and whether they go through tiles of the matrix unit.
+NATIVE = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
 
 def torch_attention() -> PagedAttention:
@@ -30,11 +34,13 @@ def with_native_attention() -> PagedAttention:
 
 
 def native_attention(
-    layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype, num_threads: int = 2
+    layers: dict[int, LayerShape], *, num_blocks: int, dtype: torch.dtype, num_threads: int = 2, in_tiles: bool = False
 ) -> NativeAttention:
     if not NativeKVCache.fits(layers, block_size=16, dtype=dtype, device=CPU):
         pytest.skip("no C++ compiler here")
-    return NativeAttention(NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype), Team(num_threads))
+    pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=16, dtype=dtype)
+    with built_with(PLAIN_AMX) if in_tiles else nullcontext():
+        return NativeAttention(pages, Team(num_threads))
 
 
 BACKENDS = [torch_attention, with_native_attention]
@@ -132,17 +138,21 @@ def test_what_is_not_a_number_in_one_sequence_never_reaches_another(backend: Cal
         assert torch.allclose(beside[:-1], results[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "in_tiles"), NATIVE)
 @pytest.mark.parametrize("num_heads", [1, 3, 14, 32])
-def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dtype, num_heads: int) -> None:
+def test_the_native_rows_do_not_depend_on_what_shares_their_step(
+    dtype: torch.dtype, in_tiles: bool, num_heads: int
+) -> None:
     """Bit for bit: whole, in chunks, and beside another sequence; also more query heads than a tile holds."""
-    layers = {0: LayerShape(num_kv_heads=1, key_dim=24, value_dim=48)}
+    dim, value_dim = (96, 80) if in_tiles else (24, 48)
+    layers = {0: LayerShape(num_kv_heads=1, key_dim=dim, value_dim=value_dim)}
     torch.manual_seed(0)
-    rules = AttentionRules(scaling=0.2, sliding_window=37)
-    qkv = [torch.randn(70, heads, dim).to(dtype) for heads, dim in ((num_heads, 24), (1, 24), (1, 48))]
+    rules = AttentionRules(scaling=dim**-0.5, sliding_window=37)
+    shapes = ((num_heads, dim), (1, dim), (1, value_dim))
+    qkv = [torch.randn(70, *shape).to(dtype) for shape in shapes]
 
     def run(chunks: list[int], *, beside: bool) -> torch.Tensor:
-        attention = native_attention(layers, num_blocks=12, dtype=dtype)
+        attention = native_attention(layers, num_blocks=12, dtype=dtype, in_tiles=in_tiles)
         outputs, at = [], 0
         for size in chunks:
             items, tensors = [scheduled(at, size, [3, 8, 1, 0, 9])], [t[at : at + size] for t in qkv]
@@ -162,12 +172,12 @@ def test_the_native_rows_do_not_depend_on_what_shares_their_step(dtype: torch.dt
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "in_tiles"), NATIVE)
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 14])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alone(
-    dtype: torch.dtype, heads_per_kv: int, data: st.DataObject
+    dtype: torch.dtype, in_tiles: bool, heads_per_kv: int, data: st.DataObject
 ) -> None:
     """Sequences that begin with blocks of others, decodes beside prefill pieces: a step of all and of each."""
     rules = data.draw(st.sampled_from([
@@ -176,13 +186,17 @@ def test_native_rows_that_read_shared_blocks_together_have_the_bits_of_each_alon
         AttentionRules(scaling=0.3, sliding_window=43),
         AttentionRules(scaling=0.3, sliding_window=90, sinks=torch.linspace(-1.0, 2.0, 2 * heads_per_kv)),
     ]))  # fmt: skip
-    attention = native_attention(LAYERS, num_blocks=400, dtype=dtype, num_threads=data.draw(st.integers(1, 2)))
+    dim = 2 * DIM if in_tiles else DIM
+    attention = native_attention(
+        {0: LayerShape(num_kv_heads=NUM_KV_HEADS, key_dim=dim, value_dim=dim)},
+        num_blocks=400, dtype=dtype, num_threads=data.draw(st.integers(1, 2)), in_tiles=in_tiles,
+    )  # fmt: skip
     for memory in (attention.pages.keys[0], attention.pages.values[0]):
         memory.fill_(-1)  # NaN in both types
     torch.manual_seed(data.draw(st.integers(0, 999)))
 
     def random_qkv(num_tokens: int) -> list[torch.Tensor]:
-        return [torch.randn(num_tokens, heads, DIM).to(dtype) for heads in (2 * heads_per_kv, 2, 2)]
+        return [torch.randn(num_tokens, heads, dim).to(dtype) for heads in (2 * heads_per_kv, 2, 2)]
 
     free = torch.randperm(400).tolist()
     tables: list[list[int]] = []

@@ -95,7 +95,7 @@ def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Referen
     return find
 
 
-KNOWN_TO_THE_DECODER = ("llama", "qwen2", "qwen3", "mistral")
+KNOWN_TO_THE_DECODER = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 WAYS = [(architecture, way) for architecture in ARCHITECTURES for way in ("torch", "attention")]
 WAYS += [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
 

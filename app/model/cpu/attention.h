@@ -10,8 +10,10 @@
 #pragma once
 
 #include <limits>
+#include <utility>
 #include <vector>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace carousel {
@@ -231,21 +233,117 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
     if (num_tokens % PER_UNIT<T>) add(1, num_tokens / PER_UNIT<T>, 1, 0xffffu);
 }
 
-template <typename T>
+// In the matrix unit tiles 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
+inline void configure_amx(int rows) {
+    amx::Shapes shapes;
+    for (int tile = 0; tile < 5; ++tile) shapes.set(tile, rows);
+    shapes.set(5, rows, LANES / PER_UNIT<bf16>);
+    shapes.set(6, amx::UNITS);
+    shapes.set(7, LANES / PER_UNIT<bf16>);
+    amx::configure(shapes);
+}
+
+// As `score`, of as many rows as tiles are configured for; one group for each PART.
+template <int... PART>
+inline void score_in_amx(std::integer_sequence<int, PART...>, const uint32_t* query, int64_t key_units,
+                         const uint32_t* const* groups, int64_t ahead, int64_t stride, float* scores,
+                         int64_t row_stride) {
+    const auto fetch = [&](const uint32_t* group) {
+        for (int64_t unit = 0; unit < key_units; ++unit) __builtin_prefetch(group + unit * stride);
+    };
+    (amx::zero<PART>(), ...);
+    (fetch(groups[ahead + PART]), ...);
+    for (int64_t unit = 0; unit < key_units; unit += amx::UNITS) {
+        amx::load<4>(query + unit, key_units);
+        ((amx::load<6>(groups[PART] + unit * stride, stride), amx::dot<PART, 4, 6>()), ...);
+    }
+    (amx::store<PART>(scores + PART * LANES, row_stride), ...);
+}
+
+template <int ROWS>
+void score_groups_in_amx(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t num_groups,
+                         int64_t ahead, int64_t stride, float* scores, int64_t row_stride) {
+    configure_amx(ROWS);
+    for (; num_groups >= 4; num_groups -= 4, groups += 4, scores += 4 * LANES)
+        score_in_amx(std::make_integer_sequence<int, 4>(), query, key_units, groups, ahead, stride, scores, row_stride);
+    for (; num_groups > 0; --num_groups, ++groups, scores += LANES)
+        score_in_amx(std::make_integer_sequence<int, 1>(), query, key_units, groups, ahead, stride, scores, row_stride);
+}
+
+// As `weigh`, of LANES dimensions for each PART. The last group may have fewer tokens: what lies behind them counts as
+// zeros.
+template <int... PART>
+inline void weigh_in_amx(std::integer_sequence<int, PART...>, const uint32_t* weights, int64_t weight_stride,
+                         const uint32_t* const* groups, int64_t num_tokens, int64_t ahead, int64_t offset,
+                         int64_t value_dim, float* sums) {
+    constexpr int64_t UNITS = LANES / PER_UNIT<bf16>;
+    (amx::load<PART>(sums + PART * LANES, value_dim), ...);
+    for (; num_tokens > 0; num_tokens -= LANES, ++groups, weights += UNITS) {
+        const uint32_t* values = *groups + offset;
+        for (int64_t unit = 0; unit < UNITS; ++unit)
+            (__builtin_prefetch(groups[ahead] + offset + unit * value_dim + PART * LANES), ...);
+        amx::load<5>(weights, weight_stride);
+        if (num_tokens >= LANES) {
+            ((amx::load<7>(values + PART * LANES, value_dim), amx::dot<PART, 5, 7>()), ...);
+            continue;
+        }
+        uint32_t own[UNITS][LANES];
+        const auto copy = [&](const uint32_t* from) {
+            for (int64_t unit = 0; unit < UNITS; ++unit, from += value_dim) {
+                const int64_t count = num_tokens - unit * PER_UNIT<bf16>;
+                const Words kept = load_units(from) & (count > 1 ? ~0u : count == 1 ? 0xffffu : 0u);
+                std::memcpy(own[unit], &kept, sizeof(kept));
+            }
+        };
+        ((copy(values + PART * LANES), amx::load<7>(own, LANES), amx::dot<PART, 5, 7>()), ...);
+    }
+    (amx::store<PART>(sums + PART * LANES, value_dim), ...);
+}
+
+template <int ROWS>
+void weigh_groups_in_amx(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups,
+                         int64_t num_tokens, int64_t ahead, int64_t value_dim, float* sums) {
+    configure_amx(ROWS);
+    int64_t dim = 0;
+    for (; dim + 4 * LANES <= value_dim; dim += 4 * LANES)
+        weigh_in_amx(std::make_integer_sequence<int, 4>(), weights, weight_stride, groups, num_tokens, ahead, dim,
+                     value_dim, sums + dim);
+    for (; dim < value_dim; dim += LANES)
+        weigh_in_amx(std::make_integer_sequence<int, 1>(), weights, weight_stride, groups, num_tokens, ahead, dim,
+                     value_dim, sums + dim);
+}
+
 struct Tile {
-    decltype(&score_groups<T, 1>) score;
-    decltype(&weigh_groups<T, 1>) weigh;
+    decltype(&score_groups<float, 1>) score;
+    decltype(&weigh_groups<float, 1>) weigh;
 };
 
 #define TILE(ROWS) {score_groups<T, ROWS>, weigh_groups<T, ROWS>}
 template <typename T>
-constexpr Tile<T> TILES[MAX_ROWS + 1] = {
+constexpr Tile TILES[MAX_ROWS + 1] = {
     {},      TILE(1), TILE(2), TILE(3),  TILE(4),  TILE(5),  TILE(6),
     TILE(7), TILE(8), TILE(9), TILE(10), TILE(11), TILE(12),
 };
 #undef TILE
+#define TILE(ROWS) {score_groups_in_amx<ROWS>, weigh_groups_in_amx<ROWS>}
+constexpr Tile AMX_TILES[amx::ROWS + 1] = {
+    {},      TILE(1), TILE(2),  TILE(3),  TILE(4),  TILE(5),  TILE(6),  TILE(7),  TILE(8),
+    TILE(9), TILE(10), TILE(11), TILE(12), TILE(13), TILE(14), TILE(15), TILE(16),
+};
+#undef TILE
 
-// Query rows of one sequence and one KV head, at most MAX_ROWS: each of some tokens with each of some heads.
+// How query rows are computed together.
+struct Rows {
+    const Tile* tiles;  // by the number of rows
+    int64_t most;
+};
+
+template <typename T>
+Rows rows_together(const AttentionShape& shape) {
+    return amx::fits<T>(shape.key_dim) ? Rows{AMX_TILES, amx::ROWS} : Rows{TILES<T>, MAX_ROWS};
+}
+
+// Query rows of one sequence and one KV head, no more than are computed together: each of some tokens with each of some heads.
 struct Part {
     int64_t group;                              // of the walk: where its own tokens begin
     int64_t begin;                              // the first of its own tokens
@@ -260,10 +358,10 @@ struct Part {
 };
 
 // The output of all rows of some parts, each of which attends to the first `num_shared` tokens of the walk and to its
-// own. The shared ones are read once for every MAX_ROWS rows.
+// own. The shared ones are read once for all rows that are computed together.
 template <typename T>
-void attend_parts(const AttentionShape& shape, const Pages<T>& pages, const Walk& walk, const Part* parts,
-                  int64_t num_parts, int64_t num_shared, Heads<const T> query, Heads<T> output, Scratch& scratch) {
+void attend_parts(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, const Walk& walk,
+                  const Part* parts, int64_t num_parts, int64_t num_shared, Heads<const T> query, Heads<T> output, Scratch& scratch) {
     int64_t num_rows = 0, stride = 0;
     const auto each_part = [&](auto&& body) {
         int64_t row = 0;
@@ -274,8 +372,8 @@ void attend_parts(const AttentionShape& shape, const Pages<T>& pages, const Walk
         stride = std::max(stride, part.padded());
     });
     const auto each_tile = [&](auto&& body) {  // of what is shared
-        for (int64_t row = 0; num_shared && row < num_rows; row += MAX_ROWS)
-            body(TILES<T>[std::min<int64_t>(MAX_ROWS, num_rows - row)], row);
+        for (int64_t row = 0; num_shared && row < num_rows; row += rows.most)
+            body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
     scratch.query.resize(num_rows * pages.key_units);
     scratch.scores.resize(num_rows * stride);
@@ -292,12 +390,12 @@ void attend_parts(const AttentionShape& shape, const Pages<T>& pages, const Walk
         for (int64_t row = 0; row < part.num_rows(); ++row)
             std::memcpy(query_of(first + row), query.at(part.token(row), part.head(row)), shape.key_dim * sizeof(T));
     });
-    each_tile([&](const Tile<T>& tile, int64_t row) {
+    each_tile([&](const Tile& tile, int64_t row) {
         tile.score(query_of(row), pages.key_units, walk.keys.data(), num_shared / LANES, walk.keys_ahead,
                    pages.block_size, scores_of(row), stride);
     });
     each_part([&](const Part& part, int64_t row) {
-        TILES<T>[part.num_rows()].score(query_of(row), pages.key_units, walk.keys.data() + part.group,
+        rows.tiles[part.num_rows()].score(query_of(row), pages.key_units, walk.keys.data() + part.group,
                                         (part.padded() - part.begin) / LANES, walk.keys_ahead, pages.block_size,
                                         scores_of(row) + part.begin, stride);
     });
@@ -314,12 +412,12 @@ void attend_parts(const AttentionShape& shape, const Pages<T>& pages, const Walk
                 window ? std::max<int64_t>(0, end - window) : 0, end, part.padded(), shape, part.head(row));
         }
     });
-    each_tile([&](const Tile<T>& tile, int64_t row) {
+    each_tile([&](const Tile& tile, int64_t row) {
         tile.weigh(weights_of(row), weight_stride, walk.values.data(), num_shared, walk.values_ahead,
                    shape.value_dim, sums_of(row));
     });
     each_part([&](const Part& part, int64_t row) {
-        TILES<T>[part.num_rows()].weigh(weights_of(row) + part.begin / PER_UNIT<T>, weight_stride,
+        rows.tiles[part.num_rows()].weigh(weights_of(row) + part.begin / PER_UNIT<T>, weight_stride,
                                         walk.values.data() + part.group, part.length() - part.begin, walk.values_ahead,
                                         shape.value_dim, sums_of(row));
     });
@@ -341,8 +439,9 @@ struct Group {
 // All segments of a step in groups.
 class Groups {
   public:
+    // most_rows: that are computed together.
     void find(const Segment* segments, int64_t num_segments, const int32_t* tables, const AttentionShape& shape,
-              int64_t num_threads) {
+              int64_t most_rows, int64_t num_threads) {
         order_.assign(segments, segments + num_segments);
         groups_.clear();
         // Those of several tokens first: they take the most time.
@@ -354,7 +453,7 @@ class Groups {
                                                 other + right.start / shape.block_size);
         });
         const auto num_long = int32_t(single - order_.begin());
-        const int64_t most = most_together(shape, num_segments - num_long, num_threads);
+        const int64_t most = most_together(shape, most_rows, num_segments - num_long, num_threads);
         for (int32_t at = 0; at < num_segments; at += groups_.back().count)
             groups_.push_back(at < num_long ? Group{at, 1, 0} : group_from(at, most, tables, shape.block_size));
     }
@@ -365,9 +464,10 @@ class Groups {
 
   private:
     // As many as fill a tile, and two at least; fewer where threads would have nothing to do.
-    static int64_t most_together(const AttentionShape& shape, int64_t num_sequences, int64_t num_threads) {
+    static int64_t most_together(const AttentionShape& shape, int64_t most_rows, int64_t num_sequences,
+                                 int64_t num_threads) {
         constexpr int64_t TASKS = 6;  // of each thread at least, so that all end at much the same time
-        const int64_t fitting = std::max<int64_t>(2, MAX_ROWS * shape.num_kv_heads / shape.num_heads);
+        const int64_t fitting = std::max<int64_t>(2, most_rows * shape.num_kv_heads / shape.num_heads);
         return std::min(fitting, num_sequences * shape.num_kv_heads / (TASKS * num_threads));
     }
 
@@ -404,8 +504,9 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& gr
     walk.clear();
     const Segment *const first = groups.segments(group), *const end = first + group.count;
     const int64_t window = shape.sliding_window, heads_per_kv = shape.num_heads / shape.num_kv_heads;
-    const int64_t most_heads = std::min<int64_t>(heads_per_kv, MAX_ROWS);  // of one part
-    const int64_t most_tokens = std::max<int64_t>(1, MAX_ROWS / heads_per_kv);
+    const Rows rows = rows_together<T>(shape);
+    const int64_t most_heads = std::min(heads_per_kv, rows.most);  // of one part
+    const int64_t most_tokens = std::max<int64_t>(1, rows.most / heads_per_kv);
     // A window that leaves out the first token of one of them may leave out others of the next.
     const bool is_cut = std::any_of(first, end, [&](const Segment& own) { return window && own.start >= window; });
     const int64_t num_shared = is_cut ? 0 : group.num_shared;
@@ -427,7 +528,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, const Groups& gr
     walk.end<T>(num_shared);
     const int64_t together = first->num_tokens == 1 ? int64_t(parts.size()) : 1;
     for (int64_t at = 0; at < int64_t(parts.size()); at += together)
-        attend_parts(shape, pages, walk, parts.data() + at, together, num_shared, query, output, scratch);
+        attend_parts(shape, rows, pages, walk, parts.data() + at, together, num_shared, query, output, scratch);
 }
 
 }  // namespace carousel

@@ -12,7 +12,7 @@ import torch
 from app.engine.batch import Batch
 from app.model.attention import AttentionRules, AttentionStep
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team
+from app.model.cpu.library import DTYPES, AttentionShape, Strides, Team, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
@@ -26,6 +26,8 @@ class NativeAttention:
         self.pages = pages
         self.function = getattr(team.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.team = team
+        if pages.dtype is torch.bfloat16:
+            log_use_of_amx(*(2 * keys.shape[2] for keys in pages.keys.values()))
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)

@@ -7,6 +7,7 @@
 #include <chrono>
 
 #include "attention.h"
+#include "experts.h"
 #include "quantised.h"
 #include "team.h"
 
@@ -16,6 +17,12 @@ struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
     float epsilon, scaling;
+    ExpertsShape experts;
+};
+
+struct MlpWeights {
+    const uint32_t* gate_up;  // LANES outputs of gate and the LANES of up at the same place, in turn
+    const uint32_t* down;
 };
 
 struct LayerWeights {  // norms in the model's type, matrices packed, biases in float32; null where there is none
@@ -26,8 +33,8 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
     const uint32_t* output;
     const float* output_bias;
     const void* post_attention_norm;
-    const uint32_t* gate_up;  // LANES outputs of gate and the LANES of up at the same place, in turn
-    const uint32_t* down;
+    const uint32_t* router;  // never quantised; null where there are no experts
+    const MlpWeights* mlps;  // one, or one for each expert
     void *keys, *values;
     int64_t sliding_window;  // 0: none
 };
@@ -59,11 +66,12 @@ class Decoder {
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
           final_norm_(static_cast<const T*>(final_norm)), head_(head), team_(team),
           query_size_(shape.num_heads * shape.head_dim), kv_size_(shape.num_kv_heads * shape.head_dim),
-          projected_size_(query_size_ + 2 * kv_size_) {}
+          projected_size_(query_size_ + 2 * kv_size_), routing_(shape.experts) {}
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
-        groups_.find(step.segments, step.num_segments, step.tables, attention_shape(0), team_.size());
+        const AttentionShape shape = attention_shape(0);
+        groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, team_.size());
         const auto caller = std::this_thread::get_id();
         team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
     }
@@ -217,33 +225,116 @@ class Decoder {
     void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch) {
         normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), num_rows, {layer.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size},
-               shape_.weight_bits, [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                   gate = rounded(gate);
-                   const Vector active = rounded(gate / (1.0f + exponential(-gate)));
-                   T* to = activated_.data() + row * shape_.intermediate_size + column / 2;
-                   store(rounded(active * rounded(up)), to);
-               });
-        add_projection(activated_.data(), num_rows, {layer.down, shape_.intermediate_size, shape_.hidden_size},
-                       nullptr);
+        if (layer.router)
+            mix_experts(layer, num_rows);
+        else
+            run_mlp(layer.mlps[0], num_rows);
         watch.spent(&DecoderTimes::linear);
+    }
+
+    void run_mlp(const MlpWeights& mlp, int64_t num_rows) {
+        const int64_t size = shape_.intermediate_size;
+        linear(normed_.data(), num_rows, {mlp.gate_up, shape_.hidden_size, 2 * size}, shape_.weight_bits,
+               [&](int64_t row, int64_t column, Vector gate, Vector up) {
+                   store(activated(gate, up), activated_.data() + row * size + column / 2);
+               });
+        add_projection(activated_.data(), num_rows, {mlp.down, size, shape_.hidden_size}, nullptr);
+    }
+
+    static Vector activated(Vector gate, Vector up) {
+        gate = rounded(gate);
+        return rounded(rounded(gate / (1.0f + exponential(-gate))) * rounded(up));
+    }
+
+    // residual += the experts' outputs times their weights, in the order of the weights.
+    void mix_experts(const LayerWeights& layer, int64_t num_rows) {
+        const int64_t hidden = shape_.hidden_size, size = shape_.experts.intermediate_size;
+        multiply<T>(team_, normed_.data(), num_rows, {layer.router, hidden, shape_.experts.num_experts},
+                    [&](int64_t row, int64_t column, Vector left, Vector right) {
+                        store(rounded(left), routing_.logits(row) + column);
+                        store(rounded(right), routing_.logits(row) + column + LANES);
+                    });
+        team_.share(num_rows, [&](int64_t row) { routing_.template choose<T>(row); });
+        team_.share(1, [&](int64_t) { routing_.group(num_rows); });
+        team_.share(num_rows, [&](int64_t row) {
+            for (int64_t rank = 0; rank < shape_.experts.per_token; ++rank)
+                std::memcpy(at_place(routing_.place(row, rank)), normed_.data() + row * hidden, hidden * sizeof(T));
+        });
+        const int64_t num_places = num_rows * shape_.experts.per_token;
+        linear_by_expert(by_expert_.data(), num_places, hidden, 2 * size,
+                         [&](int64_t expert) { return layer.mlps[expert].gate_up; },
+                         [&](int64_t place, int64_t column, Vector gate, Vector up) {
+                             store(activated(gate, up), activated_.data() + place * size + column / 2);
+                         });
+        linear_by_expert(activated_.data(), num_places, size, hidden,
+                         [&](int64_t expert) { return layer.mlps[expert].down; },
+                         [&](int64_t place, int64_t column, Vector left, Vector right) {
+                             put(left, nullptr, at_place(place), column, hidden);
+                             put(right, nullptr, at_place(place), column + LANES, hidden);
+                         });
+        team_.share(num_rows, [&](int64_t row) { add_experts(row); });
+    }
+
+    void add_experts(int64_t row) {
+        for (int64_t column = 0; column < shape_.hidden_size; column += LANES) {
+            Vector sums = {};
+            for (int64_t rank = 0; rank < shape_.experts.per_token; ++rank) {
+                const Vector part = load(at_place(routing_.place(row, rank)) + column) * routing_.weight(row, rank);
+                sums += shape_.experts.rounds_weights ? rounded(part) : part;
+            }
+            add(sums, nullptr, residual(row), column);
+        }
+    }
+
+    // As `linear`, with the matrix of its expert for each place. The team shares the columns of all experts together:
+    // one expert alone has too few of them.
+    template <typename MatrixOf, typename Finish>
+    void linear_by_expert(const T* inputs, int64_t num_places, int64_t num_inputs, int64_t num_columns,
+                          MatrixOf&& matrix_of, Finish&& finish) {
+        prepare(inputs, num_places, num_inputs, shape_.weight_bits);
+        const int64_t num_parts = (num_columns + PANEL - 1) / PANEL;
+        team_.share(routing_.rows().size() * num_parts, [&](int64_t task) {
+            const Routing::Rows& rows = routing_.rows()[task / num_parts];
+            const Matrix matrix{matrix_of(rows.expert), num_inputs, num_columns};
+            const auto finish_place = [&](int64_t row, int64_t column, Vector left, Vector right) {
+                finish(rows.first + row, column, left, right);
+            };
+            LoopPart part{task % num_parts, num_parts};
+            multiply_prepared(part, inputs, rows.first, rows.count, matrix, shape_.weight_bits, finish_place);
+        });
     }
 
     // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. bits: of the weights; 0: not quantised.
     template <typename Finish>
     void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, Finish&& finish) {
-        if (bits == 0) return multiply<T>(team_, inputs, num_rows, matrix, finish);
-        if (bits == 8) return linear_quantised<8>(inputs, num_rows, matrix, finish);
-        linear_quantised<4>(inputs, num_rows, matrix, finish);
+        prepare(inputs, num_rows, matrix.num_inputs, bits);
+        multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish);
     }
 
-    template <int BITS, typename Finish>
-    void linear_quantised(const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
-        const int64_t size = matrix.num_inputs;
-        const QuantisedRows rows{input_numbers_.data(), input_scales_.data(), input_sums_.data()};
-        team_.share(num_rows, [&](int64_t row) { quantise<BITS>(inputs + row * size, size, rows, row); });
-        multiply_quantised<BITS>(team_, rows, num_rows, matrix, finish);
+    // Rounds the inputs of a quantised matrix.
+    void prepare(const T* inputs, int64_t num_rows, int64_t size, int64_t bits) {
+        if (bits == 0) return;
+        const QuantisedRows rows = quantised_rows();
+        team_.share(num_rows, [&](int64_t row) {
+            bits == 8 ? quantise<8>(inputs + row * size, size, rows, row)
+                      : quantise<4>(inputs + row * size, size, rows, row);
+        });
     }
+
+    // The rows from `first` on of what was prepared.
+    template <typename Sharing, typename Finish>
+    void multiply_prepared(Sharing& team, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
+                           int64_t bits, Finish&& finish) {
+        const int64_t size = matrix.num_inputs;
+        if (bits == 8)
+            multiply_quantised<8>(team, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish);
+        else if (bits == 4)
+            multiply_quantised<4>(team, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish);
+        else
+            multiply<T>(team, inputs + first * size, num_rows, matrix, finish);
+    }
+
+    QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
     // residual += inputs × matrix
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
@@ -284,6 +375,7 @@ class Decoder {
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
     T* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
+    T* at_place(int64_t place) { return by_expert_.data() + place * shape_.hidden_size; }
     T* projected(int64_t token) { return projected_.data() + token * projected_size_; }
 
     void grow(int64_t num_tokens) {
@@ -293,12 +385,16 @@ class Decoder {
         normed_.resize(num_tokens * shape_.hidden_size);
         projected_.resize(num_tokens * projected_size_);
         attended_.resize(num_tokens * query_size_);
-        activated_.resize(num_tokens * shape_.intermediate_size);
+        const int64_t num_places = num_tokens * shape_.experts.per_token, inner = shape_.experts.intermediate_size;
+        activated_.resize(std::max(num_tokens * shape_.intermediate_size, num_places * inner));
+        by_expert_.resize(num_places * shape_.hidden_size);
+        routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
-        const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size});
-        input_numbers_.resize(num_tokens * num_groups<8>(size) * Grouping<8>::SIZE);
-        input_scales_.resize(num_tokens * num_groups<4>(size));
-        input_sums_.resize(num_tokens * num_groups<4>(size));
+        const int64_t num_rows = std::max(num_tokens, num_places);
+        const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size, inner});
+        input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
+        input_scales_.resize(num_rows * num_groups<4>(size));
+        input_sums_.resize(num_rows * num_groups<4>(size));
     }
 
     const DecoderShape shape_;
@@ -311,7 +407,9 @@ class Decoder {
     DecoderTimes times_ = {};
     Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold
+    Routing routing_;       // of the layer
     std::vector<T> residual_, normed_, projected_, attended_, activated_;
+    std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
     std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
     std::vector<float> input_scales_, input_sums_;
 };

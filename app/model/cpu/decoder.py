@@ -6,6 +6,7 @@ Each row is computed in an order of its own, so its bits do not depend on the ot
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,16 @@ import torch
 from app.engine.batch import Batch
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import DTYPES, DecoderShape, DecoderStep, DecoderTimes, LayerWeights, Team
+from app.model.cpu.library import (
+    DTYPES,
+    DecoderShape,
+    DecoderStep,
+    DecoderTimes,
+    ExpertsShape,
+    LayerWeights,
+    MlpWeights,
+    Team,
+)
 from app.model.cpu.weights import NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
@@ -37,8 +47,9 @@ class NativeDecoder:
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
-            settings.epsilon, settings.scaling,
+            settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
         )  # fmt: skip
+        self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
         layers = (LayerWeights * num_layers)(
             *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
         )
@@ -80,24 +91,31 @@ class NativeDecoder:
         return {field[0]: getattr(times, field[0]) for field in DecoderTimes._fields_}
 
     def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
-        def pointer(tensor: torch.Tensor | None) -> int | None:
-            return None if tensor is None else tensor.data_ptr()
-
         return LayerWeights(
-            input_norm=pointer(layer.input_norm),
-            query_key_value=pointer(layer.query_key_value),
-            query_key_value_bias=pointer(layer.query_key_value_bias),
-            query_norm=pointer(layer.query_norm),
-            key_norm=pointer(layer.key_norm),
-            output=pointer(layer.output),
-            output_bias=pointer(layer.output_bias),
-            post_attention_norm=pointer(layer.post_attention_norm),
-            gate_up=pointer(layer.gate_up),
-            down=pointer(layer.down),
+            input_norm=_pointer(layer.input_norm),
+            query_key_value=_pointer(layer.query_key_value),
+            query_key_value_bias=_pointer(layer.query_key_value_bias),
+            query_norm=_pointer(layer.query_norm),
+            key_norm=_pointer(layer.key_norm),
+            output=_pointer(layer.output),
+            output_bias=_pointer(layer.output_bias),
+            post_attention_norm=_pointer(layer.post_attention_norm),
+            router=_pointer(layer.router),
+            mlps=ctypes.addressof(self._mlps[index]),
             keys=self._pages.keys[index].data_ptr(),
             values=self._pages.values[index].data_ptr(),
             sliding_window=layer.sliding_window,
         )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _mlp_pointers(layer: NativeLayer) -> ctypes.Array[MlpWeights]:
+    return (MlpWeights * len(layer.mlps))(
+        *(MlpWeights(gate_up=_pointer(mlp.gate_up), down=_pointer(mlp.down)) for mlp in layer.mlps)
+    )
 
 
 class _WantedRows(NamedTuple):

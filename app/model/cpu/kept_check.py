@@ -13,15 +13,13 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import safe_open
 
 from app.engine.request import ModelFacts
 from app.model.cpu.library import library
-from app.model.cpu.weights import EMBEDDING, HEAD, DecoderSettings
+from app.model.cpu.weights import DecoderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -71,31 +69,3 @@ class KeptCheck:
             temporary.replace(self._file)
         except OSError as error:
             logger.warning("the model's next start will check it again: %s cannot be written: %s", self._file, error)
-
-
-class Checkpoint:
-    """The weights in a model's safetensors files, each read when it is asked for."""
-
-    def __init__(self, location: Path, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._files: dict[str, Any] = {}  # by the name of a weight
-        for path in sorted(location.glob("model*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
-
-    def __call__(self, name: str) -> torch.Tensor | None:
-        """The weight of this name. A head that is tied to the embedding is not in the files."""
-        if name == HEAD and name not in self._files:
-            name = EMBEDDING
-        file = self._files.get(name)
-        if file is None:
-            return None
-        weight: torch.Tensor = file.get_tensor(name)
-        return weight.to(self._dtype)
-
-    def is_equal(self, weights: dict[str, torch.Tensor]) -> bool:
-        """Whether these are the weights in the files, under the same names."""
-        return self._files.keys() <= weights.keys() and all(
-            (read := self(name)) is not None and read.dtype is weight.dtype and torch.equal(read, weight)
-            for name, weight in weights.items()
-        )

@@ -30,7 +30,7 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
     const Heads<const T> values{value, strides.value_token, strides.value_head};
     const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
     Groups groups;
-    groups.find(segments, num_segments, tables, shape, team.size());
+    groups.find(segments, num_segments, tables, shape, rows_together<T>(shape).most, team.size());
     team.run([&] {
         team.share(num_tokens, [&](int64_t token) {
             for (int64_t head = 0; head < shape.num_kv_heads; ++head)
@@ -58,6 +58,9 @@ int32_t carousel_has_fast_bf16() {
     return 0;
 #endif
 }
+
+// Why the matrix unit is not used: 0 if it is, -1 if this build has no code for it, else the error of the kernel.
+int32_t carousel_amx_refusal() { return amx::refusal(); }
 
 int32_t carousel_has_wide_vectors() {
 #ifdef __AVX512F__

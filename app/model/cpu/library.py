@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 LANES = 16  # numbers in one vector, as in the sources
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # with the suffix of their functions
 
+_AMX_NUMBERS = 32  # bfloat16 in a row of a tile
 _SOURCES = Path(__file__).parent
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math",
@@ -52,6 +53,13 @@ class Strides(ctypes.Structure):
     )
 
 
+class ExpertsShape(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
+    )
+
+
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *(
@@ -63,7 +71,12 @@ class DecoderShape(ctypes.Structure):
         ),
         ("epsilon", ctypes.c_float),
         ("scaling", ctypes.c_float),
+        ("experts", ExpertsShape),
     )  # fmt: skip
+
+
+class MlpWeights(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("gate_up", "down"))
 
 
 class LayerWeights(ctypes.Structure):
@@ -72,7 +85,7 @@ class LayerWeights(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
-                "output_bias", "post_attention_norm", "gate_up", "down", "keys", "values",
+                "output_bias", "post_attention_norm", "router", "mlps", "keys", "values",
             )
         ),
         ("sliding_window", ctypes.c_int64),
@@ -101,6 +114,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),
     "has_wide_vectors": ((), _INT32),
     "has_fast_bf16": ((), _INT32),
+    "amx_refusal": ((), _INT32),
     "attention_step_{}": (
         (_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 3 + (_INT64,) + (_POINTER,) * 2,
         None,
@@ -143,26 +157,50 @@ class Team:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether the sources' vector instructions are this machine's fastest way to multiply matrices of the type.
-
-    With AMX, oneDNN's matrix products are several times faster in bfloat16 than any vector code.
-    """
+    """Whether the sources' instructions are this machine's fastest way to multiply matrices of the type."""
     code = library()
     if code is None or not code.carousel_has_wide_vectors():
         return False
-    return dtype is torch.float32 or bool(code.carousel_has_fast_bf16() and "amx_bf16" not in _cpu())
+    return dtype is torch.float32 or bool(code.carousel_has_fast_bf16())
+
+
+def log_use_of_amx(*sizes: int) -> None:
+    """Log whether bfloat16 goes through the CPU's matrix unit, with the reason if not; sizes: of what is multiplied."""
+    reason = why_not_amx(*sizes)
+    if reason is None:
+        logger.info("bfloat16 is multiplied in the CPU's matrix unit (AMX)")
+    else:
+        logger.info("bfloat16 is multiplied by vector instructions, not AMX: %s", reason)
+
+
+def why_not_amx(*sizes: int) -> str | None:
+    code = library()
+    assert code is not None, "only native code multiplies"
+    refusal = code.carousel_amx_refusal()
+    if refusal > 0:
+        return f"the kernel refuses it ({os.strerror(refusal)})"
+    if refusal < 0:
+        return "this compiler does not know it" if "amx_bf16" in _cpu() else "this CPU has no amx_bf16"
+    odd = sorted({size for size in sizes if size % _AMX_NUMBERS})
+    return f"inputs of {', '.join(map(str, odd))} are no multiples of {_AMX_NUMBERS}" if odd else None
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory, in large pages where the system has them: every small page costs a lookup."""
     tensor = torch.empty(*shape, dtype=dtype)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        advise(tensor, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def advise(tensor: torch.Tensor, advice: int) -> None:
+    """Tell the system how a tensor's whole pages will be used; it may refuse. advice: one of `mmap.MADV_*`."""
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_bytes = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if num_bytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes > 0:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(first, num_bytes, mmap.MADV_HUGEPAGE)  # the system may refuse it
-    return tensor
+        madvise(first, num_bytes, advice)
 
 
 def _built(compiler: str) -> Path:

@@ -50,20 +50,65 @@ inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, c
     }
 }
 
+// The same for BLOCKS times amx::ROWS rows. Tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights. Nothing is fetched
+// ahead: in tiles that made products slower.
+template <int BLOCKS>
+inline void sum_in_amx(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, float* sums) {
+    amx::zero<0>();
+    amx::zero<1>();
+    if constexpr (BLOCKS == 2) amx::zero<2>(), amx::zero<3>();
+    for (int64_t unit = 0; unit < num_units; unit += amx::UNITS) {
+        amx::load<6>(panel + unit * PANEL, PANEL);
+        amx::load<7>(panel + unit * PANEL + LANES, PANEL);
+        amx::load<4>(inputs + unit, num_units);
+        amx::dot<0, 4, 6>();
+        amx::dot<1, 4, 7>();
+        if constexpr (BLOCKS == 2) {
+            amx::load<5>(inputs + amx::ROWS * num_units + unit, num_units);
+            amx::dot<2, 5, 6>();
+            amx::dot<3, 5, 7>();
+        }
+    }
+    amx::store<0>(sums, PANEL);
+    amx::store<1>(sums + LANES, PANEL);
+    if constexpr (BLOCKS == 2) {
+        amx::store<2>(sums + amx::ROWS * PANEL, PANEL);
+        amx::store<3>(sums + amx::ROWS * PANEL + LANES, PANEL);
+    }
+}
+
+template <typename Finish>
+void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+    alignas(64) float sums[2 * amx::ROWS * PANEL];
+    const int upper = std::min(rows, amx::ROWS), lower = rows - upper;
+    amx::Shapes shapes;
+    for (const int tile : {0, 1, 4}) shapes.set(tile, upper);
+    for (const int tile : {2, 3, 5}) shapes.set(tile, lower);
+    for (const int tile : {6, 7}) shapes.set(tile, amx::UNITS);
+    amx::configure(shapes);
+    if (lower)
+        sum_in_amx<2>(inputs, num_units, panel, sums);
+    else
+        sum_in_amx<1>(inputs, num_units, panel, sums);
+    for (int row = 0; row < rows; ++row) finish(row, load(sums + row * PANEL), load(sums + row * PANEL + LANES));
+}
+
 // Calls tile(rows, first, column, panel) for every panel, which begins with `column`, and all rows in tiles of at most
-// `max_rows`. panel_units: of PANEL columns.
-template <typename Tile>
-void share_tiles(Team& team, int64_t num_rows, int max_rows, const Matrix& matrix, int64_t panel_units, Tile&& tile) {
+// `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns.
+template <typename Sharing, typename Tile>
+void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const Matrix& matrix, int64_t panel_units,
+                 Tile&& tile) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
-    const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_blocks = (num_rows + block - 1) / block;
     team.share(num_chunks * num_panels, [&](int64_t task) {
         const int64_t column = task % num_panels * PANEL;
         const uint32_t* panel = matrix.panels + column * panel_units;
         const int64_t chunk = task / num_panels;
-        const int64_t end = num_rows * (chunk + 1) / num_chunks;
-        int64_t first = num_rows * chunk / num_chunks;
+        const int64_t end = std::min(num_rows, num_blocks * (chunk + 1) / num_chunks * block);
+        int64_t first = num_blocks * chunk / num_chunks * block;
         for (int64_t num_tiles = (end - first + max_rows - 1) / max_rows; num_tiles > 0; --num_tiles) {
-            const int rows = int((end - first + num_tiles - 1) / num_tiles);  // tiles of much the same size
+            const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
+            const int rows = int(std::min(end - first, (even + block - 1) / block * block));
             tile(rows, first, column, panel);
             first += rows;
         }
@@ -72,15 +117,25 @@ void share_tiles(Team& team, int64_t num_rows, int max_rows, const Matrix& matri
 
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
 // [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs].
-template <typename T, typename Finish>
-void multiply(Team& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
+//
+// `team` is a Team, or a LoopPart of the columns.
+template <typename T, typename Sharing, typename Finish>
+void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
-    share_tiles(team, num_rows, TILE_ROWS, matrix, num_units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    multiply_rows<T>(rows, units + first * num_units, num_units, panel,
-                                     [&](int row, Vector left, Vector right) { finish(first + row, column, left, right); });
-                });
+    const auto share = [&](int max_rows, int block, auto&& multiply_tiles) {
+        share_tiles(team, num_rows, max_rows, block, matrix, num_units,
+                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                        const auto finish_row = [&](int row, Vector left, Vector right) {
+                            finish(first + row, column, left, right);
+                        };
+                        multiply_tiles(rows, units + first * num_units, num_units, panel, finish_row);
+                    });
+    };
+    if (amx::fits<T>(matrix.num_inputs))
+        share(2 * amx::ROWS, amx::ROWS, [](auto&&... given) { multiply_in_amx(given...); });
+    else
+        share(TILE_ROWS, 1, [](auto&&... given) { multiply_rows<T>(given...); });
 }
 
 }  // namespace carousel

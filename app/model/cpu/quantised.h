@@ -54,6 +54,13 @@ struct QuantisedRows {
     float* sums;      // [num_rows][num_groups], of the numbers times the scale
 };
 
+// The same rows without those before `first`.
+template <int BITS>
+inline QuantisedRows rows_from(const QuantisedRows& rows, int64_t first, int64_t num_inputs) {
+    const int64_t group = first * num_groups<BITS>(num_inputs);
+    return {rows.numbers + group * Grouping<BITS>::SIZE, rows.scales + group, rows.sums + group};
+}
+
 // One stage of a Hadamard transform: of two lanes DISTANCE apart, their sum and their difference.
 template <int DISTANCE>
 inline Vector paired(Vector x) {
@@ -182,17 +189,16 @@ inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups,
 }
 
 // As `multiply` of plain matrices.
-template <int BITS, typename Finish>
-void multiply_quantised(Team& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
+template <int BITS, typename Sharing, typename Finish>
+void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
-    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, matrix, panel_units<BITS>(matrix.num_inputs),
+    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, panel_units<BITS>(matrix.num_inputs),
                 [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
                     const auto place = [&](int row, Vector left, Vector right) {
                         finish(first + row, column, left, right);
                     };
-                    const QuantisedRows from{inputs.numbers + first * groups * Grouping<BITS>::SIZE,
-                                             inputs.scales + first * groups, inputs.sums + first * groups};
+                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                     // Later rows find the panel in the cache; fetching the next one would push it out.
                     const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
                     switch (rows) {

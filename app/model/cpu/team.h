@@ -11,6 +11,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "amx.h"
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -23,6 +25,7 @@ namespace carousel {
 class Team {
   public:
     explicit Team(int size) : size_(size) {
+        amx::refusal();  // asks for permission, which holds for threads that begin later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
@@ -52,6 +55,7 @@ class Team {
         }
         if (num_asleep_.load() > 0) wake_.notify_all();
         work();
+        amx::release();
         barrier();
     }
 
@@ -97,6 +101,7 @@ class Team {
             ++seen;
             if (ends_) return;
             (*work_)();
+            amx::release();
             barrier();
         }
     }
@@ -143,6 +148,16 @@ class Team {
     alignas(64) std::atomic<uint32_t> turn_{0};
     alignas(64) std::atomic<int> num_arrived_{0};
     alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// One of several parts of a loop, for one thread: loops that a team shares can be divided by the caller instead.
+struct LoopPart {
+    int64_t index, num_parts;
+
+    template <typename Body>
+    void share(int64_t count, Body&& body) const {
+        for (int64_t at = count * index / num_parts; at < count * (index + 1) / num_parts; ++at) body(at);
+    }
 };
 
 }  // namespace carousel

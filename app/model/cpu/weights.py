@@ -6,7 +6,7 @@ Only the architectures named here are packed. The loader compares the decoder's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from app.model.attention import AttentionRules
-from app.model.cpu.library import LANES, in_large_pages
+from app.model.cpu.library import LANES, in_large_pages, log_use_of_amx
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 Weights = Callable[[str], torch.Tensor | None]
 _Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
-# Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP.
-_ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+# Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
+# mixture of such MLPs.
+_MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
+_ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
+_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
@@ -33,6 +36,14 @@ _GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
 _HEAD_BITS = 8  # where the layers are quantised, as in the sources
 _SHARES_OF_THE_RANGE = (1.0, 0.93, 0.86)  # that four bits cover
 _PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeMlp:
+    """The matrices of an MLP, or of one expert."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +58,20 @@ class NativeLayer:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    router: torch.Tensor | None  # packed, never quantised; None where there are no experts
+    mlps: tuple[NativeMlp, ...]  # one, or one for each expert
     sliding_window: int  # 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSettings:
+    """A mixture of experts; all 0 without one. The fields are those of `ExpertsShape`, in its order."""
+
+    num_experts: int = 0
+    per_token: int = 0
+    intermediate_size: int = 0
+    weights_sum_to_one: bool = False  # those of a token's chosen experts; else they are parts of the sum of all
+    rounds_weights: bool = False  # whether weights, and outputs times weights, are rounded to the model's type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +82,8 @@ class DecoderSettings:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of layers without experts
+    experts: ExpertSettings
     vocab_size: int
     epsilon: float
     scaling: float
@@ -90,8 +113,8 @@ class NativeWeights:
         return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
 
 
-def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    """Why the C++ decoder cannot compute a model; None when no reason is known."""
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
     if type(model).__name__ not in _ARCHITECTURES:
         return f"{type(model).__name__} is none of {', '.join(sorted(_ARCHITECTURES))}"
     config = model.config
@@ -99,11 +122,18 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
         return f"its MLP is activated by {config.hidden_act}, not silu"
     if model.model.rotary_emb.rope_type in _ROTARY_BY_LENGTH:
         return f"its {model.model.rotary_emb.rope_type} rotary positions follow the longest sequence of a step"
-    odd = [n for n in (config.hidden_size, config.intermediate_size, _head_dim(model)) if n % LANES]
+    sizes = (config.hidden_size, config.intermediate_size, _head_dim(model), _experts(model).intermediate_size)
+    odd = [n for n in sizes if n % LANES]
     if odd:
         return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not"
-    if any(layer.mlp.gate_proj.bias is not None or layer.mlp.down_proj.bias is not None for layer in _layers(model)):
+    mlps = [layer.mlp for layer in _layers(model) if not hasattr(layer.mlp, "experts")]
+    if any(mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None for mlp in mlps):
         return "its MLP has biases"
+    return None
+
+
+def why_attention_is_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+    """The same for what its layers have asked of their attention."""
     if sorted(rules) != list(range(len(_layers(model)))):
         return "its layers do not all attend once"
     if any(rule.softcap or rule.sinks is not None or rule.scaling != rules[0].scaling for rule in rules.values()):
@@ -112,7 +142,7 @@ def why_not_native(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> 
 
 
 def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
-    """`why_not_native` must be None."""
+    """`why_not_native` and `why_attention_is_not_native` must be None."""
     config, rotary = model.config, model.model.rotary_emb
     return DecoderSettings(
         hidden_size=config.hidden_size,
@@ -120,6 +150,7 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
         num_kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(model),
         intermediate_size=config.intermediate_size,
+        experts=_experts(model),
         vocab_size=model.lm_head.weight.shape[0],
         epsilon=config.rms_norm_eps,
         scaling=rules[0].scaling,
@@ -129,25 +160,59 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
     )
 
 
+def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's weights under the names in its checkpoint: transformers joins those of a layer's experts in memory."""
+    found = {}
+    for name, weight in weights.items():
+        prefix, is_joined, joined = name.partition(".mlp.experts.")
+        if not is_joined:
+            found[name] = weight
+            continue
+        for expert, own in enumerate(weight):
+            parts = own.chunk(2) if joined == "gate_up_proj" else (own,)
+            for part, matrix in zip(_EXPERT_MATRICES[joined], parts, strict=True):
+                found[f"{prefix}.mlp.experts.{expert}.{part}.weight"] = matrix
+    return found
+
+
 @torch.inference_mode()
-def pack_weights(weights: Weights, settings: DecoderSettings, *, bits: int = 0) -> NativeWeights:
+def pack_weights(
+    weights: Weights, settings: DecoderSettings, *, bits: int = 0, release: Callable[[], None] = lambda: None
+) -> NativeWeights:
     """Pack weights that are all of one type, one layer after the other. Does not change them.
 
     bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. An embedding that is tied to the head
     is not kept then; another one stays as it is: a step reads only its tokens' rows.
+    release: called after each layer, when what was asked of `weights` so far has been packed.
     """
-    embedding, head = _given(weights, EMBEDDING), _given(weights, HEAD)
+    pack = _packing(bits)
+    embedding: torch.Tensor | None = _given(weights, EMBEDDING)
+    assert embedding is not None
+    dtype, unpacked_head = embedding.dtype, _given(weights, HEAD)
+    if dtype is torch.bfloat16:
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        log_use_of_amx(settings.head_dim, *(() if bits else inputs))
+    if bits and torch.equal(embedding, unpacked_head):
+        embedding = None
+    head = _packing(_HEAD_BITS if bits else 0)(
+        [unpacked_head]
+    )  # first: the largest matrix, while nothing else is there
+    del unpacked_head
+    release()
+    layers = []
+    for index, window in enumerate(settings.sliding_windows):
+        layers.append(
+            _pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window, settings.experts.num_experts)
+        )
+        release()
     return NativeWeights(
         settings=settings,
-        layers=tuple(
-            _pack_layer(partial(_named, weights, f"model.layers.{index}."), _packing(bits), window)
-            for index, window in enumerate(settings.sliding_windows)
-        ),
-        embedding=None if bits and torch.equal(embedding, head) else embedding,
+        layers=tuple(layers),
+        embedding=embedding,
         final_norm=_given(weights, "model.norm.weight"),
-        head=_packing(_HEAD_BITS if bits else 0)([head]),
+        head=head,
         rotary_frequencies=torch.tensor(settings.rotary_frequencies),
-        dtype=embedding.dtype,
+        dtype=dtype,
         weight_bits=bits,
     )
 
@@ -166,9 +231,10 @@ def _given(weights: Weights, name: str) -> torch.Tensor:
     return weight
 
 
-def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int) -> NativeLayer:
+def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
     queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
-    gate, up = _given(weights, "mlp.gate_proj.weight"), _given(weights, "mlp.up_proj.weight")
+    router = weights("mlp.gate.weight")
+    mlps = ["mlp."] if router is None else [f"mlp.experts.{expert}." for expert in range(num_experts)]
     return NativeLayer(
         input_norm=_given(weights, "input_layernorm.weight"),
         query_key_value=pack([_given(weights, f"{name}.weight") for name in queries_keys_values]),
@@ -178,10 +244,15 @@ def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int) -> NativeLay
         output=pack([_given(weights, "self_attn.o_proj.weight")]),
         output_bias=_bias(weights, ["self_attn.o_proj"]),
         post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
-        gate_up=pack(_in_turn(gate, up)),
-        down=pack([_given(weights, "mlp.down_proj.weight")]),
+        router=None if router is None else _packed([router]),
+        mlps=tuple(_pack_mlp(partial(_named, weights, mlp), pack) for mlp in mlps),
         sliding_window=sliding_window,
     )
+
+
+def _pack_mlp(weights: Weights, pack: _Pack) -> NativeMlp:
+    gate, up = _given(weights, "gate_proj.weight"), _given(weights, "up_proj.weight")
+    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([_given(weights, "down_proj.weight")]))
 
 
 def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -189,7 +260,7 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     weights: each [outputs, inputs].
     """
-    weight = torch.cat(list(weights))
+    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     num_outputs, num_inputs = weight.shape
     per_unit = 4 // weight.element_size()
     packed = in_large_pages(-(-num_outputs // _PANEL), num_inputs // per_unit, _PANEL, dtype=torch.int32)
@@ -276,7 +347,7 @@ def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:
     target = panels.view(weight.dtype).view(len(panels), -1, _PANEL, per_unit)
     source = weight.reshape(num_outputs, num_inputs // per_unit, per_unit)
     whole = num_outputs // _PANEL
-    target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, -1, per_unit).transpose(1, 2))
+    target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, *source.shape[1:]).transpose(1, 2))
     if whole < len(panels):
         target[whole:] = 0
         target[whole, :, : num_outputs % _PANEL].copy_(source[whole * _PANEL :].transpose(0, 1))
@@ -305,3 +376,17 @@ def _layers(model: PreTrainedModel) -> list[Any]:
 
 def _head_dim(model: PreTrainedModel) -> int:
     return int(_layers(model)[0].self_attn.head_dim)
+
+
+def _experts(model: PreTrainedModel) -> ExpertSettings:
+    config, name = model.config, type(model).__name__
+    if name not in _MIXTURES or not config.num_experts:
+        return ExpertSettings()
+    is_mixtral = name == "MixtralForCausalLM"
+    return ExpertSettings(
+        num_experts=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
+        weights_sum_to_one=is_mixtral or config.norm_topk_prob,
+        rounds_weights=not is_mixtral,
+    )

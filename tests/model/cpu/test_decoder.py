@@ -55,10 +55,13 @@ def step(decoder: NativeDecoder, *items: ScheduledSequence) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 @torch.inference_mode()
 def test_logits_are_the_models_own(architecture: str, dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    path = tiny_model_path(architecture)
+    check_logits(tiny_model_path(architecture), dtype)
+
+
+def check_logits(path: Path, dtype: str) -> None:
     own = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="eager").eval()
     expected = own(torch.tensor([PROMPT])).logits[0, -1].float()
     got = step(decoder_of(load(path, dtype)), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))[0]
@@ -66,7 +69,7 @@ def test_logits_are_the_models_own(architecture: str, dtype: str, tiny_model_pat
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 @torch.inference_mode()
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(
     architecture: str, dtype: str, tiny_model_path
@@ -126,3 +129,45 @@ def test_a_decoder_that_computes_something_else_is_not_used(tiny_model_path, mon
     assert "the first layer's output differs by" in caplog.text
     assert model.module is not None
     assert model.module.get_input_embeddings().weight.numel() > 0, "its weights are still there"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "per_token"), [(4, 1), (20, 3), (20, 20), (130, 2)])
+@torch.inference_mode()
+def test_of_experts_with_equal_scores_those_of_torch_are_chosen(
+    num_experts: int, per_token: int, dtype: str, tmp_path: Path
+) -> None:
+    """All scores are equal, so the chosen experts, the same for all tokens, are those that `topk` happens to return."""
+    model = build_tiny_model("qwen3_moe", num_experts=num_experts, num_experts_per_tok=per_token)
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight.zero_()
+    model.save_pretrained(tmp_path)
+    check_logits(tmp_path, dtype)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"norm_topk_prob": False}, {"decoder_sparse_step": 2, "mlp_only_layers": []}, {"num_experts": 0}],
+    ids=str,
+)
+@torch.inference_mode()
+def test_other_mixtures_have_the_models_logits(settings: dict[str, object], tmp_path: Path) -> None:
+    build_tiny_model("qwen3_moe", **settings).save_pretrained(tmp_path)
+    check_logits(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@torch.inference_mode()
+def test_a_token_without_a_number_does_not_disturb_the_experts_of_others(architecture: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    model = load(tiny_model_path(architecture), "float32")
+    assert model.native is not None
+    expected = step(decoder_of(model), chunk(PROMPT, 0, 20, [0, 1]))
+    poisoned = model.native.embedding.clone()
+    poisoned[205] = float("nan")
+    batch = Batch((chunk([205] * 5, 0, 5, [4]), chunk(PROMPT, 0, 20, [0, 1])), ())
+    decoder = decoder_of(dataclasses.replace(model, native=dataclasses.replace(model.native, embedding=poisoned)))
+    inputs = build_inputs(batch, block_size=decoder.block_size, device=torch.device("cpu"))
+    logits = decoder.predict(batch, inputs).logits
+    assert logits[0].isnan().all()
+    assert torch.equal(logits[1:], expected)

@@ -44,7 +44,7 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
         return step(decoder_of(model), chunk(PROMPT, 0, 70, [3, 8, 1, 0, 9]))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_has_passed_is_the_same_without_the_check(
     architecture: str, dtype: str, tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read_is_no_check(
 def test_weights_that_transformers_reads_otherwise_are_checked_at_every_load(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.model.cpu.kept_check.Checkpoint.is_equal", lambda *_: False)
+    monkeypatch.setattr("app.model.cpu.checkpoint.Checkpoint.has_weights_of", lambda *_: False)
     load(model_path, tmp_path)
     assert not list(tmp_path.glob("checked-*"))
 

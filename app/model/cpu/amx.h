@@ -1,0 +1,166 @@
+// The matrix unit of Intel's CPUs (AMX): eight tiles of up to 16 rows of 64 bytes, multiplied in bfloat16.
+//
+// A unit of vectors.h is a pair of bfloat16, as the instruction wants them: a panel of weights, the keys of a block and
+// its values are tiles already. Sums of the unit have an order of their own, so all rows of a matrix go through tiles or
+// none, however many there are.
+//
+// CAROUSEL_PLAIN_AMX is for machines without AMX: plain C++ gives the bits of the instructions. Its value stands for the
+// kernel's answer: 0, or the error number of a refusal.
+#pragma once
+
+#include <cassert>
+#include <type_traits>
+
+#include "vectors.h"
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(CAROUSEL_PLAIN_AMX)
+#define CAROUSEL_AMX
+#include <cerrno>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace carousel {
+namespace amx {
+
+constexpr int ROWS = 16;   // of a tile, at most
+constexpr int UNITS = 16;  // of a row of a tile, at most
+constexpr int NOT_BUILT = -1;
+
+// A thread's tiles, as the CPU reads them.
+struct alignas(64) Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    // [rows][units] of a tile. Of no rows: it is not used.
+    void set(int tile, int num_rows, int num_units = UNITS) {
+        rows[tile] = uint8_t(num_rows);
+        row_bytes[tile] = uint16_t(num_rows ? num_units * sizeof(uint32_t) : 0);
+    }
+};
+
+#ifdef CAROUSEL_AMX
+
+inline int ask_kernel() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 0 : errno;
+}
+// Not the compiler's intrinsics: GCC's take numbers of tiles as text, and say nothing of the memory that a load reads.
+inline void load_shapes(const Shapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
+inline void drop_shapes() { __asm__ volatile("tilerelease"); }
+
+// Strides are in units.
+template <int TILE>
+inline void load(const void* from, int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride * 4), "i"(TILE) : "memory");
+}
+template <int TILE>
+inline void store(float* to, int64_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride * 4), "i"(TILE) : "memory");
+}
+template <int TILE>
+inline void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(TILE));
+}
+// sums + left × right: [rows][columns], [rows][units] and [units][columns].
+template <int SUMS, int LEFT, int RIGHT>
+inline void dot() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
+}
+
+#else
+
+#ifdef CAROUSEL_PLAIN_AMX
+inline int ask_kernel() { return CAROUSEL_PLAIN_AMX; }
+#else
+inline constexpr int ask_kernel() { return NOT_BUILT; }
+#endif
+
+struct Registers {
+    Shapes shapes;
+    alignas(64) uint32_t tiles[8][ROWS][UNITS];
+};
+static thread_local Registers registers;
+
+inline void load_shapes(const Shapes& shapes) { registers.shapes = shapes; }
+inline void drop_shapes() { registers.shapes = Shapes(); }
+
+// The unit takes denormal numbers for zeros, and gives none.
+inline Vector flushed(Vector x) {
+    const Words bits = (Words)x;
+    return (Vector)((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
+}
+
+template <int TILE>
+inline void zero() {
+    assert(registers.shapes.rows[TILE] > 0);
+    std::memset(registers.tiles[TILE], 0, sizeof(registers.tiles[TILE]));
+}
+template <int TILE>
+inline void load(const void* from, int64_t stride) {
+    zero<TILE>();
+    for (int row = 0; row < registers.shapes.rows[TILE]; ++row)
+        std::memcpy(registers.tiles[TILE][row], static_cast<const uint32_t*>(from) + row * stride,
+                    registers.shapes.row_bytes[TILE]);
+}
+template <int TILE>
+inline void store(float* to, int64_t stride) {
+    for (int row = 0; row < registers.shapes.rows[TILE]; ++row)
+        std::memcpy(to + row * stride, registers.tiles[TILE][row], registers.shapes.row_bytes[TILE]);
+}
+template <int SUMS, int LEFT, int RIGHT>
+inline void dot() {
+    const Shapes& shapes = registers.shapes;
+    assert(shapes.rows[SUMS] == shapes.rows[LEFT] && shapes.row_bytes[SUMS] == shapes.row_bytes[RIGHT]);
+    assert(shapes.row_bytes[LEFT] == shapes.rows[RIGHT] * sizeof(uint32_t) && shapes.rows[RIGHT] > 0);
+    for (int row = 0; row < shapes.rows[SUMS]; ++row) {
+        Vector even = {}, odd = {};  // of each pair: products of two bfloat16 are exact
+        for (int unit = 0; unit < shapes.rows[RIGHT]; ++unit) {
+            const Words left = broadcast(registers.tiles[LEFT][row][unit]), high = Words{} + 0xffff0000u;
+            const Words right = load_units(registers.tiles[RIGHT][unit]);
+            even = flushed(even + flushed((Vector)(left << 16)) * flushed((Vector)(right << 16)));
+            odd = flushed(odd + flushed((Vector)(left & high)) * flushed((Vector)(right & high)));
+        }
+        uint32_t* const sums = registers.tiles[SUMS][row];
+        const Vector total = flushed(flushed((Vector)load_units(sums)) + flushed(even + odd));
+        std::memcpy(sums, &total, sizeof(total));
+    }
+}
+
+#endif
+
+// 0 where tiles can be used. NOT_BUILT, or the error number with which the kernel refuses them: it is asked once, before
+// other threads begin. Static: two builds in one process have answers of their own.
+static int refusal() {
+#if defined(CAROUSEL_AMX) || defined(CAROUSEL_PLAIN_AMX)
+    static const int answer = ask_kernel();
+    return answer;
+#else
+    return NOT_BUILT;
+#endif
+}
+
+// Whether products of rows of so many numbers go through tiles.
+template <typename T>
+inline bool fits(int64_t num_numbers) {
+    return std::is_same_v<T, bf16> && num_numbers % (UNITS * PER_UNIT<bf16>) == 0 && refusal() == 0;
+}
+
+static thread_local Shapes configured{0};  // palette 0: none
+
+// Sets the shapes of this thread's tiles.
+inline void configure(const Shapes& shapes) {
+    if (std::memcmp(&configured, &shapes, sizeof(shapes)) == 0) return;
+    configured = shapes;
+    load_shapes(configured);
+}
+
+// At the end of a thread's work: tiles in use make a change of threads dearer, and other code has shapes of its own.
+inline void release() {
+    if (configured.palette == 0) return;
+    configured.palette = 0;
+    drop_shapes();
+}
+
+}  // namespace amx
+}  // namespace carousel

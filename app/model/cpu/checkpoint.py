@@ -1,0 +1,118 @@
+"""A model's safetensors files, mapped into memory, and transformers' model computed from them a layer at a time.
+
+A weight is a view of its file, so its pages are in memory once however often it is read, and only while they are used.
+"""
+
+from __future__ import annotations
+
+import mmap
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from app.model.cpu.library import advise
+from app.model.cpu.weights import EMBEDDING, HEAD, by_expert
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Parts of names: in Mixtral's files, and in transformers' other mixtures.
+_MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Checkpoint:
+    """The weights in a model's files, each read when it is asked for."""
+
+    def __init__(self, location: Path, dtype: torch.dtype) -> None:
+        """dtype: of the weights as they are given; one that the files have as well is not copied.
+
+        Raises OSError if a file cannot be read.
+        """
+        self._dtype = dtype
+        self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
+        self._used: list[torch.Tensor] = []
+        for path in sorted(location.glob("model*.safetensors")):
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise OSError(f"{path}: {error}") from error
+            self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """The weight of this name. A head that is tied to the embedding is not in the files."""
+        weight = self._mapped(name)
+        if weight is None:
+            return None
+        self._used.append(weight)
+        return weight.to(self._dtype)
+
+    def release(self) -> None:
+        """Give back the memory of all weights read so far. One that is used again is read from its file again."""
+        for weight in self._used:
+            advise(weight, mmap.MADV_DONTNEED)
+        self._used.clear()
+
+    def has_weights_of(self, module: PreTrainedModel) -> bool:
+        """Whether every weight of a model is in the files, under its name in the model and in its shape."""
+        is_tied = bool(module.config.tie_word_embeddings)
+        for name, weight in by_expert(module.state_dict()).items():
+            if name == HEAD and name not in self._files and not is_tied:
+                return False
+            mapped = self._mapped(name)
+            if mapped is None or mapped.shape != weight.shape or mapped.dtype not in _DTYPES:
+                return False
+        return True
+
+    def _mapped(self, name: str) -> torch.Tensor | None:
+        if name == HEAD and name not in self._files:
+            name = EMBEDDING
+        if name not in self._files:
+            return None
+        file, key = self._files[name]
+        weight: torch.Tensor = file.get_tensor(key)
+        return weight
+
+
+def _renamed(key: str) -> str:
+    for mixtrals, name in _MIXTRAL_NAMES:
+        key = key.replace(mixtrals, name)
+    return key
+
+
+def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
+    """Give each part of a Llama-like model on the meta device its weights while it computes, and no longer."""
+    module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)  # its numbers are no weights
+    names = {part: name for name, part in module.named_modules()}
+    for part in (module.model.embed_tokens, *module.model.layers, module.model.norm, module.lm_head):
+        part.register_forward_pre_hook(partial(_fill, checkpoint, names[part]))
+        part.register_forward_hook(partial(_empty, checkpoint))
+
+
+def _fill(checkpoint: Checkpoint, name: str, part: nn.Module, _arguments: Any) -> None:
+    weights = {}
+    for own, weight in part.state_dict().items():
+        found = checkpoint(f"{name}.{own}")
+        weights[own] = _joined(checkpoint, f"{name}.{own}", weight) if found is None else found
+    part.load_state_dict(weights, assign=True)
+
+
+def _joined(checkpoint: Checkpoint, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight that the model has for all experts of a layer together, as one copy. weight: on the meta device."""
+    joined = torch.empty_like(weight, device="cpu")
+    for own, matrix in by_expert({name: joined}).items():
+        found = checkpoint(own)
+        assert found is not None, "`has_weights_of` has looked for it"
+        matrix.copy_(found)
+    return joined
+
+
+def _empty(checkpoint: Checkpoint, part: nn.Module, _arguments: Any, _output: Any) -> None:
+    part.to(device="meta")
+    checkpoint.release()

@@ -1,0 +1,136 @@
+"""Tiles of the matrix unit in products, attention and whole steps: in plain C++ where the CPU has no AMX.
+
+tests/model/test_attention.py has more of attention.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from app.config import ModelConfig
+from app.model.cpu import library as native
+from app.model.loader import LoadedModel, load_model
+from tests.model.cpu.builds import PLAIN_AMX, built_with
+from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.tiny_models import VOCAB_SIZE
+
+BLOCKS, OTHERS = [3, 8, 1, 0, 9], [2, 7, 4, 5, 6]
+SHAPE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda **other: LlamaForCausalLM(LlamaConfig(**(SHAPE | other))),
+    "mistral": lambda **other: MistralForCausalLM(MistralConfig(**(SHAPE | {"sliding_window": 21} | other))),
+}
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+
+
+def load(folder: Path, kind: str = "llama", **shape: int) -> LoadedModel:
+    torch.manual_seed(0)
+    MODELS[kind](**shape).save_pretrained(folder)
+    return load_model(ModelConfig(path=str(folder), device="cpu", dtype="bfloat16"), str(folder))
+
+
+def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: Path) -> None:
+    """Under the address sanitiser: rows behind the last are neither read nor written."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    source, program = Path(__file__).with_name("amx_products.cpp"), tmp_path / "products"
+    subprocess.run(
+        [str(compiler), "-std=c++17", "-O1", "-g", "-march=native", "-pthread", "-fsanitize=address", PLAIN_AMX,
+         f"-I{native._SOURCES}", str(source), "-o", str(program)],
+        check=True, timeout=300,
+    )  # fmt: skip
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, tmp_path: Path) -> None:
+    """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
+    model = load(tmp_path, kind)
+    with built_with(PLAIN_AMX):
+        whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+        single = decoder_of(model, num_threads=1)
+        for at in range(70):
+            last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
+        assert torch.equal(last, whole)
+
+        crowded, backwards = decoder_of(model, num_threads=3), PROMPT[::-1]
+        for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
+            beside = chunk(backwards, start, 1, OTHERS)
+            rows = step(crowded, beside, chunk(PROMPT, start, size, BLOCKS), chunk(backwards, 0, 40, [10, 11, 12]))
+        assert torch.equal(rows[1], whole)
+
+        sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 32)]
+        for item in sharing:
+            step(crowded, chunk(PROMPT, 64, 5, item.block_ids))
+        assert all(torch.equal(row, whole) for row in step(crowded, *sharing))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_logits_are_those_of_vector_instructions_but_for_rounding(kind: str, tmp_path: Path) -> None:
+    model = load(tmp_path, kind)
+    with built_with(PLAIN_AMX):
+        in_tiles = decoder_of(model)
+    by_vectors = decoder_of(model)
+    for start, size in ((0, 40), *((at, 1) for at in range(40, 70))):
+        rows = [step(decoder, chunk(PROMPT, start, size, BLOCKS))[0] for decoder in (in_tiles, by_vectors)]
+        assert not torch.equal(*rows), "tiles have another order of sums"
+        assert float((rows[0] - rows[1]).norm() / rows[1].norm()) < 0.03
+
+
+@pytest.mark.parametrize("shape", [{"head_dim": 16}, {"hidden_size": 144}, {"intermediate_size": 48}])
+@torch.inference_mode()
+def test_sizes_that_do_not_fit_are_left_to_vector_instructions(
+    shape: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with built_with(PLAIN_AMX):
+        model = load(tmp_path, **shape)
+        whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+        pieces = decoder_of(model)
+        for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
+            rows = step(pieces, chunk(PROMPT, start, size, BLOCKS))
+    assert torch.equal(rows[0], whole)
+    assert f"not AMX: inputs of {next(iter(shape.values()))} are no multiples of 32" in caplog.text
+
+
+@torch.inference_mode()
+def test_without_the_kernels_permission_vector_instructions_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with built_with("-DCAROUSEL_PLAIN_AMX=95"):
+        refused = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
+    assert "not AMX: the kernel refuses it (Operation not supported)" in caplog.text
+    if "amx_bf16" not in native._cpu():
+        assert torch.equal(refused, step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS)))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="AMX is a part of x86-64")
+@torch.inference_mode()
+def test_a_build_for_amx_has_its_instructions_and_asks_for_permission(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with built_with("-mamx-tile", "-mamx-bf16") as code:
+        assert code.carousel_amx_refusal() != -1
+        logits = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
+    if objdump := shutil.which("objdump"):
+        listing = subprocess.run([objdump, "-d", code._name], capture_output=True, text=True, check=True).stdout
+        assert all(name in listing for name in ("tdpbf16ps", "tileloadd", "tilestored", "ldtilecfg", "tilerelease"))
+    if "amx_bf16" not in native._cpu():
+        assert "not AMX: the kernel refuses it" in caplog.text
+        assert torch.equal(logits, step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS)))
