@@ -3,6 +3,8 @@
     sharegpt        64 requests of ragged lengths: log-normal, 16 to 512 prompt tokens, 8 to 256 to generate
     uniform         32 requests of 128 prompt tokens, 64 to generate
     shared_prefix   64 requests that share 384 prompt tokens, 32 of their own each, 64 to generate
+    decode          32 requests of 16 prompt tokens, 128 to generate; for the rate of decode at any number at once
+    prefill         8 requests of 512 prompt tokens, one to generate
 
 Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
 With --requests there are more or fewer of the same; with --tenants the first sends half of them, the others the rest.
@@ -76,11 +78,21 @@ def _shared_prefix(lengths: random.Random, tokens: Tokens, num_requests: int) ->
     return [(prefix + tokens.draw(32), 64) for _ in range(num_requests)]
 
 
-NUM_REQUESTS = {"sharegpt": 64, "uniform": 32, "shared_prefix": 64}
+def _decode(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
+    return [(tokens.draw(16), 128) for _ in range(num_requests)]
+
+
+def _prefill(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[tuple[list[int], int]]:
+    return [(tokens.draw(512), 1) for _ in range(num_requests)]
+
+
+NUM_REQUESTS = {"sharegpt": 64, "uniform": 32, "shared_prefix": 64, "decode": 32, "prefill": 8}
 WORKLOADS: dict[str, Callable[[random.Random, Tokens, int], list[tuple[list[int], int]]]] = {
     "sharegpt": _sharegpt,
     "uniform": _uniform,
     "shared_prefix": _shared_prefix,
+    "decode": _decode,
+    "prefill": _prefill,
 }
 
 

@@ -55,6 +55,7 @@ def build_runner(
 def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> TorchModelRunner:
     pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
     team = Team(num_threads)
+    pages.provide(team)
     if model.native is None:
         assert model.module is not None, "a model has its weights in one of both"
         forward = TransformersForward(model.module, NativeAttention(pages, team))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import LANES, Team, is_fast, library
 from app.model.cpu.weights import (
+    ARCHITECTURES,
     BITS,
     NativeWeights,
     by_expert,
@@ -27,7 +28,7 @@ from app.model.cpu.weights import (
     why_attention_is_not_native,
     why_not_native,
 )
-from app.model.description import as_token_ids, max_model_len
+from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
@@ -69,7 +70,8 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = _device(config)
-    dtype = _dtype(config, device)
+    dtype, reason = dtype_of(config, location)
+    logger.info("%s: the type is %s: %s", config.path, _name(dtype), reason)
     _check_quantization(config, device)
     may_be_native = device.type == "cpu" and config.backend == "auto"
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
@@ -203,10 +205,50 @@ def _not_quantised(config: ModelConfig, reason: str) -> InvalidSetup:
     )
 
 
-def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+class ChosenDtype(NamedTuple):
+    """A type of weights and KV memory, and why it is that."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
+    """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
+
+    Raises:
+        InvalidSetup: there is no such device.
+    """
+    if config.dtype != "auto":
+        return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
+    if _device(config).type == "cuda":
+        return ChosenDtype(torch.bfloat16, "it runs on CUDA")
+    try:
+        described = read_config(config, location)
+    except InvalidSetup:  # said when the model is loaded, with more
+        described = {}
+    text = described.get("text_config") or described
+    own = next((each[key] for each in (described, text) for key in ("dtype", "torch_dtype") if each.get(key)), None)
+    if own == "bfloat16":
+        reason = _why_not_bfloat16(config, described)
+        if reason is None:
+            return ChosenDtype(torch.bfloat16, "the checkpoint's own, in which the native code is fast on this CPU")
+        return ChosenDtype(torch.float32, f"the checkpoint is in bfloat16, but {reason}")
+    if own == "float16":  # bfloat16 has 8 bits of its 11
+        return ChosenDtype(torch.float32, "the checkpoint is in float16, which bfloat16 would round")
+    return ChosenDtype(torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint names no other")
+
+
+def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | None:
+    if config.backend != "auto":
+        return f"transformers' code computes it (model.backend is {config.backend})"
+    architectures = described.get("architectures") or ["a model without a name"]
+    if not ARCHITECTURES.issuperset(architectures):
+        return f"transformers' code computes {', '.join(architectures)}"
+    return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:

@@ -1,16 +1,28 @@
-"""The pictures of benchmarks.engine.strategies, in one PNG. Needs matplotlib, which the extra `plots` brings."""
+"""The pictures of benchmarks.engine.strategies, in one PNG, and those of benchmarks.peers.compare:
+
+    python -m benchmarks.engine.pictures --out FILE.png COMPARED.json ...
+
+The latter draws output tokens a second in decode steps against the sequences at once, from the workloads decode_1,
+decode_8 and so on: one chart for each width, which is the last word of an entry's name (`ours int8`). Needs matplotlib,
+which the extra `plots` brings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks.engine.step_trace import Step
-from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.command import BenchmarkError, command_parser, refused
 
 if TYPE_CHECKING:
     from benchmarks.engine.strategies import Outcome
@@ -145,3 +157,80 @@ def holdings(steps: Sequence[Step]) -> list[Holding]:
                 taken.add(slot)
             held[name] = Holding(name, slot, began_s, step.ended_s)
     return [*done, *held.values()]
+
+
+# Widths with one number of bits a weight share a chart.
+BITS_OF = {"fp32": 32, "bf16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}
+_DECODE = "decode_"
+
+Curves = dict[str, list[tuple[int, float]]]  # by entry: sequences at once, tokens a second
+
+
+def decode_curves(comparisons: Iterable[Mapping[str, Any]]) -> dict[int, Curves]:
+    """By bits a weight, most first. An entry that is in several files has the points of the last.
+
+    Raises:
+        BenchmarkError: an entry's name ends with no known width, or there is no curve.
+    """
+    found: defaultdict[int, Curves] = defaultdict(dict)
+    for entry in (entry for comparison in comparisons for entry in comparison["entries"]):
+        points = [
+            (int(name.removeprefix(_DECODE)), figures["decode_tokens_per_s"])
+            for name, figures in entry["workloads"].items()
+            if name.startswith(_DECODE) and figures["decode_tokens_per_s"] is not None
+        ]
+        width = entry["name"].rpartition(" ")[2]
+        if points and width not in BITS_OF:
+            raise BenchmarkError(f"the entry {entry['name']!r} ends with none of the widths {', '.join(BITS_OF)}")
+        if points:
+            found[BITS_OF[width]][entry["name"]] = sorted(points)
+    if not found:
+        raise BenchmarkError("there are no figures of workloads named decode_1, decode_8, ...")
+    return dict(sorted(found.items(), reverse=True))
+
+
+def draw_decode(path: str, curves_of: Mapping[int, Curves]) -> None:
+    """One chart for each width, all to one scale. Raises BenchmarkError when the picture cannot be written."""
+    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN + 0.8), dpi=_DPI, layout="constrained")
+    first = None
+    for number, (bits, curves) in enumerate(curves_of.items(), start=1):
+        axes = figure.add_subplot(1, len(curves_of), number, sharey=first)
+        first = first or axes
+        for name, points in curves.items():
+            width = 2.5 if name.startswith("ours") else 1.2
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=name)
+        at_once = sorted({num for points in curves.values() for num, _ in points})
+        axes.set(title=f"{bits} bits a weight", xlabel="sequences at once", xscale="log", ylim=(0, None))
+        axes.set_xticks(at_once, [str(num) for num in at_once])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    if first is not None:
+        first.set_ylabel("output tokens/s")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise BenchmarkError(f"--out {path} cannot be written: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("engine.pictures", __doc__)
+    parser.add_argument("compared", nargs="+", metavar="COMPARED.json", help="what benchmarks.peers.compare wrote")
+    parser.add_argument("--out", required=True, metavar="FILE.png")
+    given = parser.parse_args(arguments)
+    try:
+        draw_decode(given.out, decode_curves(_read(given)))
+    except BenchmarkError as error:
+        return refused(error)
+    return 0
+
+
+def _read(given: argparse.Namespace) -> list[Any]:
+    try:
+        return [json.loads(Path(path).read_text(encoding="utf-8")) for path in given.compared]
+    except (OSError, ValueError) as error:
+        raise BenchmarkError(f"a comparison cannot be read: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

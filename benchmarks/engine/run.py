@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from benchmarks.harness import machine
@@ -58,6 +58,18 @@ class Run:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(timeline.token_ids) for timeline in self.timelines.values())
+
+    @property
+    def all_begun_s(self) -> float:
+        """When the last request had its first token."""
+        return max(timeline.delivered_s[0] for timeline in self.timelines.values() if timeline.delivered_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Output tokens from then to the end, for each second; None where nothing is streamed or nothing is left."""
+        begun_s = self.all_begun_s
+        num_after = sum(at_s > begun_s for timeline in self.timelines.values() for at_s in timeline.delivered_s)
+        return num_after / (self.seconds - begun_s) if self.streams and num_after else None
 
     def __str__(self) -> str:
         tokens = self.num_output_tokens
@@ -161,6 +173,10 @@ def summed_up(
         "all_seconds": [round(run.seconds, 4) for run in runs],
         "output_tokens_per_s": round(middle.num_output_tokens / seconds, 2),
         "total_tokens_per_s": round((workload.num_prompt_tokens + middle.num_output_tokens) / seconds, 2),
+        "prompt_tokens_per_s": round(
+            workload.num_prompt_tokens / statistics.median(run.all_begun_s for run in runs), 2
+        ),
+        "decode_tokens_per_s": rounded(middle.decode_tokens_per_s, 2),
         **times_of(runs, (50, 99)),
         "start_to_first_token_s": rounded(start_to_first_token_s),
         "peak_rss_mb": machine.peak_rss_mb(),
@@ -174,6 +190,20 @@ def summed_up(
         "num_output_tokens": middle.num_output_tokens,
         "gpu": machine.gpu_name(setup.device),
     }
+
+
+def figures_of_others(
+    contender: Contender, setup: Setup, workloads: Mapping[str, Workload], *, repeat: int
+) -> dict[str, dict[str, Any]]:
+    """The figures of workloads that come after the first, by name."""
+    found = {}
+    for name, workload in workloads.items():
+        tell(f"workload {name}")
+        warmed_up(contender, workload)
+        found[name] = summed_up(
+            replace(setup, workload=name), workload, measured_runs(contender, workload, repeat=repeat)
+        )
+    return found
 
 
 def write_outputs(path: str, workload: Workload, run: Run) -> None:

@@ -24,6 +24,7 @@ class Options:
     device: Literal["cpu", "cuda"] | None  # None: cuda where there is one
     repeat: int
     outputs: str | None
+    also: tuple[str, ...] = ()
     assignments: tuple[Assignment, ...]
 
     @classmethod
@@ -37,16 +38,27 @@ class Options:
             device=given.device,
             repeat=getattr(given, "repeat", 1),
             outputs=getattr(given, "outputs", None),
+            also=tuple(getattr(given, "also", ())),
             assignments=parse_assignments(getattr(given, "set", ())),
         )
 
 
 def add_run_options(
-    parser: argparse.ArgumentParser, *, repeat: int | None = None, outputs: bool = False, settings: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    repeat: int | None = None,
+    outputs: bool = False,
+    settings: bool = False,
+    also: bool = False,
 ) -> None:
     """The model, the requests, the numbers and the machine; where asked for, `--repeat` (its default), and so on."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a transformers model, or a hub id")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
+    if also:
+        parser.add_argument(
+            "--also", nargs="+", action="extend", default=[], metavar="FILE.jsonl",
+            help="workloads to serve after that one, in the same process",
+        )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--threads", type=positive, default=num_cores(), metavar="N", help="CPU threads")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -117,6 +117,17 @@ def read_workload(path: str) -> Workload:
     if not lines:
         raise BenchmarkError(f"the workload {path} has no requests")
     return Workload(tuple(sorted((line.timed_request() for line in lines), key=lambda timed: timed.arrival_s)))
+
+
+def read_workloads(paths: Iterable[str]) -> dict[str, Workload]:
+    """Several files, by name without folder and suffix. Raises BenchmarkError as above, or when two have one name."""
+    found: dict[str, Workload] = {}
+    for path in paths:
+        name = Path(path).stem
+        if name in found:
+            raise BenchmarkError(f"two workloads are named {name}; rename the file {path}")
+        found[name] = read_workload(path)
+    return found
 
 
 def _parse(content: str, *, place: str) -> _Line:

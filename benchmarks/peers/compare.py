@@ -1,12 +1,14 @@
 """Several engines in turn, interleaved, on the same machine and requests.
 
     python -m benchmarks.peers.compare --model DIR --workload FILE carousel hf-static-32 \\
-        'carousel --set scheduler.max_step_tokens=1024' 'cmd:$VLLM_ENV/bin/python run_vllm.py --model DIR --dtype bf16'
+        'ours int8 = carousel --set model.quantization=int8' \\
+        'vLLM-CPU = cmd:$VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu {common}'
 
 Each entry runs as its own process, A B A B …, so that a machine that changes with the hour changes for all of them.
-Prints a table of medians and, as the last line, one JSON object. A ratio is the median over the rounds of an entry's
-output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a JSON object last, with
-`output_tokens_per_s` or `out_tok_s`.
+Prints a table of medians for each workload and, as the last line, one JSON object. A ratio is the median over the
+rounds of an entry's output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a
+JSON object last, with `output_tokens_per_s` or `out_tok_s`; `{common}` in it stands for the options of all entries. An
+entry that refuses a workload after `--also` is left out of all.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from benchmarks.harness.command import BenchmarkError, command_parser, did_you_m
 from benchmarks.harness.figures import cell, table
 from benchmarks.harness.options import add_run_options
 from benchmarks.harness.turns import last_object, run_module
-from benchmarks.harness.workload import read_workload
+from benchmarks.harness.workload import read_workloads
 from benchmarks.peers.hf import PEERS
 
 
@@ -33,7 +35,7 @@ class Standing:
     """What one entry has shown so far."""
 
     entry: Entry
-    rounds: list[Figures] = field(default_factory=list)
+    rounds: list[dict[str, Figures]] = field(default_factory=list)  # by workload
     failure: str | None = None
 
     def run(self) -> None:
@@ -42,19 +44,18 @@ class Standing:
         except BenchmarkError as error:
             self.failure = str(error)
 
-    @property
-    def speeds(self) -> list[float]:
+    def speeds(self, workload: str) -> list[float]:
         """Output tokens a second, by round."""
-        return [figures["output_tokens_per_s"] or 0.0 for figures in self.rounds]
+        return [found[workload]["output_tokens_per_s"] or 0.0 for found in self.rounds]
 
-    def medians(self) -> dict[str, float | None]:
-        return {name: _median([figures[name] for figures in self.rounds]) for name in FIGURES}
+    def medians(self, workload: str) -> dict[str, float | None]:
+        return {name: _median([found[workload][name] for found in self.rounds]) for name in FIGURES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("peers.compare", __doc__)
     parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
-    add_run_options(parser, repeat=1)
+    add_run_options(parser, repeat=1, also=True)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
     return run_command(
         parser, measure, arguments, is_bad=lambda found: any(entry["failure"] for entry in found["entries"])
@@ -62,12 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    read_workload(given.workload)  # a mistake in it is heard of now, not in every process
+    workloads = list(read_workloads([given.workload, *given.also]))  # a mistake in it is heard of now
     common = _common(given)
-    standings = [Standing(Entry.parse(text, common)) for text in given.entries]
+    standings = [Standing(Entry.parse(text, common, workloads)) for text in given.entries]
     run_interleaved(standings, rounds=given.rounds)
-    print(in_words(standings))
-    return summary(standings)
+    for workload in workloads:
+        print(*([f"\n{workload}\n"] if len(workloads) > 1 else []), in_words(standings, workload), sep="")
+    return summary(standings, workloads)
 
 
 def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:
@@ -82,20 +84,22 @@ def run_interleaved(standings: Sequence[Standing], *, rounds: int) -> None:
                 tell(f"== failed: {standing.entry.name}: {standing.failure}")
 
 
-def in_words(standings: Sequence[Standing]) -> str:
+def in_words(standings: Sequence[Standing], workload: str) -> str:
     """The medians as a table, the first entry's throughput as 1."""
-    heads = ["entry", "output tok/s", "from – to", "ratio", "seconds", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99",
-             "latency p50", "latency p99", "peak MB"]  # fmt: skip
+    heads = ["entry", "output tok/s", "from – to", "ratio", "prompt tok/s", "decode tok/s", "seconds", "TTFT p50",
+             "TTFT p99", "ITL p50", "ITL p99", "latency p50", "latency p99", "peak MB"]  # fmt: skip
     names = ["seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "latency_p50_s", "latency_p99_s"]
     rows = []
-    for standing, ratio in zip(standings, ratios(standings), strict=True):
-        medians = standing.medians()
+    for standing in standings:
+        medians, speeds = standing.medians(workload), standing.speeds(workload)
+        ratio = _median(ratios(standing, standings[0], workload))
         rows.append(
             [
                 standing.entry.name if standing.failure is None else f"{standing.entry.name} (failed)",
                 cell(medians["output_tokens_per_s"], "{:,.1f}"),
-                f"{min(standing.speeds):,.0f} – {max(standing.speeds):,.0f}" if standing.speeds else "–",
+                f"{min(speeds):,.0f} – {max(speeds):,.0f}" if speeds else "–",
                 cell(ratio, "{:.2f}"),
+                *(cell(medians[name], "{:,.1f}") for name in ("prompt_tokens_per_s", "decode_tokens_per_s")),
                 *(cell(medians[name], "{:.3f}") for name in names),
                 cell(medians["peak_rss_mb"], "{:,.0f}"),
             ]
@@ -103,32 +107,37 @@ def in_words(standings: Sequence[Standing]) -> str:
     return table(heads, rows)
 
 
-def ratios(standings: Sequence[Standing]) -> list[float | None]:
-    """The median over the rounds of an entry's output tokens a second over the first entry's; None without rounds."""
-    first = standings[0].speeds
-    return [
-        _median([speed / base for speed, base in zip(standing.speeds, first, strict=False) if base])
-        for standing in standings
-    ]
+def ratios(standing: Standing, first: Standing, workload: str) -> list[float]:
+    """An entry's output tokens a second over the first entry's, by round."""
+    pairs = zip(standing.speeds(workload), first.speeds(workload), strict=False)
+    return [round(speed / base, 4) for speed, base in pairs if base]
 
 
-def summary(standings: Sequence[Standing]) -> dict[str, Any]:
+def summary(standings: Sequence[Standing], workloads: Sequence[str]) -> dict[str, Any]:
     return {
         "entries": [
             {
                 "name": standing.entry.name,
                 "failure": standing.failure,
-                "ratio": ratio,
-                "all_output_tokens_per_s": standing.speeds,
-                **standing.medians(),
+                "engine": standing.entry.text,
+                "workloads": {
+                    workload: {
+                        "ratio": _median(ratios(standing, standings[0], workload)),
+                        "all_ratios": ratios(standing, standings[0], workload),
+                        "all_output_tokens_per_s": standing.speeds(workload),
+                        **standing.medians(workload),
+                    }
+                    for workload in workloads
+                },
             }
-            for standing, ratio in zip(standings, ratios(standings), strict=True)
+            for standing in standings
         ]
     }
 
 
 def _common(given: argparse.Namespace) -> list[str]:
     common = ["--model", given.model, "--workload", given.workload, "--threads", str(given.threads)]
+    common += ["--also", *given.also] if given.also else []
     common += ["--repeat", str(given.repeat)]
     for option in ("dtype", "device"):
         if getattr(given, option) is not None:
@@ -142,6 +151,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 _SHELL = "cmd:"
+FIRST = "workload"
 
 # The keys of our JSON, and what the peers' scripts call the same thing.
 _OTHER_NAMES = {
@@ -152,7 +162,8 @@ _OTHER_NAMES = {
 }
 FIGURES = (
     "output_tokens_per_s", "total_tokens_per_s", "seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s",
-    "latency_p50_s", "latency_p99_s", "peak_rss_mb",
+    "latency_p50_s", "latency_p99_s", "peak_rss_mb", "prompt_tokens_per_s", "decode_tokens_per_s", "start_to_ready_s",
+    "start_to_first_token_s",
 )  # fmt: skip
 
 Figures = Mapping[str, float | None]
@@ -163,48 +174,58 @@ class Entry:
     """One engine of a comparison: a program of ours with its arguments, or a shell command."""
 
     name: str
+    text: str
+    workloads: tuple[str, ...]
     module: str = ""
     arguments: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str, common: Sequence[str]) -> Entry:
+    def parse(cls, text: str, common: Sequence[str], workloads: Sequence[str] = (FIRST,)) -> Entry:
         """`carousel …`, `http …` (ours as a service), a peer's name with options, or `cmd:SHELL COMMAND`.
 
-        `common`: the arguments of every program of ours.
+        A name for the tables may stand before it: `NAME = …`. `common`: the arguments of every program of ours.
+        `workloads`: the names of the first and of those after `--also`.
 
         Raises:
             BenchmarkError: it is none of these.
         """
-        if text.startswith(_SHELL):
-            return cls(text)
-        name, *options = shlex.split(text) or [""]
+        label, equals, rest = text.partition(" = ")
+        if not equals or text.startswith(_SHELL):
+            label = rest = text
+        names = tuple(workloads)
+        if rest.startswith(_SHELL):
+            return cls(label, rest.replace("{common}", shlex.join(common)), names)
+        name, *options = shlex.split(rest) or [""]
         if name == "carousel":
-            return cls(text, "benchmarks.engine.throughput", (*common, *options))
+            return cls(label, rest, names, "benchmarks.engine.throughput", (*common, *options))
         if name == "http":
-            return cls(text, "benchmarks.service.over_http", (*common, *options))
+            return cls(label, rest, names, "benchmarks.service.over_http", (*common, *options))
         if name in PEERS:
-            return cls(text, "benchmarks.peers.hf", (name, *common, *options))
+            return cls(label, rest, names, "benchmarks.peers.hf", (name, *common, *options))
         raise BenchmarkError(f"there is no entry {name!r}{did_you_mean(name, ('carousel', 'http', *PEERS, _SHELL))}")
 
-    def run(self) -> Figures:
-        """Run the process to its end; its stderr is shown as it comes.
+    def run(self) -> dict[str, Figures]:
+        """Run the process to its end; its stderr is shown as it comes. Returns the figures by workload.
 
         Raises:
             BenchmarkError: it ended with an error, or its last line is no JSON with output tokens a second.
         """
-        return read_figures(run_module(self.module, self.arguments) if self.module else self._shell_output())
+        stdout = run_module(self.module, self.arguments) if self.module else self._shell_output()
+        found = last_object(stdout)
+        first, *others = self.workloads
+        also = found.get("also") or {}
+        return {first: figures_in(found)} | {name: figures_in(also.get(name, {})) for name in others}
 
     def _shell_output(self) -> str:
-        command = ["/bin/sh", "-c", self.name.removeprefix(_SHELL)]
+        command = ["/bin/sh", "-c", self.text.removeprefix(_SHELL)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
             raise BenchmarkError(f"it ended with status {done.returncode}")
         return done.stdout
 
 
-def read_figures(stdout: str) -> dict[str, float | None]:
-    """The figures in the last line of a process's output. Raises BenchmarkError when there are none."""
-    found = last_object(stdout)
+def figures_in(found: Mapping[str, Any]) -> Figures:
+    """The figures of one workload. Raises BenchmarkError when there are none."""
     figures = {name: _number(found.get(name, found.get(_OTHER_NAMES.get(name, name)))) for name in FIGURES}
     if figures["output_tokens_per_s"] is None:
         raise BenchmarkError("its JSON has neither output_tokens_per_s nor out_tok_s")

@@ -15,8 +15,10 @@ ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
     "counted": ("deployments",),  # puts a counting engine in the place of a bulk run's own
+    "openvino_genai": ("openvino", "openvino_genai"),
     "pictures": ("matplotlib",),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
+    "vllm_cpu": ("vllm",),
     "with_langchain": ("langchain_openai",),
     "with_litellm": ("litellm",),
     "with_lm_eval": ("lm_eval",),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import torch
 
-from app.model.cpu.library import DTYPES, LANES, in_large_pages, library
+from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, library
 from app.model.kv_cache import LayerShape
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1024**3
 
 
 class NativeKVCache:
     """Blocks of every layer, in units of 32 bits: two neighbouring dimensions of bfloat16 keys, two tokens' values.
 
-    Not zeroed, so that the system provides only pages in use: a slot is read only after its sequence has written it.
+    Not zeroed: a slot is read only after its sequence has written it. `provide` has the system provide it.
     """
 
     def __init__(self, layers: dict[int, LayerShape], *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -26,6 +33,23 @@ class NativeKVCache:
             self.keys[index] = in_large_pages(*blocks, layer.key_dim // per_unit, block_size, dtype=torch.int32)
             self.values[index] = in_large_pages(*blocks, block_size // per_unit, layer.value_dim, dtype=torch.int32)
 
+    def provide(self, team: Team) -> None:
+        """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
+
+        With a warning, it is left to be provided as it is used where the machine has less: it could swap.
+        """
+        tensors = [*self.keys.values(), *self.values.values()]
+        num_bytes, available = sum(tensor.nbytes for tensor in tensors), _available_bytes()
+        if available is not None and num_bytes > available:
+            logger.warning(
+                "KV memory is %.2f GiB, of which the machine has %.2f GiB now; it will run out if all of it is used. "
+                "Set a smaller cache.memory_gib",
+                num_bytes / _GIB, available / _GIB,
+            )  # fmt: skip
+            return
+        for tensor in tensors:
+            team.code.carousel_touch(team.handle, tensor.data_ptr(), tensor.nbytes)
+
     @staticmethod
     def fits(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this machine and these shapes can use it."""
@@ -33,3 +57,12 @@ class NativeKVCache:
             layer.value_dim % LANES == 0 and layer.key_dim % 2 == 0 for layer in layers.values()
         )
         return device.type == "cpu" and dtype in DTYPES and shapes_fit and library() is not None
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be used without swapping, as Linux estimates it; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

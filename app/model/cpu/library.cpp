@@ -1,6 +1,8 @@
 // The functions that Python calls through ctypes, which releases the interpreter lock. No torch here: plain pointers,
 // so that it compiles in seconds.
 
+#include <algorithm>
+
 #include "attention.h"
 #include "decoder.h"
 #include "logprobs.h"
@@ -49,6 +51,19 @@ extern "C" {
 
 void* carousel_team_new(int32_t size) { return new Team(size); }
 void carousel_team_delete(void* team) { delete static_cast<Team*>(team); }
+
+// Writes to every page of some memory, so that the system provides it now. It is not read before it is written.
+void carousel_touch(void* team, char* memory, int64_t num_bytes) {
+    constexpr int64_t PIECE = 1 << 23, PAGE = 1 << 12;
+    Team& members = *static_cast<Team*>(team);
+    members.run([&] {
+        members.share((num_bytes + PIECE - 1) / PIECE, [&](int64_t piece) {
+            const int64_t end = std::min(num_bytes, (piece + 1) * PIECE);
+            for (int64_t at = piece * PIECE; at < end; at += PAGE) *static_cast<volatile char*>(memory + at) = 0;
+            *static_cast<volatile char*>(memory + end - 1) = 0;
+        });
+    });
+}
 
 // Whether this build multiplies bfloat16 by single instructions.
 int32_t carousel_has_fast_bf16() {

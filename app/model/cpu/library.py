@@ -109,6 +109,7 @@ _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "team_new": ((_INT32,), _POINTER),
     "team_delete": ((_POINTER,), None),
+    "touch": ((_POINTER, _POINTER, _INT64), None),
     "adjust": ((_POINTER, _POINTER, _INT64) + (_POINTER,) * 2 + (_INT64, _POINTER, _INT64, _POINTER), None),
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
     "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 4, None),

@@ -26,7 +26,7 @@ _Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
 # mixture of such MLPs.
 _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
-_ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -115,8 +115,8 @@ class NativeWeights:
 
 def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
-    if type(model).__name__ not in _ARCHITECTURES:
-        return f"{type(model).__name__} is none of {', '.join(sorted(_ARCHITECTURES))}"
+    if type(model).__name__ not in ARCHITECTURES:
+        return f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}"
     config = model.config
     if config.hidden_act != "silu":
         return f"its MLP is activated by {config.hidden_act}, not silu"

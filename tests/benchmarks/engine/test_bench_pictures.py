@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,41 @@ def test_without_matplotlib_a_plot_is_refused_at_once(
     # The model and the workload do not exist: the plot is refused before they are read.
     assert strategies.main(["--model", "nowhere", "--workload", "nowhere.jsonl", "--plot", "out.png"]) == 2
     assert r"pip install -c constraints.txt -e '.[plots]'" in capsys.readouterr().err
+
+
+def compared(*names: str, at_once: tuple[int, ...] = (1, 8)) -> dict[str, object]:
+    workloads = {f"decode_{num}": {"decode_tokens_per_s": 100.0 * num} for num in at_once}
+    return {"entries": [{"name": name, "workloads": workloads | {"prefill": {}}} for name in names]}
+
+
+def test_decode_is_drawn_by_width_from_several_comparisons(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine import pictures
+
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, found in zip(paths, (compared("ours int8", "llama.cpp Q8_0"), compared("ours bf16")), strict=True):
+        path.write_text(json.dumps(found))
+    picture = tmp_path / "out.png"
+    assert pictures.main(["--out", str(picture), *map(str, paths)]) == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    curves = pictures.decode_curves([json.loads(path.read_text()) for path in paths])
+    assert list(curves) == [16, 8]
+    assert set(curves[8]) == {"ours int8", "llama.cpp Q8_0"}
+    assert curves[16]["ours bf16"] == [(1, 100.0), (8, 800.0)]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"), [(compared("ours"), "none of the widths"), (compared("ours int8", at_once=()), "no figures")]
+)
+def test_a_comparison_without_curves_is_told(
+    tmp_path: Path, found: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.engine import pictures
+
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    assert pictures.main(["--out", str(tmp_path / "out.png"), str(tmp_path / "a.json")]) == 2
+    assert message in capsys.readouterr().err
 
 
 def steps(*present: str) -> list[Step]:

