@@ -44,10 +44,10 @@ class ModelConfig(Settings):
         description="auto: bfloat16 on CUDA; on a CPU bfloat16 where the checkpoint is in it and the native decoder is "
         "fast in it, else float32",
     )
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8: matrices in 8 bits, made at load; on a CPU, for models that the native decoder computes; "
-        "refused for others",
+        description="int8, int4: matrices in 8 or 4 bits, made at load; on a CPU, for models that the native decoder "
+        "computes; refused for others",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(
