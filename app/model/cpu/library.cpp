@@ -65,23 +65,23 @@ void carousel_touch(void* team, char* memory, int64_t num_bytes) {
     });
 }
 
-// Whether this build multiplies bfloat16 by single instructions.
-int32_t carousel_has_fast_bf16() {
-#ifdef __AVX512BF16__
+// Why the matrix unit is not used: 0 if it is, -1 if this build has no code for it, else the error of the kernel.
+int32_t carousel_amx_refusal() { return amx::refusal(); }
+
+// Whether this build's loops are faster than transformers' code.
+int32_t carousel_is_fast_in_f32() {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)) || defined(__ARM_NEON)
     return 1;
 #else
     return 0;
 #endif
 }
 
-// Why the matrix unit is not used: 0 if it is, -1 if this build has no code for it, else the error of the kernel.
-int32_t carousel_amx_refusal() { return amx::refusal(); }
-
-int32_t carousel_has_wide_vectors() {
-#ifdef __AVX512F__
+int32_t carousel_is_fast_in_bf16() {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     return 1;
 #else
-    return 0;
+    return 0;  // torch's matrices use instructions for bfloat16 on Arm
 #endif
 }
 

@@ -32,7 +32,7 @@ constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
 
 constexpr int HEAD_BITS = 8;  // of the output layer, whatever the layers have
 
-constexpr int QUANTISED_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
+constexpr int QUANTISED_TILE_ROWS = PARTS == 1 ? 6 : 2;  // 4 × 6 sums stay in registers within a group
 
 template <int BITS>
 constexpr int64_t num_groups(int64_t num_inputs) {
@@ -203,8 +203,9 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
                     const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
                     switch (rows) {
 #define CASE(ROWS) \
-    case ROWS:     \
-        return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
+    case ROWS:                                                \
+        if constexpr (ROWS <= QUANTISED_TILE_ROWS)            \
+            return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
                         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
                     }
