@@ -190,7 +190,8 @@ def pack_weights(
     assert embedding is not None
     dtype, unpacked_head = embedding.dtype, _given(weights, HEAD)
     if dtype is torch.bfloat16:
-        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        inner = (settings.intermediate_size, settings.experts.intermediate_size)
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
         log_use_of_amx(settings.head_dim, *(() if bits else inputs))
     if bits and torch.equal(embedding, unpacked_head):
         embedding = None
