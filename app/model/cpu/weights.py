@@ -183,7 +183,8 @@ def pack_weights(
     pack = _packed_int8 if int8 else _packed
     embedding = _given(weights, EMBEDDING)
     if embedding.dtype is torch.bfloat16:
-        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        inner = (settings.intermediate_size, settings.experts.intermediate_size)
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
         log_use_of_amx(settings.head_dim, *(() if int8 else inputs))
     head = pack([_given(weights, HEAD)])  # first: the largest matrix, while nothing else is there
     release()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from app.config import ModelConfig
 from app.model.cpu import library as native
@@ -30,6 +30,7 @@ SHAPE = {
 MODELS = {
     "llama": lambda **other: LlamaForCausalLM(LlamaConfig(**(SHAPE | other))),
     "mistral": lambda **other: MistralForCausalLM(MistralConfig(**(SHAPE | {"sliding_window": 21} | other))),
+    "mixtral": lambda **other: MixtralForCausalLM(MixtralConfig(**(SHAPE | {"num_local_experts": 4} | other))),
 }
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -125,12 +126,12 @@ def test_a_build_for_amx_has_its_instructions_and_asks_for_permission(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with built_with("-mamx-tile", "-mamx-bf16") as code:
+    with built_with("-mamx-tile", "-mamx-bf16", "-mamx-int8") as code:
         assert code.carousel_amx_refusal() != -1
         logits = step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS))
     if objdump := shutil.which("objdump"):
         listing = subprocess.run([objdump, "-d", code._name], capture_output=True, text=True, check=True).stdout
-        assert all(name in listing for name in ("tdpbf16ps", "tileloadd", "tilestored", "ldtilecfg", "tilerelease"))
+        assert all(name in listing for name in ("tdpbf16ps", "tdpbsud", "tileloadd", "tilestored", "ldtilecfg", "tilerelease"))
     if "amx_bf16" not in native._cpu():
         assert "not AMX: the kernel refuses it" in caplog.text
         assert torch.equal(logits, step(decoder_of(load(tmp_path)), chunk(PROMPT, 0, 70, BLOCKS)))
