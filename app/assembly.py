@@ -15,7 +15,7 @@ from pathlib import Path
 from uuid import uuid4
 from zlib import crc32
 
-from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -68,13 +68,23 @@ def digest_of_weights(config: EngineConfig) -> int:
     model = config.model
     if model.simulated is not None:
         return 0
+    location = resolve_model_path(model.path)
     try:
-        digest = weights_digest(resolve_model_path(model.path), model.revision)
+        digest = weights_digest(location, model.revision)
     except (OSError, ValueError) as error:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
-    # Quantised weights are other weights: one replica's tokens are not continued by the other's.
-    return crc32(model.quantization.encode(), digest) if digest and model.quantization != "none" else digest
+    # Weights of another type are other weights: one replica's tokens are not continued by the other's.
+    return crc32(f"{_dtype_name(model, location)} {model.quantization}".encode(), digest) if digest else 0
+
+
+def _dtype_name(model: ModelConfig, location: str) -> str:
+    """The type that this machine chooses, where it is not configured."""
+    if model.dtype != "auto":
+        return model.dtype
+    from app.model.loader import dtype_of
+
+    return str(dtype_of(model, location).dtype).removeprefix("torch.")
 
 
 def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:

@@ -39,11 +39,15 @@ class ModelConfig(Settings):
 
     path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
-    quantization: Literal["none", "int8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="auto: bfloat16 on CUDA; on a CPU bfloat16 where the checkpoint is in it and the native decoder is "
+        "fast in it, else float32",
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8: matrices in 8 bits, made at load; on a CPU, for models that the native decoder computes; "
-        "refused for others",
+        description="int8, int4: matrices in 8 or 4 bits, made at load; on a CPU, for models that the native decoder "
+        "computes; refused for others",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(

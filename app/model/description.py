@@ -33,9 +33,7 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     Raises:
         InvalidSetup: a file is missing, or a necessary value in it.
     """
-    whole = _read_json(config, location, "config.json")
-    if not whole:
-        raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
+    whole = read_config(config, location)
     text: dict[str, Any] = whole.get("text_config") or whole
     generation = _read_json(config, location, "generation_config.json")
     texts = _token_texts(config, location)
@@ -49,6 +47,14 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     limit = next((text[name] for name in _LENGTH_NAMES if text.get(name) is not None), None)
     facts = ModelFacts(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
     return ModelDescription(facts, usable)
+
+
+def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
+    """The config.json of a folder or hub id. Raises InvalidSetup when there is none that can be read."""
+    found = _read_json(config, location, "config.json")
+    if not found:
+        raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
+    return found
 
 
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
@@ -95,14 +101,19 @@ def _is_text(shown: str) -> bool:
 
 def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
     """One of the folder's JSON files; empty without such a file."""
-    from transformers.utils.hub import cached_file
-
     try:
-        file = cached_file(location, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
-        found: dict[str, Any] = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        file = Path(location) / name if Path(location).is_dir() else _downloaded(config, location, name)
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
     except (OSError, ValueError) as error:
         raise InvalidSetup(f"model.path {config.path!r}: {name} cannot be read: {_first_line(error)}") from error
     return found
+
+
+def _downloaded(config: ModelConfig, hub_id: str, name: str) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(hub_id, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
 
 
 def _first_line(error: Exception) -> str:

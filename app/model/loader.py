@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,8 @@ from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import LANES, Team, is_fast, library
 from app.model.cpu.weights import (
+    ARCHITECTURES,
+    BITS,
     NativeWeights,
     by_expert,
     pack_weights,
@@ -26,7 +28,7 @@ from app.model.cpu.weights import (
     why_attention_is_not_native,
     why_not_native,
 )
-from app.model.description import as_token_ids, max_model_len
+from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
@@ -38,11 +40,10 @@ logger = logging.getLogger(__name__)
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _PROBE_TOKENS = 24
-# Of the first layer's output and of the whole model's, relative to their size. Measured in int8: 0.003 to 0.029 and
-# 0.006 to 0.047 in models with few layers (tests/tiny_models.py, models/demo); 0.007 and 0.54 in SmolLM2-135M: the
-# tokens that are tried are special ones there, and 30 layers amplify any rounding (in bfloat16 0.003 and 0.04).
-# Unrelated outputs of a size differ by 1.4.
-_MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), torch.int8: (0.1, 1.0)}
+# Of the first layer's output and of the whole model's, relative to their size, by number type or bits of a quantised
+# weight. Measured at most in tests/tiny_models.py, whose weights are wide: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
+# In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
+_MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8: (0.1, 0.25), 4: (0.7, 1.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = _device(config)
-    dtype = _dtype(config, device)
+    dtype, reason = dtype_of(config, location)
+    logger.info("%s: the type is %s: %s", config.path, _name(dtype), reason)
     _check_quantization(config, device)
     may_be_native = device.type == "cpu" and config.backend == "auto"
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
@@ -153,7 +155,7 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
     weights = Checkpoint(Path(location), dtype)
     return LoadedModel(
         module=None,
-        native=pack_weights(weights, settings, int8=config.quantization == "int8", release=weights.release),
+        native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
         facts=replace(checked.facts, max_model_len=max_model_len(config, checked.facts.max_model_len)),
         layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
         dtype=dtype,
@@ -203,10 +205,50 @@ def _not_quantised(config: ModelConfig, reason: str) -> InvalidSetup:
     )
 
 
-def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+class ChosenDtype(NamedTuple):
+    """A type of weights and KV memory, and why it is that."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
+    """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
+
+    Raises:
+        InvalidSetup: there is no such device.
+    """
+    if config.dtype != "auto":
+        return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
+    if _device(config).type == "cuda":
+        return ChosenDtype(torch.bfloat16, "it runs on CUDA")
+    try:
+        described = read_config(config, location)
+    except InvalidSetup:  # said when the model is loaded, with more
+        described = {}
+    text = described.get("text_config") or described
+    own = next((each[key] for each in (described, text) for key in ("dtype", "torch_dtype") if each.get(key)), None)
+    if own == "bfloat16":
+        reason = _why_not_bfloat16(config, described)
+        if reason is None:
+            return ChosenDtype(torch.bfloat16, "the checkpoint's own, in which the native code is fast on this CPU")
+        return ChosenDtype(torch.float32, f"the checkpoint is in bfloat16, but {reason}")
+    if own == "float16":  # bfloat16 has 8 bits of its 11
+        return ChosenDtype(torch.float32, "the checkpoint is in float16, which bfloat16 would round")
+    return ChosenDtype(torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint names no other")
+
+
+def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | None:
+    if config.backend != "auto":
+        return f"transformers' code computes it (model.backend is {config.backend})"
+    architectures = described.get("architectures") or ["a model without a name"]
+    if not ARCHITECTURES.issuperset(architectures):
+        return f"transformers' code computes {', '.join(architectures)}"
+    return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
@@ -288,7 +330,8 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     name = module.config.model_type
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     num_embeddings = module.get_input_embeddings().weight.shape[0]
-    token_ids = positions % num_embeddings
+    # Ordinary ones: special tokens, which often are the first, bring out numbers that no text does.
+    token_ids = (positions + 1) * max(1, num_embeddings // (_PROBE_TOKENS + 1)) % num_embeddings
     step = ProbeStep()
     try:
         ours = _run(module, token_ids, positions, step)
@@ -311,10 +354,10 @@ def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None
         raise UnsupportedModel(f"{config.path} computes other results {how} than with its own code: {difference}")
 
 
-def _difference(ours: _Output, own: _Output, *, int8: bool = False) -> str | None:
+def _difference(ours: _Output, own: _Output, *, bits: int = 0) -> str | None:
     """The difference in words, if it is more than rounding."""
     # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
-    kind = torch.int8 if int8 else own.logits.dtype
+    kind = bits or own.logits.dtype
     for what, mine, theirs, limit in zip(
         ("the first layer's output", "the output"),
         (ours.first_layer, ours.logits),
@@ -348,11 +391,11 @@ def _native_weights(
     first = probe.own.first_layer
     first = first if len(probe.layers) == 1 else module.model.norm(first)
     own = replace(probe.own, first_layer=module.lm_head(first))
-    settings, int8 = settings_of(module, probe.rules), config.quantization == "int8"
+    settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
     if checkpoint is None:
-        weights = pack_weights(by_expert(module.state_dict()).get, settings, int8=int8)
+        weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
     else:
-        weights = pack_weights(checkpoint, settings, int8=int8, release=checkpoint.release)
+        weights = pack_weights(checkpoint, settings, bits=bits, release=checkpoint.release)
     pages = NativeKVCache(
         probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
     )
@@ -371,8 +414,8 @@ def _native_weights(
         return NativeDecoder(weights, pages, Team(1), num_layers=num_layers).compute(inputs, segments).logits[None]
 
     ours = _Output(logits(1), logits(len(weights.layers)))
-    difference = _difference(ours, own, int8=int8)
-    if difference is not None and int8:
+    difference = _difference(ours, own, bits=bits)
+    if difference is not None and bits:
         raise _not_quantised(config, difference)
     if difference is not None:
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from app.assembly import build_sync_engine
+from app.assembly import build_sync_engine, resolve_model_path
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.engine.engine import Engine
 from app.errors import InvalidRequest
+from app.model.loader import dtype_of
 from benchmarks.engine.run import Setup
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.options import DTYPES, Options
@@ -52,7 +54,7 @@ def load_engine(options: Options) -> LoadedEngine:
         engine="carousel",
         model=config.model.path,
         workload=options.workload,
-        dtype=dtype_name(config.model, device),
+        dtype=dtype_name(config.model),
         threads=config.model.num_threads or num_cores(),
         device=device,
         settings=[f"{assignment.path}={assignment.value}" for assignment in options.assignments],
@@ -62,18 +64,16 @@ def load_engine(options: Options) -> LoadedEngine:
     return LoadedEngine(engine, config, workload, setup, also)
 
 
-def resolve_device(asked: str | None) -> str:
+def resolve_device(asked: str | None) -> Literal["cpu", "cuda"]:
     """cpu or cuda; cuda by default where there is one."""
-    if asked in ("cpu", "cuda"):
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    wants_cuda = asked == "cuda" or (asked != "cpu" and torch.cuda.is_available())
+    return "cuda" if wants_cuda else "cpu"
 
 
-def dtype_name(model: ModelConfig, device: str) -> str:
+def dtype_name(model: ModelConfig) -> str:
     """fp32 or bf16, as the engine will hold the weights."""
-    if model.dtype == "auto":
-        return "bf16" if device == "cuda" else "fp32"
-    return next((short for short, name in DTYPES.items() if name == model.dtype), model.dtype)
+    chosen = dtype_of(model, resolve_model_path(model.path)).dtype
+    return next(short for short, name in DTYPES.items() if getattr(torch, name) is chosen)
 
 
 def configured(options: Options) -> EngineConfig:

@@ -1,12 +1,13 @@
 """What quantised weights cost in quality: the same model with other weights reads texts that it wrote itself.
 
-    python -m benchmarks.engine.quality --model DIR [--quantization int8] [--dtype bf16] [--texts 200] [--tokens 64]
+    python -m benchmarks.engine.quality --model DIR [--quantization int8 int4] [--dtype bf16] [--texts 200]
 
 The model as it is answers as many prompts as `--texts` says, sampled at temperature 1 with a seed for each, and again
 greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
 log-likelihood and the perplexities' ratio over the sampled texts, how often both find the same token likeliest there,
-and the share of the greedy tokens that the quantised model finds likeliest too. `floor`: the same of the model as it is
-in the other number type, which rounds as well. The last line of stdout is one JSON object.
+and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
+the texts as independent, the tokens of one not. `floor`: the same of the model as it is in the other number type, which
+rounds as well. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from app.assembly import build_sync_engine, resolve_model_path
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
+from app.model.cpu.weights import BITS
 from app.text.tokenizer import Tokenizer
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
@@ -40,6 +42,7 @@ TASKS = (
     "Write a dialogue of two people about {}.",
 )  # fmt: skip
 RUNNING = 32
+KINDS = [kind for kind, bits in BITS.items() if bits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     own = [_read(engine, texts) for texts in (sampled, greedy)]
     engine.close()
     figures: dict[str, Any] = {"num_tokens": sum(map(len, own[0])), "mean_log_likelihood": _mean(own[0])}
-    for name, other in (
-        ("quantised", model.model_copy(update={"quantization": given.quantization})),
-        ("floor", model.model_copy(update={"dtype": other_dtype})),
-    ):
+    others = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization}
+    for name, other in (*others.items(), ("floor", model.model_copy(update={"dtype": other_dtype}))):
         tell(f"{name}: {other.dtype}, weights {other.quantization}")
         engine = _engine(other)
         figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
@@ -79,10 +80,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def compared(own: Sequence[list[_Scores]], other: Sequence[list[_Scores]]) -> dict[str, float]:
     """Both: the scores of the sampled texts, and of the greedy ones."""
-    loss = _mean(own[0]) - _mean(other[0])
+    ratio = math.exp(_mean(own[0]) - _mean(other[0]))
     return {
         "mean_log_likelihood": _mean(other[0]),
-        "perplexity_ratio": round(math.exp(loss), 6),
+        "perplexity_ratio": round(ratio, 6),
+        "standard_error": round(ratio * _standard_error(own[0], other[0]), 6),
         "same_top_token": _same(own[0], other[0]),
         "same_greedy_token": _same(own[1], other[1]),
     }
@@ -93,6 +95,16 @@ _Scores = list[TokenLogprobs]  # of the tokens of one answer
 
 def _mean(texts: list[_Scores]) -> float:
     return round(fmean(score.logprob for text in texts for score in text), 6)
+
+
+def _standard_error(own: list[_Scores], other: list[_Scores]) -> float:
+    """Of the mean difference of a token's log-likelihoods."""
+    losses = [
+        [mine.logprob - theirs.logprob for mine, theirs in zip(*pair, strict=True)]
+        for pair in zip(own, other, strict=True)
+    ]
+    mean = fmean(loss for text in losses for loss in text)
+    return math.hypot(*(sum(text) - mean * len(text) for text in losses)) / sum(map(len, losses))
 
 
 def _same(own: list[_Scores], other: list[_Scores]) -> float:
@@ -140,7 +152,7 @@ def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], samplings: Sequence
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.quality", __doc__)
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder, or whatever model.path takes")
-    parser.add_argument("--quantization", choices=["int8"], default="int8", help="of the weights (int8)")
+    parser.add_argument("--quantization", nargs="+", choices=KINDS, default=KINDS, help="of the weights (all but none)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number type of both models (bf16)")
     parser.add_argument("--texts", type=positive, default=200, metavar="N", help="prompts (200)")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of an answer, at most (64)")

@@ -37,7 +37,8 @@ def load_hf_model(options: Options) -> Any:
 
 def peer_dtype(options: Options) -> str:
     """The engine's own default where none is given, so that the two stay comparable."""
-    return options.dtype or dtype_name(ModelConfig(), resolve_device(options.device))
+    device = resolve_device(options.device)
+    return options.dtype or dtype_name(ModelConfig(path=options.model, device=device))
 
 
 def check_greedy(workload: Workload) -> None:

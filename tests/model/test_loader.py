@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaCo
 
 from app.config import ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model import attention
+from app.model import attention, loader
 from app.model.attention import AttentionRules
 from app.model.loader import load_model, run_full_step
 from tests.tiny_models import VOCAB_SIZE
@@ -31,6 +32,37 @@ def test_facts_come_from_the_model(tiny_model_path) -> None:  # type: ignore[no-
 
 def test_bfloat16_is_loaded_as_asked(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     assert load(tiny_model_path("llama"), dtype="bfloat16").dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("described", "settings", "is_fast", "chosen", "reason"),
+    [
+        ({"dtype": "bfloat16"}, {}, True, "bfloat16", "the checkpoint's own, in which the native code is fast"),
+        ({"torch_dtype": "bfloat16"}, {}, True, "bfloat16", "the checkpoint's own"),
+        ({"dtype": "bfloat16"}, {}, False, "float32", "in bfloat16, but the native code is not fast in it"),
+        ({"dtype": "bfloat16"}, {"backend": "torch"}, True, "float32", r"model\.backend is torch"),
+        ({"dtype": "bfloat16", "architectures": ["GPT2LMHeadModel"]}, {}, True, "float32", "computes GPT2LMHeadModel"),
+        ({"dtype": "float16"}, {}, True, "float32", "float16, which bfloat16 would round"),
+        ({"dtype": "float32"}, {}, True, "float32", "the checkpoint's own"),
+        ({}, {}, True, "float32", "names no other"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, True, "bfloat16", r"model\.dtype says so"),
+    ],
+)
+def test_the_type_follows_from_checkpoint_and_machine(  # type: ignore[no-untyped-def]
+    described, settings, is_fast, chosen, reason, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "is_fast", lambda dtype: is_fast)
+    whole = {"architectures": ["LlamaForCausalLM"], **described}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = loader.dtype_of(ModelConfig(path=str(tmp_path), device="cpu", **settings), str(tmp_path))
+    assert found.dtype is getattr(torch, chosen)
+    assert re.search(reason, found.reason)
+
+
+def test_the_log_says_which_type_and_why(tiny_model_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO")
+    load(tiny_model_path("llama"))
+    assert "the type is float32: the checkpoint's own" in caplog.text
 
 
 def test_a_longer_context_than_the_model_has_is_refused_with_both_numbers(tiny_model_path) -> None:  # type: ignore[no-untyped-def]

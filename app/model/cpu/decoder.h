@@ -8,14 +8,14 @@
 
 #include "attention.h"
 #include "experts.h"
-#include "matmul.h"
+#include "quantised.h"
 #include "team.h"
 
 namespace carousel {
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
-        num_layers, int8_weights;  // int8_weights: whether all matrices are quantised
+        num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
     float epsilon, scaling;
     ExpertsShape experts;
 };
@@ -98,10 +98,7 @@ class Decoder {
 
     // The work of every member of the team; all loops in it are shared.
     void work(const DecoderStep& step, Watch watch) {
-        team_.share(step.num_tokens, [&](int64_t token) {
-            std::memcpy(residual(token), embedding_ + step.token_ids[token] * shape_.hidden_size,
-                        shape_.hidden_size * sizeof(T));
-        });
+        team_.share(step.num_tokens, [&](int64_t token) { embed(step.token_ids[token], residual(token)); });
         int64_t num_rows = step.num_tokens;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             attention(step, layers_[layer], watch);
@@ -121,7 +118,7 @@ class Decoder {
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), num_rows, {head_, shape_.hidden_size, shape_.vocab_size},
+        linear(normed_.data(), num_rows, head(), shape_.weight_bits ? HEAD_BITS : 0,
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    float* to = step.logits + row * shape_.vocab_size + column;
                    const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
@@ -132,6 +129,15 @@ class Decoder {
             step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
         });
         watch.spent(&DecoderTimes::head);
+    }
+
+    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+
+    void embed(int64_t token, T* to) const {
+        if (embedding_)
+            std::memcpy(to, embedding_ + token * shape_.hidden_size, shape_.hidden_size * sizeof(T));
+        else
+            read_column<HEAD_BITS>(head(), token, to);
     }
 
     AttentionShape attention_shape(int64_t sliding_window) const {
@@ -145,7 +151,7 @@ class Decoder {
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
         linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
-               [&](int64_t row, int64_t column, Vector left, Vector right) {
+               shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                });
@@ -228,7 +234,7 @@ class Decoder {
 
     void run_mlp(const MlpWeights& mlp, int64_t num_rows) {
         const int64_t size = shape_.intermediate_size;
-        linear(normed_.data(), num_rows, {mlp.gate_up, shape_.hidden_size, 2 * size},
+        linear(normed_.data(), num_rows, {mlp.gate_up, shape_.hidden_size, 2 * size}, shape_.weight_bits,
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
                    store(activated(gate, up), activated_.data() + row * size + column / 2);
                });
@@ -285,7 +291,7 @@ class Decoder {
     template <typename MatrixOf, typename Finish>
     void linear_by_expert(const T* inputs, int64_t num_places, int64_t num_inputs, int64_t num_columns,
                           MatrixOf&& matrix_of, Finish&& finish) {
-        if (shape_.int8_weights) quantise_all(inputs, num_places, num_inputs);
+        prepare(inputs, num_places, num_inputs, shape_.weight_bits);
         const int64_t num_parts = (num_columns + PANEL - 1) / PANEL;
         team_.share(routing_.rows().size() * num_parts, [&](int64_t task) {
             const Routing::Rows& rows = routing_.rows()[task / num_parts];
@@ -294,34 +300,45 @@ class Decoder {
                 finish(rows.first + row, column, left, right);
             };
             LoopPart part{task % num_parts, num_parts};
-            if (shape_.int8_weights)
-                multiply(part, quantised(rows.first, num_inputs), rows.count, matrix, finish_place);
-            else
-                multiply<T>(part, inputs + rows.first * num_inputs, rows.count, matrix, finish_place);
+            multiply_prepared(part, inputs, rows.first, rows.count, matrix, shape_.weight_bits, finish_place);
         });
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`.
+    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. bits: of the weights; 0: not quantised.
     template <typename Finish>
-    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
-        if (!shape_.int8_weights) return multiply<T>(team_, inputs, num_rows, matrix, finish);
-        quantise_all(inputs, num_rows, matrix.num_inputs);
-        multiply(team_, quantised(0, matrix.num_inputs), num_rows, matrix, finish);
+    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, Finish&& finish) {
+        prepare(inputs, num_rows, matrix.num_inputs, bits);
+        multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish);
     }
 
-    void quantise_all(const T* inputs, int64_t num_rows, int64_t size) {
-        team_.share(num_rows, [&](int64_t row) { quantise(inputs + row * size, size, quantised(0, size), row); });
+    // Rounds the inputs of a quantised matrix.
+    void prepare(const T* inputs, int64_t num_rows, int64_t size, int64_t bits) {
+        if (bits == 0) return;
+        const QuantisedRows rows = quantised_rows();
+        team_.share(num_rows, [&](int64_t row) {
+            bits == 8 ? quantise<8>(inputs + row * size, size, rows, row)
+                      : quantise<4>(inputs + row * size, size, rows, row);
+        });
     }
 
-    // The inputs that are being multiplied, from a row on.
-    QuantisedRows quantised(int64_t row, int64_t size) {
-        return {input_planes_.data() + row * 2 * size, input_sums_.data() + row * num_groups(size),
-                input_scales_.data() + row};
+    // The rows from `first` on of what was prepared.
+    template <typename Sharing, typename Finish>
+    void multiply_prepared(Sharing& team, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
+                           int64_t bits, Finish&& finish) {
+        const int64_t size = matrix.num_inputs;
+        if (bits == 8)
+            multiply_quantised<8>(team, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish);
+        else if (bits == 4)
+            multiply_quantised<4>(team, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish);
+        else
+            multiply<T>(team, inputs + first * size, num_rows, matrix, finish);
     }
+
+    QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
     // residual += inputs × matrix
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
-        linear(inputs, num_rows, matrix, [&](int64_t row, int64_t column, Vector left, Vector right) {
+        linear(inputs, num_rows, matrix, shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
             add(left, bias, residual(row), column);
             add(right, bias, residual(row), column + LANES);
         });
@@ -372,12 +389,12 @@ class Decoder {
         activated_.resize(std::max(num_tokens * shape_.intermediate_size, num_places * inner));
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
-        if (!shape_.int8_weights) return;
+        if (!shape_.weight_bits) return;
         const int64_t num_rows = std::max(num_tokens, num_places);
         const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size, inner});
-        input_planes_.resize(num_rows * 2 * size);
-        input_sums_.resize(num_rows * num_groups(size));
-        input_scales_.resize(num_rows);
+        input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
+        input_scales_.resize(num_rows * num_groups<4>(size));
+        input_sums_.resize(num_rows * num_groups<4>(size));
     }
 
     const DecoderShape shape_;
@@ -393,9 +410,8 @@ class Decoder {
     Routing routing_;       // of the layer
     std::vector<T> residual_, normed_, projected_, attended_, activated_;
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
-    std::vector<int8_t> input_planes_;  // of the matrix that is being multiplied, where weights are int8
-    std::vector<int32_t> input_sums_;
-    std::vector<float> input_scales_;
+    std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
+    std::vector<float> input_scales_, input_sums_;
 };
 
 }  // namespace carousel

@@ -46,7 +46,7 @@ class NativeDecoder:
         settings = weights.settings
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
-            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.is_int8,
+            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
             settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
         )  # fmt: skip
         self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
@@ -54,8 +54,8 @@ class NativeDecoder:
             *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
         )
         self._decoder = getattr(team.code, f"carousel_decoder_new_{suffix}")(
-            ctypes.byref(shape), layers, weights.embedding.data_ptr(), weights.final_norm.data_ptr(),
-            weights.head.data_ptr(), team.handle,
+            ctypes.byref(shape), layers, None if weights.embedding is None else weights.embedding.data_ptr(),
+            weights.final_norm.data_ptr(), weights.head.data_ptr(), team.handle,
         )  # fmt: skip
         weakref.finalize(self, getattr(team.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()

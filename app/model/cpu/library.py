@@ -66,7 +66,7 @@ class DecoderShape(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
-                "vocab_size", "block_size", "num_layers", "int8_weights",
+                "vocab_size", "block_size", "num_layers", "weight_bits",
             )
         ),
         ("epsilon", ctypes.c_float),

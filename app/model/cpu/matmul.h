@@ -2,9 +2,6 @@
 //
 // Each output is one sum over the inputs in their order, whatever else is computed beside it, so a row's bits do not
 // depend on which rows share the step (batch invariance).
-//
-// Weights of int8 have a scale for each GROUP of inputs of a column. The inputs of a row are rounded to 16 bits by a scale
-// of that row, as two planes of 8 bits: with one plane, the few great numbers in a row leave too little for the others.
 #pragma once
 
 #include "team.h"
@@ -23,53 +20,6 @@ struct Matrix {
     int64_t num_inputs;
     int64_t num_columns;  // outputs
 };
-
-constexpr int64_t GROUP = 64;  // inputs that share a scale, in matrices of int8
-constexpr int64_t GROUP_UNITS = GROUP / PER_UNIT<int8_t>;
-constexpr int INT8_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
-constexpr float STEPS = 32512.0f;  // 127 × 256: the greatest input of a row
-
-// Of int8: [num_columns / PANEL][rows of PANEL units]. Before the units of each two groups is a row with their scales in
-// bfloat16, those of the first group in the lower halves. The weights are shifted by 128, as the CPU's instruction wants
-// one side unsigned.
-inline int64_t num_groups(int64_t num_inputs) { return (num_inputs + GROUP - 1) / GROUP; }
-
-// Inputs of a matrix of int8.
-struct QuantisedRows {
-    int8_t* planes;  // [num_rows][2][num_inputs]: a number is 256 × the first and the second
-    int32_t* sums;   // [num_rows][num_groups], of the numbers
-    float* scales;   // [num_rows]
-};
-
-// Rounds a row. The scale of a row with a NaN or an infinity is one too, so that its products show it. `size` is a
-// multiple of LANES.
-template <typename T>
-inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int64_t row) {
-    Integers greatest = {};
-    for (int64_t at = 0; at < size; at += LANES) {
-        const Integers magnitude = (Integers)load(from + at) & 0x7fffffff;  // NaNs are the greatest of all
-        greatest = magnitude > greatest ? magnitude : greatest;
-    }
-    int32_t most = 0;
-    for (int lane = 0; lane < LANES; ++lane) most = std::max(most, greatest[lane]);
-    float magnitude;
-    std::memcpy(&magnitude, &most, sizeof(magnitude));
-    const float per_step = magnitude > 1e-30f ? STEPS / magnitude : 0.0f;
-    const Vector shift = Vector{} + 12582912.0f;  // 1.5 × 2^23: adding it rounds, and leaves the number in the low bits
-    int8_t* high = rows.planes + 2 * row * size;
-    int8_t* low = high + size;
-    int32_t* sums = rows.sums + row * num_groups(size);
-    std::fill(sums, sums + num_groups(size), 0);
-    for (int64_t at = 0; at < size; at += LANES) {
-        const Integers numbers = ((Integers)(load(from + at) * per_step + shift) << 10) >> 10;
-        const Bytes upper = __builtin_convertvector((numbers + 128) >> 8, Bytes);
-        const Bytes lower = __builtin_convertvector(numbers, Bytes);
-        std::memcpy(high + at, &upper, sizeof(upper));
-        std::memcpy(low + at, &lower, sizeof(lower));
-        for (int lane = 0; lane < LANES; ++lane) sums[at / GROUP] += numbers[lane];
-    }
-    rows.scales[row] = magnitude / STEPS;
-}
 
 template <typename T, int ROWS, typename Finish>
 inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
@@ -156,47 +106,6 @@ void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const 
     for (int row = 0; row < rows; ++row) finish(row, load(sums + row * PANEL), load(sums + row * PANEL + LANES));
 }
 
-// The same with weights of int8. sums: [ROWS][num_groups]. Sums of whole numbers are exact.
-template <int ROWS, typename Finish>
-inline void multiply_int8_tile(const uint32_t* inputs, const int32_t* sums, int64_t num_units, const uint32_t* panel,
-                               int64_t ahead, Finish&& finish) {
-    const int64_t num_groups = (num_units + GROUP_UNITS - 1) / GROUP_UNITS;
-    const uint32_t* both = panel;  // scales of two groups
-    Vector totals[ROWS][2] = {};
-    for (int64_t group = 0; group < num_groups; ++group) {
-        if (group % 2 == 0) both = panel, panel += PANEL;
-        const auto scale = [&](Words units) { return (Vector)(group % 2 == 0 ? units << 16 : units & 0xffff0000u); };
-        const Vector scales[2] = {scale(load_units(both)), scale(load_units(both + LANES))};
-        Integers high[ROWS][2] = {}, low[ROWS][2] = {};
-        const int64_t end = std::min(num_units, (group + 1) * GROUP_UNITS);
-        for (int64_t unit = group * GROUP_UNITS; unit < end; ++unit, panel += PANEL) {
-            __builtin_prefetch(panel + ahead);
-            __builtin_prefetch(panel + ahead + LANES);
-            const Words left = load_units(panel), right = load_units(panel + LANES);
-#pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row) {
-                const Words upper = broadcast(inputs[2 * row * num_units + unit]);
-                const Words lower = broadcast(inputs[(2 * row + 1) * num_units + unit]);
-                high[row][0] = multiply_add_bytes(high[row][0], left, upper);
-                high[row][1] = multiply_add_bytes(high[row][1], right, upper);
-                low[row][0] = multiply_add_bytes(low[row][0], left, lower);
-                low[row][1] = multiply_add_bytes(low[row][1], right, lower);
-            }
-        }
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const int32_t shifted = 128 * sums[row * num_groups + group];  // by the shift of the weights
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                const Integers whole = (high[row][half] << 8) + low[row][half] - shifted;
-                totals[row][half] += __builtin_convertvector(whole, Vector) * scales[half];
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) finish(row, totals[row][0], totals[row][1]);
-}
-
 // Calls tile(rows, first, column, panel) for every panel, which begins with `column`, and all rows in tiles of at most
 // `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns.
 template <typename Sharing, typename Tile>
@@ -240,31 +149,6 @@ void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& ma
         share(2 * amx::ROWS, amx::ROWS, [](auto&&... given) { multiply_in_amx(given...); });
     else
         share(TILE_ROWS, 1, [](auto&&... given) { multiply_rows<T>(given...); });
-}
-
-template <typename Sharing, typename Finish>
-void multiply(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
-    const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.planes);
-    const int64_t num_units = matrix.num_inputs / PER_UNIT<int8_t>, groups = num_groups(matrix.num_inputs);
-    share_tiles(team, num_rows, INT8_TILE_ROWS, 1, matrix, (groups + 1) / 2 + num_units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    const auto scaled = [&](int row, Vector left, Vector right) {
-                        const float scale = inputs.scales[first + row];
-                        finish(first + row, column, left * scale, right * scale);
-                    };
-                    const uint32_t* from = units + 2 * first * num_units;
-                    const int32_t* sums = inputs.sums + first * groups;
-                    // Later rows find the panel in the cache; fetching the next one would push it out.
-                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
-                    switch (rows) {
-                        case 1: return multiply_int8_tile<1>(from, sums, num_units, panel, ahead, scaled);
-                        case 2: return multiply_int8_tile<2>(from, sums, num_units, panel, ahead, scaled);
-                        case 3: return multiply_int8_tile<3>(from, sums, num_units, panel, ahead, scaled);
-                        case 4: return multiply_int8_tile<4>(from, sums, num_units, panel, ahead, scaled);
-                        case 5: return multiply_int8_tile<5>(from, sums, num_units, panel, ahead, scaled);
-                        case 6: return multiply_int8_tile<6>(from, sums, num_units, panel, ahead, scaled);
-                    }
-                });
 }
 
 }  // namespace carousel

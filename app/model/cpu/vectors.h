@@ -28,6 +28,7 @@ typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
 
 template <typename T>
 constexpr int PER_UNIT = int(sizeof(uint32_t) / sizeof(T));  // numbers in one unit
@@ -113,6 +114,18 @@ inline Integers multiply_add_bytes(Integers sums, Words weights, Words inputs) {
     const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)inputs << 8 >> 8);
     const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)inputs >> 8);
     return sums + widened(even) + widened(odd);
+#endif
+}
+
+// Each lane's number goes to the lane DISTANCE away, a power of two.
+template <int DISTANCE, typename V>
+inline V swapped(V x) {
+#ifdef __clang__
+    V result;
+    for (int lane = 0; lane < LANES; ++lane) result[lane] = x[lane ^ DISTANCE];
+    return result;
+#else
+    return __builtin_shuffle(x, Integers{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} ^ DISTANCE);
 #endif
 }
 

@@ -5,6 +5,7 @@ Only the architectures named here are packed. The loader compares the decoder's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +26,15 @@ _Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
 # mixture of such MLPs.
 _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
-_ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
-_GROUP = 64  # inputs that share a scale, as in the sources
+BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
+_GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
+_HEAD_BITS = 8  # where the layers are quantised, as in the sources
+_SHARES_OF_THE_RANGE = (1.0, 0.93, 0.86)  # that four bits cover
 _PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
 
 
@@ -94,12 +98,12 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    embedding: torch.Tensor | None  # [vocab_size, hidden_size]; None: its rows are read from the quantised head
     final_norm: torch.Tensor
     head: torch.Tensor
     rotary_frequencies: torch.Tensor  # [head_dim / 2]
     dtype: torch.dtype  # of everything that is not quantised
-    is_int8: bool  # the matrices, the head among them
+    weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by which heads are turned, each [1, num_tokens, head_dim]. positions: [1, num_tokens]."""
@@ -111,8 +115,8 @@ class NativeWeights:
 
 def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
-    if type(model).__name__ not in _ARCHITECTURES:
-        return f"{type(model).__name__} is none of {', '.join(sorted(_ARCHITECTURES))}"
+    if type(model).__name__ not in ARCHITECTURES:
+        return f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}"
     config = model.config
     if config.hidden_act != "silu":
         return f"its MLP is activated by {config.hidden_act}, not silu"
@@ -173,20 +177,28 @@ def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def pack_weights(
-    weights: Weights, settings: DecoderSettings, *, int8: bool = False, release: Callable[[], None] = lambda: None
+    weights: Weights, settings: DecoderSettings, *, bits: int = 0, release: Callable[[], None] = lambda: None
 ) -> NativeWeights:
     """Pack weights that are all of one type, one layer after the other. Does not change them.
 
-    int8: quantise the matrices. The embedding stays as it is: a step reads only its tokens' rows.
+    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. An embedding that is tied to the head
+    is not kept then; another one stays as it is: a step reads only its tokens' rows.
     release: called after each layer, when what was asked of `weights` so far has been packed.
     """
-    pack = _packed_int8 if int8 else _packed
-    embedding = _given(weights, EMBEDDING)
-    if embedding.dtype is torch.bfloat16:
+    pack = _packing(bits)
+    embedding: torch.Tensor | None = _given(weights, EMBEDDING)
+    assert embedding is not None
+    dtype, unpacked_head = embedding.dtype, _given(weights, HEAD)
+    if dtype is torch.bfloat16:
         inner = (settings.intermediate_size, settings.experts.intermediate_size)
         inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
-        log_use_of_amx(settings.head_dim, *(() if int8 else inputs))
-    head = pack([_given(weights, HEAD)])  # first: the largest matrix, while nothing else is there
+        log_use_of_amx(settings.head_dim, *(() if bits else inputs))
+    if bits and torch.equal(embedding, unpacked_head):
+        embedding = None
+    head = _packing(_HEAD_BITS if bits else 0)(
+        [unpacked_head]
+    )  # first: the largest matrix, while nothing else is there
+    del unpacked_head
     release()
     layers = []
     for index, window in enumerate(settings.sliding_windows):
@@ -201,9 +213,13 @@ def pack_weights(
         final_norm=_given(weights, "model.norm.weight"),
         head=head,
         rotary_frequencies=torch.tensor(settings.rotary_frequencies),
-        dtype=embedding.dtype,
-        is_int8=int8,
+        dtype=dtype,
+        weight_bits=bits,
     )
+
+
+def _packing(bits: int) -> _Pack:
+    return partial(_packed_quantised, bits=bits) if bits else _packed
 
 
 def _named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
@@ -253,37 +269,76 @@ def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return packed
 
 
-def _packed_int8(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As `_packed`, in int8 with a scale in bfloat16 for each _GROUP of inputs of an output.
+def _packed_quantised(weights: Sequence[torch.Tensor], *, bits: int) -> torch.Tensor:
+    """As `_packed`, [panels, groups of inputs × (1 + units), _PANEL outputs], padded with zeros.
 
-    The greatest weight of a group is 127 steps of its scale. The numbers are shifted by 128. The scales of each two
-    groups stand before their units.
+    The first unit of a group has its scale and its least weight, both in bfloat16; the others hold unsigned numbers of
+    `bits`: a weight is the least one and so many times the scale. Groups of 8 bits are rotated.
     """
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     num_outputs, num_inputs = weight.shape
-    num_panels, num_scales = -(-num_outputs // _PANEL), -(-num_inputs // (2 * _GROUP))
-    packed = in_large_pages(num_panels, num_scales + num_inputs // 4, _PANEL, dtype=torch.int32)
+    size = _GROUPS[bits]
+    num_panels, num_groups, num_units = -(-num_outputs // _PANEL), -(-num_inputs // size), size * bits // 32
+    packed = in_large_pages(num_panels, num_groups, 1 + num_units, _PANEL, dtype=torch.int32)
     for first in range(0, num_panels, _PANELS_AT_ONCE):
         panels = packed[first : first + _PANELS_AT_ONCE]
         rows = weight[first * _PANEL : (first + _PANELS_AT_ONCE) * _PANEL].float()
-        begin = 0
-        for groups in torch.split(rows, 2 * _GROUP, dim=1):
-            scales, numbers = _in_steps(groups)
-            end = begin + 1 + groups.shape[1] // 4
-            _fill_panels(panels[:, begin : begin + 1], scales)
-            _fill_panels(panels[:, begin + 1 : end], (numbers + 128).to(torch.uint8))
-            begin = end
-    return packed
+        padding = (0, num_groups * size - num_inputs, 0, len(panels) * _PANEL - len(rows))
+        groups = torch.nn.functional.pad(rows, padding).view(-1, size)
+        pairs, numbers = _in_8_bits(groups @ _hadamard(size)) if bits == 8 else _in_4_bits(groups)
+        units = numbers.view(len(panels), _PANEL, num_groups, num_units, 4)
+        panels[:, :, 0].view(torch.bfloat16).view(len(panels), num_groups, _PANEL, 2).copy_(
+            pairs.view(len(panels), _PANEL, num_groups, 2).transpose(1, 2)
+        )
+        panels.view(torch.uint8).view(*panels.shape, 4)[:, :, 1:].copy_(units.permute(0, 2, 3, 1, 4))
+    return packed.view(num_panels, -1, _PANEL)
 
 
-def _in_steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One or two groups of inputs as their scales in bfloat16, [outputs, 2], and numbers from -127 to 127."""
-    parts = torch.split(groups, _GROUP, dim=1)
-    scales = torch.zeros(len(groups), 2, dtype=torch.bfloat16)
-    for at, part in enumerate(parts):
-        scales[:, at] = part.abs().amax(dim=1) / 127
-    steps = scales.float().clamp_min(torch.finfo(torch.float32).tiny)
-    return scales, torch.cat([(part / steps[:, at, None]).round() for at, part in enumerate(parts)], dim=1)
+def _hadamard(size: int) -> torch.Tensor:
+    """The orthogonal one of Sylvester's; it is its own transpose."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(size)
+
+
+def _in_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and least weight in bfloat16, [num_groups, 2], and the numbers in bytes, [num_groups, size]."""
+    least, greatest = groups.aminmax(dim=1)
+    least = least.bfloat16()
+    scale = ((greatest - least) / 255).bfloat16()
+    return torch.stack((scale, least), dim=1), _numbers(groups, scale, least, 255)
+
+
+def _in_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_in_8_bits`, two numbers in a byte: the first half of a group in the lower bits.
+
+    Of some ranges, somewhat narrower than that of the weights, the one with the least squared error, each after a
+    regression of the weights on their numbers.
+    """
+    least, greatest = groups.aminmax(dim=1)
+    mean, best = groups.mean(dim=1), torch.full((len(groups),), torch.inf)
+    chosen, numbers = torch.zeros(len(groups), 2, dtype=torch.bfloat16), torch.zeros_like(groups, dtype=torch.uint8)
+    for share in _SHARES_OF_THE_RANGE:
+        margin = (1 - share) / 2 * (greatest - least)
+        low = least + margin
+        tried = _numbers(groups, (greatest - margin - low) / 15, low, 15)
+        steps = tried.float()
+        steps -= steps.mean(dim=1, keepdim=True)
+        scale = ((steps * groups).sum(dim=1) / steps.square().sum(dim=1).clamp_min(1e-9)).bfloat16()
+        low = (mean - scale * tried.float().mean(dim=1)).bfloat16()
+        error = (tried * scale.float()[:, None] + low[:, None] - groups).square().sum(dim=1)
+        better = error < best
+        best = torch.where(better, error, best)
+        chosen[better] = torch.stack((scale, low), dim=1)[better]
+        numbers[better] = tried[better]
+    half = groups.shape[1] // 2
+    return chosen, numbers[:, :half] | numbers[:, half:] << 4
+
+
+def _numbers(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, most: int) -> torch.Tensor:
+    steps = scale.float().clamp_min(torch.finfo(torch.float32).tiny)
+    return ((groups - least.float()[:, None]) / steps[:, None]).round_().clamp_(0, most).to(torch.uint8)
 
 
 def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:

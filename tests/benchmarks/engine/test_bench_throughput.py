@@ -30,14 +30,25 @@ def workload_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine_tokens(demo_path: Path, workload_path: Path) -> dict[str, list[int]]:
     """What the engine draws when it is asked directly."""
-    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu")))
+    engine = build_sync_engine(EngineConfig(model=ModelConfig(path=str(demo_path), device="cpu", dtype="float32")))
     requests = [timed.request for timed in read_workload(str(workload_path)).requests]
     return run_to_end(engine, *requests).token_ids
 
 
 def common(demo_path: Path, workload_path: Path) -> list[str]:
     # One thread: a second one would wait for whatever else this machine is doing.
-    return ["--model", str(demo_path), "--workload", str(workload_path), "--threads", "1", "--device", "cpu"]
+    return [
+        "--model",
+        str(demo_path),
+        "--workload",
+        str(workload_path),
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+    ]
 
 
 def outputs(path: Path) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Weights of int8 in the native decoder."""
+"""Quantised weights in the native decoder."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C+
 
 BLOCKS = [3, 8, 1, 0, 9]
 DTYPES = ("float32", "bfloat16")
+QUANTISED = {"int8": 8, "int4": 4}
 
 
 def load(path: Path, dtype: str = "float32", quantization: str = "int8", checks: Path | None = None) -> LoadedModel:
@@ -39,40 +40,73 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
     return step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
 
 
-def rounded_to_8_bits(weight: torch.Tensor) -> torch.Tensor:
-    groups = []
-    for group in torch.split(weight, 64, dim=1):
-        scale = (group.abs().amax(dim=1, keepdim=True) / 127).bfloat16().float()
-        groups.append((group / scale).round() * scale)
-    return torch.cat(groups, dim=1)
+def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """The weights that the packed matrix of [outputs, inputs] stands for."""
+    size, per_byte = weights._GROUPS[bits], 8 // bits
+    packed = weights._packed_quantised([weight], bits=bits)
+    num_panels, num_groups = len(packed), -(-weight.shape[1] // size)
+    rows = packed.view(num_panels, num_groups, -1, 32)
+    pairs = rows[:, :, 0].contiguous().view(torch.bfloat16).view(num_panels, num_groups, 32, 1, 2).float()
+    units = rows[:, :, 1:].contiguous().view(torch.uint8).view(num_panels, num_groups, -1, 32, 4)
+    stored = units.permute(0, 1, 3, 2, 4).reshape(num_panels, num_groups, 32, size // per_byte)
+    numbers = torch.cat([stored >> bits * part & (1 << bits) - 1 for part in range(per_byte)], dim=-1)
+    groups = numbers * pairs[..., 0] + pairs[..., 1]
+    if bits == 8:
+        groups = groups @ hadamard(size)
+    return groups.transpose(1, 2).reshape(num_panels * 32, -1)[: weight.shape[0], : weight.shape[1]]
 
 
+def rounded_inputs(inputs: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers from -127 to 127 in each group."""
+    size = weights._GROUPS[bits]
+    groups = torch.nn.functional.pad(inputs, (0, -inputs.shape[-1] % size)).unflatten(-1, (-1, size))
+    turn = hadamard(size) if bits == 8 else torch.eye(size)
+    groups = groups @ turn
+    scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 127
+    return ((groups / scales).round() * scales @ turn).flatten(-2)[..., : inputs.shape[-1]]
+
+
+def hadamard(size: int) -> torch.Tensor:
+    signs = [[1 - 2 * ((row & column).bit_count() % 2) for column in range(size)] for row in range(size)]
+    return torch.tensor(signs) / size**0.5
+
+
+@pytest.mark.parametrize("quantization", QUANTISED)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 @torch.inference_mode()
-def test_logits_are_those_of_weights_that_are_rounded_to_8_bits(architecture: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+def test_logits_are_those_of_rounded_weights_and_inputs(
+    architecture: str, quantization: str, tiny_model_path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path(architecture)
-    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    own = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     exact = own(torch.tensor([PROMPT])).logits[0, -1]
-    for module in own.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.copy_(rounded_to_8_bits(module.weight))
-        elif hasattr(module, "gate_up_proj"):  # all experts of a layer
-            for matrix in (*module.gate_up_proj, *module.down_proj):
-                matrix.copy_(rounded_to_8_bits(matrix))
+    got = logits_of(load(path, quantization=quantization))
+    routers = [module.weight for name, module in own.named_modules() if name.endswith("mlp.gate")]
+    linear = torch.nn.functional.linear
+
+    def rounded_linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if any(weight is router for router in routers):
+            return linear(inputs, weight, bias)
+        bits = 8 if weight is own.lm_head.weight else QUANTISED[quantization]
+        return linear(rounded_inputs(inputs, bits), rounded(weight, bits), bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", rounded_linear)
     expected = own(torch.tensor([PROMPT])).logits[0, -1]
-    got = logits_of(load(path))
-    assert relative_error(got, expected) < 0.002 < relative_error(got, exact)
+    assert relative_error(got, expected) < 0.01 < relative_error(got, exact)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("quantization", QUANTISED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_logits_have_the_same_bits_in_any_step(dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+def test_logits_have_the_same_bits_in_any_step(dtype: str, quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     """In one step alone, token by token, in chunks beside others, on other threads."""
-    model, others = load(tiny_model_path("llama"), dtype), [2, 7, 4, 5, 6]
+    model, others = load(tiny_model_path("llama"), dtype, quantization), [2, 7, 4, 5, 6]
     whole = logits_of(model)
     single = decoder_of(model, num_threads=1)
     for at in range(70):
@@ -89,17 +123,17 @@ def test_logits_have_the_same_bits_in_any_step(dtype: str, tiny_model_path) -> N
 def test_plain_vectors_give_the_same_bits_as_the_cpus_instruction(
     tiny_model_path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
-    model = load(tiny_model_path("llama"))
-    expected = logits_of(model)
+    models = [load(tiny_model_path("llama"), quantization=quantization) for quantization in QUANTISED]
+    expected = [logits_of(model) for model in models]
     monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-DCAROUSEL_PLAIN_INT8"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     native.library.cache_clear()
     try:
-        plain = logits_of(model)
+        plain = [logits_of(model) for model in models]
     finally:
         native.library.cache_clear()
     assert list((tmp_path / ".cache" / "carousel").glob("native-*.so"))
-    assert torch.equal(plain, expected)
+    assert all(map(torch.equal, plain, expected))
 
 
 def test_a_row_with_a_nan_shows_it_and_other_rows_do_not(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
@@ -127,29 +161,60 @@ def test_a_kept_check_of_other_weights_does_not_count(tiny_model_path, tmp_path:
     assert len(list(tmp_path.glob("checked-*"))) == 2
     again = load(path, checks=tmp_path)
     assert again.native is not None
-    assert again.native.is_int8
+    assert again.native.weight_bits == 8
     assert torch.equal(logits_of(again), logits_of(load(path)))
 
 
 @pytest.mark.parametrize("num_inputs", [576, 1536, 208, 48])
-def test_every_group_of_inputs_has_a_scale_of_its_own(num_inputs: int) -> None:
-    weight = torch.randn(70, num_inputs) * torch.logspace(-3, 0, num_inputs)
-    panels = weights._packed_int8([weight])
-    found = torch.zeros(96, num_inputs)
-    begin = 0
-    for first in range(0, num_inputs, 128):
-        size = min(128, num_inputs - first)
-        scales = panels[:, begin].contiguous().view(torch.bfloat16).view(3, 32, 2).float().reshape(96, 2)
-        units = panels[:, begin + 1 : begin + 1 + size // 4].contiguous().view(torch.uint8).view(3, size // 4, 32, 4)
-        numbers = units.permute(0, 2, 1, 3).reshape(96, size).float() - 128
-        found[:, first : first + size] = numbers * scales.repeat_interleave(64, dim=1)[:, :size]
-        begin += 1 + size // 4
-    assert torch.equal(found[:70], rounded_to_8_bits(weight))
+def test_every_group_of_inputs_has_a_range_of_its_own(num_inputs: int) -> None:
+    of_groups = torch.logspace(-3, 0, -(-num_inputs // 64)).repeat_interleave(64)[:num_inputs]
+    weight = torch.randn(70, num_inputs) * of_groups
+    for bits, allowed in ((8, 0.015), (4, 0.25)):
+        errors = (rounded(weight, bits) - weight) / of_groups
+        assert errors.square().mean(dim=0).sqrt().max() < allowed
 
 
-def test_a_matrix_takes_little_more_than_a_byte_for_a_weight() -> None:
+@torch.inference_mode()
+def test_weights_of_a_4_bit_file_stay_what_they_are() -> None:
+    steps = torch.randint(0, 16, (70, 18, 32))
+    steps[..., 0], steps[..., 1] = 0, 15
+    scale, least = torch.rand(70, 18, 1).bfloat16().float(), torch.randn(70, 18, 1).bfloat16().float()
+    weight = (steps * scale + least).flatten(1)
+    assert (rounded(weight, 4) - weight).abs().max() < 0.01 * weight.abs().max()
+
+
+@torch.inference_mode()
+def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    model = load(tiny_model_path("llama"))
+    assert model.native is not None
+    head = rounded(model.native.embedding, 8)  # type: ignore[arg-type]
+    packed = weights._packed_quantised([model.native.embedding], bits=8)  # type: ignore[list-item]
+    given, tied = (
+        dataclasses.replace(model, native=dataclasses.replace(model.native, head=packed, embedding=embedding))
+        for embedding in (head.contiguous(), None)
+    )
+    assert (logits_of(tied) - logits_of(given)).abs().max() < 1e-3
+
+
+def test_an_embedding_that_is_tied_to_a_quantised_head_is_not_kept(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    native = load(tiny_model_path("llama")).native
+    assert native is not None
+    names = {weights.EMBEDDING: native.embedding, weights.HEAD: native.embedding}
+    packed = weights.pack_weights(
+        lambda name: names.get(name, native.final_norm),
+        dataclasses.replace(native.settings, sliding_windows=()),
+        bits=8,
+    )
+    assert packed.embedding is None
+
+
+def test_a_matrix_takes_little_more_than_its_bits() -> None:
     weight = torch.randn(96, 576)
-    assert weights._packed_int8([weight]).nbytes <= 1.04 * weight.numel()
+    for bits in (8, 4):
+        group_of_bits = weights._GROUPS[bits] * bits
+        assert weights._packed_quantised([weight], bits=bits).nbytes == weight.numel() * bits / 8 * (
+            1 + 32 / group_of_bits
+        )
 
 
 def test_a_model_of_another_architecture_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]

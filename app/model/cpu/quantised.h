@@ -1,0 +1,214 @@
+// Rows times a packed weight matrix of 8 or 4 bits.
+//
+// Inputs and weights are rounded in groups of inputs. Each group of a column has a scale and a least weight, each group
+// of a row a scale. Sums of a group are whole numbers, so they are exact; the groups of a row are added in their order.
+#pragma once
+
+#include "matmul.h"
+
+namespace carousel {
+
+// With 8 bits, inputs and weights are turned within a group by the same orthogonal matrix: (x H)(Hᵀ W) = x W. This
+// spreads the few great inputs of a row over their group, so that eight bits are enough for all of them (QuaRot,
+// Ashkboos et al., 2024; QuIP#, Tseng et al., 2024). With 4 bits, weights stay as they are: those that come from a file
+// of 4 bits lose nothing more.
+template <int BITS>
+struct Grouping;
+template <>
+struct Grouping<8> {
+    static constexpr int64_t SIZE = 64;  // inputs
+    static constexpr bool IS_ROTATED = true;
+};
+template <>
+struct Grouping<4> {
+    static constexpr int64_t SIZE = 32;
+    static constexpr bool IS_ROTATED = false;
+};
+
+template <int BITS>
+constexpr int64_t GROUP_UNITS = Grouping<BITS>::SIZE / PER_UNIT<int8_t>;  // of inputs
+template <int BITS>
+constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
+
+constexpr int HEAD_BITS = 8;  // of the output layer, whatever the layers have
+
+constexpr int QUANTISED_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
+
+template <int BITS>
+constexpr int64_t num_groups(int64_t num_inputs) {
+    return (num_inputs + Grouping<BITS>::SIZE - 1) / Grouping<BITS>::SIZE;
+}
+
+// Panels: [num_columns / PANEL][num_groups][1 + GROUP_WORDS][PANEL] units. The first of a group holds its scale in
+// bfloat16 in the lower half, its least weight in the upper; the others hold unsigned weights in steps of the scale above
+// it. With 4 bits, the lower half of each byte belongs to the first half of the group's inputs, the upper to the second.
+// The last group is padded with zeros.
+template <int BITS>
+constexpr int64_t panel_units(int64_t num_inputs) {
+    return num_groups<BITS>(num_inputs) * (1 + GROUP_WORDS<BITS>);
+}
+
+struct QuantisedRows {
+    int8_t* numbers;  // [num_rows][num_groups][inputs of a group]
+    float* scales;    // [num_rows][num_groups]
+    float* sums;      // [num_rows][num_groups], of the numbers times the scale
+};
+
+// The same rows without those before `first`.
+template <int BITS>
+inline QuantisedRows rows_from(const QuantisedRows& rows, int64_t first, int64_t num_inputs) {
+    const int64_t group = first * num_groups<BITS>(num_inputs);
+    return {rows.numbers + group * Grouping<BITS>::SIZE, rows.scales + group, rows.sums + group};
+}
+
+// One stage of a Hadamard transform: of two lanes DISTANCE apart, their sum and their difference.
+template <int DISTANCE>
+inline Vector paired(Vector x) {
+    const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words signs = (Words)(lanes & DISTANCE) * (0x80000000u / DISTANCE);
+    return swapped<DISTANCE>(x) + (Vector)((Words)x ^ signs);
+}
+
+// A group times the Hadamard matrix of its size, not yet divided by 8, the root of the size.
+inline void rotate(Vector (&group)[4]) {
+    const auto pair = [](Vector& left, Vector& right) {
+        const Vector sum = left + right;
+        right = left - right;
+        left = sum;
+    };
+    pair(group[0], group[1]), pair(group[2], group[3]);
+    pair(group[0], group[2]), pair(group[1], group[3]);
+    for (Vector& x : group) x = paired<8>(paired<4>(paired<2>(paired<1>(x))));
+}
+
+// The greatest magnitude; a NaN is greater than all others.
+template <int SIZE>
+inline float greatest_magnitude(const Vector (&group)[SIZE]) {
+    Integers greatest = {};
+    const auto merge = [&](Integers other) { greatest = other > greatest ? other : greatest; };
+    for (const Vector& x : group) merge((Integers)x & 0x7fffffff);
+    merge(swapped<8>(greatest)), merge(swapped<4>(greatest)), merge(swapped<2>(greatest)), merge(swapped<1>(greatest));
+    return ((Vector)greatest)[0];
+}
+
+// Rounds a row. The scale of a group with a NaN or an infinity is one too, so that all products of the row show it.
+// `size` is a multiple of LANES.
+template <int BITS, typename T>
+inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int64_t row) {
+    constexpr int PARTS = Grouping<BITS>::SIZE / LANES;
+    const int64_t groups = num_groups<BITS>(size);
+    const float rounder = 12582912.0f;  // 1.5 × 2^23: adding it rounds, and leaves the number in the low bits
+    int8_t* to = rows.numbers + row * groups * Grouping<BITS>::SIZE;
+    for (int64_t group = 0; group < groups; ++group) {
+        Vector x[PARTS];
+        for (int64_t part = 0; part < PARTS; ++part, from += LANES)
+            x[part] = (group * PARTS + part) * LANES < size ? load(from) : Vector{};
+        if constexpr (Grouping<BITS>::IS_ROTATED) rotate(x);
+        const float magnitude = greatest_magnitude(x);
+        const float per_step = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
+        Integers sums = {};
+        for (const Vector& part : x) {
+            const Integers numbers = (Integers)(part * per_step + rounder) - 0x4b400000;  // the bits of `rounder`
+            const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+            std::memcpy(to, &bytes, sizeof(bytes));
+            to += LANES;
+            sums += numbers;
+        }
+        sums += swapped<8>(sums), sums += swapped<4>(sums), sums += swapped<2>(sums), sums += swapped<1>(sums);
+        const float scale = magnitude * (Grouping<BITS>::IS_ROTATED ? 0.125f / 127.0f : 1.0f / 127.0f);
+        rows.scales[row * groups + group] = scale;
+        rows.sums[row * groups + group] = scale * float(sums[0]);
+    }
+}
+
+inline Vector lower_bf16(Words pair) { return (Vector)(pair << 16); }
+inline Vector upper_bf16(Words pair) { return (Vector)(pair & 0xffff0000u); }
+
+// The weights of a column in the model's type, [num_inputs].
+template <int BITS, typename T>
+inline void read_column(const Matrix& matrix, int64_t column, T* to) {
+    static_assert(BITS == 8, "a head has 8 bits");
+    const uint32_t* unit = matrix.panels + column / PANEL * PANEL * panel_units<BITS>(matrix.num_inputs) + column % PANEL;
+    for (int64_t first = 0; first < matrix.num_inputs; first += Grouping<BITS>::SIZE) {
+        const Words pair = broadcast(*unit);
+        uint32_t units[GROUP_UNITS<BITS>];
+        for (uint32_t& own : units) own = *(unit += PANEL);
+        unit += PANEL;
+        Vector x[4];
+        for (int64_t part = 0; part < 4; ++part) {
+            UnsignedBytes numbers;
+            std::memcpy(&numbers, units + part * LANES / PER_UNIT<int8_t>, sizeof(numbers));
+            x[part] = __builtin_convertvector(numbers, Vector) * lower_bf16(pair) + upper_bf16(pair);
+        }
+        rotate(x);
+        for (int64_t part = 0; part < 4 && first + part * LANES < matrix.num_inputs; ++part)
+            store(round_to(x[part] * 0.125f, T{}), to + first + part * LANES);
+    }
+}
+
+// inputs: of the first row.
+template <int BITS, int ROWS, typename Finish>
+inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel, int64_t ahead,
+                                    Finish&& finish) {
+    constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
+    const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
+    Vector totals[ROWS][2] = {};
+    for (int64_t group = 0; group < groups; ++group, units += UNITS) {
+        const Words pairs[2] = {load_units(panel), load_units(panel + LANES)};
+        Integers sums[ROWS][2] = {};
+        panel += PANEL;
+        for (int64_t word = 0; word < WORDS; ++word, panel += PANEL) {
+            __builtin_prefetch(panel + ahead);
+            __builtin_prefetch(panel + ahead + LANES);
+            const Words both[2] = {load_units(panel), load_units(panel + LANES)};
+#pragma GCC unroll 2
+            for (int part = 0; part < 8 / BITS; ++part) {
+                const auto weights = [&](Words packed) { return BITS == 8 ? packed : packed >> 4 * part & 0x0f0f0f0fu; };
+                const Words left = weights(both[0]), right = weights(both[1]);
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; ++row) {
+                    const Words input = broadcast(units[row * groups * UNITS + part * WORDS + word]);
+                    sums[row][0] = multiply_add_bytes(sums[row][0], left, input);
+                    sums[row][1] = multiply_add_bytes(sums[row][1], right, input);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            const float scale = inputs.scales[row * groups + group], sum = inputs.sums[row * groups + group];
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                totals[row][half] += upper_bf16(pairs[half]) * sum;
+                totals[row][half] +=
+                    __builtin_convertvector(sums[row][half], Vector) * (lower_bf16(pairs[half]) * scale);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) finish(row, totals[row][0], totals[row][1]);
+}
+
+// As `multiply` of plain matrices.
+template <int BITS, typename Sharing, typename Finish>
+void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
+                        Finish&& finish) {
+    const int64_t groups = num_groups<BITS>(matrix.num_inputs);
+    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, panel_units<BITS>(matrix.num_inputs),
+                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                    const auto place = [&](int row, Vector left, Vector right) {
+                        finish(first + row, column, left, right);
+                    };
+                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                    // Later rows find the panel in the cache; fetching the next one would push it out.
+                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+                    switch (rows) {
+#define CASE(ROWS) \
+    case ROWS:     \
+        return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
+                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+                    }
+                });
+}
+
+}  // namespace carousel
