@@ -146,6 +146,15 @@ inline void read_column(const Matrix& matrix, int64_t column, T* to) {
     }
 }
 
+// Adds the sums of a group's whole numbers to those of a row. pairs: of scales and least weights.
+inline void add_group(Vector (&totals)[2], Integers left, Integers right, const Words (&pairs)[2], float scale,
+                      float sum) {
+    totals[0] += upper_bf16(pairs[0]) * sum;
+    totals[0] += __builtin_convertvector(left, Vector) * (lower_bf16(pairs[0]) * scale);
+    totals[1] += upper_bf16(pairs[1]) * sum;
+    totals[1] += __builtin_convertvector(right, Vector) * (lower_bf16(pairs[1]) * scale);
+}
+
 // inputs: of the first row.
 template <int BITS, int ROWS, typename Finish>
 inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel, int64_t ahead,
@@ -174,18 +183,49 @@ inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups,
             }
         }
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const float scale = inputs.scales[row * groups + group], sum = inputs.sums[row * groups + group];
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                totals[row][half] += upper_bf16(pairs[half]) * sum;
-                totals[row][half] +=
-                    __builtin_convertvector(sums[row][half], Vector) * (lower_bf16(pairs[half]) * scale);
-            }
-        }
+        for (int row = 0; row < ROWS; ++row)
+            add_group(totals[row], sums[row][0], sums[row][1], pairs, inputs.scales[row * groups + group],
+                      inputs.sums[row * groups + group]);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) finish(row, totals[row][0], totals[row][1]);
+}
+
+// The same in the matrix unit.
+template <int BITS, typename Finish>
+void multiply_quantised_in_amx(int rows, const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
+                               Finish&& finish) {
+    constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
+    const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
+    Vector totals[2 * amx::ROWS][2] = {};
+    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is added, and of the next one
+    configure_products(rows, UNITS);
+    const auto sum_group = [&](int64_t group) {
+        const uint32_t* weights = panel + (group * (1 + WORDS) + 1) * PANEL;
+        uint32_t bytes[UNITS * PANEL];
+        if constexpr (BITS == 4) {
+            for (int64_t at = 0; at < WORDS * PANEL; at += LANES) {
+                const Words packed = load_units(weights + at), low = packed & 0x0f0f0f0fu, high = packed >> 4 & 0x0f0f0f0fu;
+                std::memcpy(bytes + at, &low, sizeof(low));
+                std::memcpy(bytes + WORDS * PANEL + at, &high, sizeof(high));
+            }
+            weights = bytes;
+        }
+        sum_in_amx<int8_t>(rows, units + group * UNITS, groups * UNITS, UNITS, weights, sums[group % 2]);
+    };
+    sum_group(0);
+    for (int64_t group = 0; group < groups; ++group) {
+        if (group + 1 < groups) sum_group(group + 1);
+        const uint32_t* pair = panel + group * (1 + WORDS) * PANEL;
+        const Words pairs[2] = {load_units(pair), load_units(pair + LANES)};
+        for (int row = 0; row < rows; ++row) {
+            Integers both[2];
+            std::memcpy(both, sums[group % 2] + row * PANEL, sizeof(both));
+            add_group(totals[row], both[0], both[1], pairs, inputs.scales[row * groups + group],
+                      inputs.sums[row * groups + group]);
+        }
+    }
+    for (int row = 0; row < rows; ++row) finish(row, totals[row][0], totals[row][1]);
 }
 
 // As `multiply` of plain matrices.
@@ -193,22 +233,31 @@ template <int BITS, typename Sharing, typename Finish>
 void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
-    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, panel_units<BITS>(matrix.num_inputs),
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    const auto place = [&](int row, Vector left, Vector right) {
-                        finish(first + row, column, left, right);
-                    };
-                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                    // Later rows find the panel in the cache; fetching the next one would push it out.
-                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
-                    switch (rows) {
+    const auto share = [&](int max_rows, int block, auto&& multiply_tiles) {
+        share_tiles(team, num_rows, max_rows, block, matrix, panel_units<BITS>(matrix.num_inputs),
+                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                        const auto place = [&](int row, Vector left, Vector right) {
+                            finish(first + row, column, left, right);
+                        };
+                        const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                        multiply_tiles(rows, from, first, panel, place);
+                    });
+    };
+    if (amx::refusal() == 0)
+        return share(2 * amx::ROWS, amx::ROWS, [&](int rows, auto&& from, int64_t, auto&& panel, auto&& place) {
+            multiply_quantised_in_amx<BITS>(rows, from, groups, panel, place);
+        });
+    share(QUANTISED_TILE_ROWS, 1, [&](int rows, auto&& from, int64_t first, auto&& panel, auto&& place) {
+        // Later rows find the panel in the cache; fetching the next one would push it out.
+        const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+        switch (rows) {
 #define CASE(ROWS) \
     case ROWS:     \
         return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
-                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
-                    }
-                });
+        }
+    });
 }
 
 }  // namespace carousel
