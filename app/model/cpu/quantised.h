@@ -233,31 +233,32 @@ template <int BITS, typename Sharing, typename Finish>
 void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
-    const auto share = [&](int max_rows, int block, auto&& multiply_tiles) {
-        share_tiles(team, num_rows, max_rows, block, matrix, panel_units<BITS>(matrix.num_inputs),
-                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                        const auto place = [&](int row, Vector left, Vector right) {
-                            finish(first + row, column, left, right);
-                        };
-                        const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                        multiply_tiles(rows, from, first, panel, place);
-                    });
-    };
+    const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
-        return share(2 * amx::ROWS, amx::ROWS, [&](int rows, auto&& from, int64_t, auto&& panel, auto&& place) {
-            multiply_quantised_in_amx<BITS>(rows, from, groups, panel, place);
-        });
-    share(QUANTISED_TILE_ROWS, 1, [&](int rows, auto&& from, int64_t first, auto&& panel, auto&& place) {
-        // Later rows find the panel in the cache; fetching the next one would push it out.
-        const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
-        switch (rows) {
+        return share_tiles(team, num_rows, 2 * amx::ROWS, amx::ROWS, matrix, units,
+                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                               const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                               multiply_quantised_in_amx<BITS>(rows, from, groups, panel,
+                                                               [&](int row, Vector left, Vector right) {
+                                                                   finish(first + row, column, left, right);
+                                                               });
+                           });
+    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
+                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                    const auto place = [&](int row, Vector left, Vector right) {
+                        finish(first + row, column, left, right);
+                    };
+                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                    // Later rows find the panel in the cache; fetching the next one would push it out.
+                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+                    switch (rows) {
 #define CASE(ROWS) \
     case ROWS:     \
         return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
-        }
-    });
+                    }
+                });
 }
 
 }  // namespace carousel
