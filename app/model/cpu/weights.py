@@ -187,7 +187,8 @@ def pack_weights(
     assert embedding is not None
     dtype, unpacked_head = embedding.dtype, _given(weights, HEAD)
     if dtype is torch.bfloat16:
-        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, settings.intermediate_size)
+        inner = (settings.intermediate_size, settings.experts.intermediate_size)
+        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
         log_use_of_amx(settings.head_dim, *(() if bits else inputs))
     if bits and torch.equal(embedding, unpacked_head):
         embedding = None
@@ -225,7 +226,6 @@ def _given(weights: Weights, name: str) -> torch.Tensor:
 def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
     queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
     router = weights("mlp.gate.weight")
-    mlps = ["mlp."] if router is None else [f"mlp.experts.{expert}." for expert in range(num_experts)]
     return NativeLayer(
         input_norm=_given(weights, "input_layernorm.weight"),
         query_key_value=pack([_given(weights, f"{name}.weight") for name in queries_keys_values]),
@@ -236,14 +236,25 @@ def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts:
         output_bias=_bias(weights, ["self_attn.o_proj"]),
         post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
         router=None if router is None else pack([router], bits=0),
-        mlps=tuple(_pack_mlp(partial(_named, weights, mlp), pack) for mlp in mlps),
+        mlps=(_pack_mlp(weights, "mlp.", pack),) if router is None else _pack_experts(weights, num_experts, pack),
         sliding_window=sliding_window,
     )
 
 
-def _pack_mlp(weights: Weights, pack: _Pack) -> NativeMlp:
-    gate, up = _given(weights, "gate_proj.weight"), _given(weights, "up_proj.weight")
-    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([_given(weights, "down_proj.weight")]))
+def _pack_mlp(weights: Weights, prefix: str, pack: _Pack) -> NativeMlp:
+    gate, up, down = (_given(weights, f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down"))
+    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([down]))
+
+
+def _pack_experts(weights: Weights, num_experts: int, pack: _Pack) -> tuple[NativeMlp, ...]:
+    """All experts of a layer side by side: one alone may be smaller than a large page."""
+    first = _pack_mlp(weights, "mlp.experts.0.", pack)
+    gate_up = in_large_pages(num_experts, *first.gate_up.shape, dtype=first.gate_up.dtype)
+    down = in_large_pages(num_experts, *first.down.shape, dtype=first.down.dtype)
+    for expert in range(num_experts):
+        packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack)
+        gate_up[expert], down[expert] = packed.gate_up, packed.down
+    return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(num_experts))
 
 
 def _packed(team: Team, weights: Sequence[torch.Tensor], *, bits: int = 0) -> torch.Tensor:
