@@ -91,7 +91,7 @@ class Checkpoint:
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a mapped weight, whose pages are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
-    for to, piece in zip(converted.flatten().split(_PIECE), weight.flatten().split(_PIECE), strict=True):
+    for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
         advise(piece, mmap.MADV_DONTNEED)
     return converted
