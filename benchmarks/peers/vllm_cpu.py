@@ -23,6 +23,7 @@ class VllmCpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{given.threads - 1}")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for our figures
         import vllm  # reads the environment when it is imported
 
         self.version: str = vllm.__version__

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "logprobs.h"
+#include "pack.h"
 #include "sampling.h"
 #include "team.h"
 
@@ -63,6 +64,11 @@ void carousel_touch(void* team, char* memory, int64_t num_bytes) {
             *static_cast<volatile char*>(memory + end - 1) = 0;
         });
     });
+}
+
+// Units of 32 bits: weights as they are.
+void carousel_pack(void* team, const uint32_t* rows, int64_t num_outputs, int64_t num_units, uint32_t* panels) {
+    pack(*static_cast<Team*>(team), rows, num_outputs, num_units, panels);
 }
 
 // Whether this build multiplies bfloat16 by single instructions.
@@ -146,7 +152,15 @@ void carousel_adjust(void* team, const float* logits, int64_t vocab_size, const 
     void carousel_decoder_times_##NAME(void* decoder, DecoderTimes* times) {                                          \
         *times = static_cast<Decoder<T>*>(decoder)->times();                                                          \
     }                                                                                                                 \
-    void carousel_decoder_delete_##NAME(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
+    void carousel_decoder_delete_##NAME(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }                  \
+    void carousel_pack_in_8_bits_##NAME(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,        \
+                                        uint32_t* panels) {                                                           \
+        pack_quantised<8>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);   \
+    }                                                                                                                 \
+    void carousel_pack_in_4_bits_##NAME(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,        \
+                                        uint32_t* panels) {                                                           \
+        pack_quantised<4>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);   \
+    }
 
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

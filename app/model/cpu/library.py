@@ -124,6 +124,9 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "decoder_run_{}": ((_POINTER,) * 2, None),
     "decoder_times_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),
+    "pack": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
+    "pack_in_8_bits_{}": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
+    "pack_in_4_bits_{}": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
 }
 
 

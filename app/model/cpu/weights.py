@@ -5,7 +5,6 @@ Only the architectures named here are packed. The loader compares the decoder's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from app.model.attention import AttentionRules
-from app.model.cpu.library import LANES, in_large_pages, log_use_of_amx
+from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, log_use_of_amx
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # The weight of a name in the model's checkpoint; None where the model has none.
 Weights = Callable[[str], torch.Tensor | None]
-_Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+_Pack = Callable[..., torch.Tensor]  # `_packed` with a team and bits
 
 # Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
 # mixture of such MLPs.
@@ -34,8 +33,6 @@ _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as 
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
 _GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
 _HEAD_BITS = 8  # where the layers are quantised, as in the sources
-_SHARES_OF_THE_RANGE = (1.0, 0.93, 0.86)  # that four bits cover
-_PANELS_AT_ONCE = 64  # of a matrix that is being quantised: its numbers are in float32 meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +182,7 @@ def pack_weights(
     is not kept then; another one stays as it is: a step reads only its tokens' rows.
     release: called after each layer, when what was asked of `weights` so far has been packed.
     """
-    pack = _packing(bits)
+    team = Team(torch.get_num_threads())
     embedding: torch.Tensor | None = _given(weights, EMBEDDING)
     assert embedding is not None
     dtype, unpacked_head = embedding.dtype, _given(weights, HEAD)
@@ -197,16 +194,14 @@ def pack_weights(
         log_use_of_amx(f"weights of {bits} bits")
     if bits and torch.equal(embedding, unpacked_head):
         embedding = None
-    head = _packing(_HEAD_BITS if bits else 0)(
-        [unpacked_head]
-    )  # first: the largest matrix, while nothing else is there
+    # First: the largest matrix, while nothing else is there.
+    head = _packed(team, [unpacked_head], bits=_HEAD_BITS if bits else 0)
     del unpacked_head
     release()
-    layers = []
+    layers, pack = [], partial(_packed, team, bits=bits)
     for index, window in enumerate(settings.sliding_windows):
-        layers.append(
-            _pack_layer(partial(_named, weights, f"model.layers.{index}."), pack, window, settings.experts.num_experts)
-        )
+        named = partial(_named, weights, f"model.layers.{index}.")
+        layers.append(_pack_layer(named, pack, window, settings.experts.num_experts))
         release()
     return NativeWeights(
         settings=settings,
@@ -218,10 +213,6 @@ def pack_weights(
         dtype=dtype,
         weight_bits=bits,
     )
-
-
-def _packing(bits: int) -> _Pack:
-    return partial(_packed_quantised, bits=bits) if bits else _packed
 
 
 def _named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
@@ -237,7 +228,6 @@ def _given(weights: Weights, name: str) -> torch.Tensor:
 def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts: int) -> NativeLayer:
     queries_keys_values = [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
     router = weights("mlp.gate.weight")
-    mlps = ["mlp."] if router is None else [f"mlp.experts.{expert}." for expert in range(num_experts)]
     return NativeLayer(
         input_norm=_given(weights, "input_layernorm.weight"),
         query_key_value=pack([_given(weights, f"{name}.weight") for name in queries_keys_values]),
@@ -247,113 +237,49 @@ def _pack_layer(weights: Weights, pack: _Pack, sliding_window: int, num_experts:
         output=pack([_given(weights, "self_attn.o_proj.weight")]),
         output_bias=_bias(weights, ["self_attn.o_proj"]),
         post_attention_norm=_given(weights, "post_attention_layernorm.weight"),
-        router=None if router is None else _packed([router]),
-        mlps=tuple(_pack_mlp(partial(_named, weights, mlp), pack) for mlp in mlps),
+        router=None if router is None else pack([router], bits=0),
+        mlps=(_pack_mlp(weights, "mlp.", pack),) if router is None else _pack_experts(weights, num_experts, pack),
         sliding_window=sliding_window,
     )
 
 
-def _pack_mlp(weights: Weights, pack: _Pack) -> NativeMlp:
-    gate, up = _given(weights, "gate_proj.weight"), _given(weights, "up_proj.weight")
-    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([_given(weights, "down_proj.weight")]))
+def _pack_mlp(weights: Weights, prefix: str, pack: _Pack) -> NativeMlp:
+    gate, up, down = (_given(weights, f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down"))
+    return NativeMlp(gate_up=pack(_in_turn(gate, up)), down=pack([down]))
 
 
-def _packed(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pack_experts(weights: Weights, num_experts: int, pack: _Pack) -> tuple[NativeMlp, ...]:
+    """All experts of a layer side by side: one alone may be smaller than a large page."""
+    first = _pack_mlp(weights, "mlp.experts.0.", pack)
+    gate_up = in_large_pages(num_experts, *first.gate_up.shape, dtype=first.gate_up.dtype)
+    down = in_large_pages(num_experts, *first.down.shape, dtype=first.down.dtype)
+    for expert in range(num_experts):
+        packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack)
+        gate_up[expert], down[expert] = packed.gate_up, packed.down
+    return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(num_experts))
+
+
+def _packed(team: Team, weights: Sequence[torch.Tensor], *, bits: int = 0) -> torch.Tensor:
     """Matrices side by side as [panels, units of inputs, _PANEL outputs] units of 32 bits, padded with zeros.
+
+    Of 8 or 4 bits, [panels, groups of inputs × (1 + units), _PANEL outputs]: the first unit of a group has its scale
+    and its least weight, both in bfloat16; the others hold unsigned numbers: a weight is the least one and so many
+    times the scale. Groups of 8 bits are rotated.
 
     weights: each [outputs, inputs].
     """
-    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     num_outputs, num_inputs = weight.shape
-    per_unit = 4 // weight.element_size()
-    packed = in_large_pages(-(-num_outputs // _PANEL), num_inputs // per_unit, _PANEL, dtype=torch.int32)
-    _fill_panels(packed, weight)
+    num_units = num_inputs * weight.element_size() // 4
+    if bits:
+        num_units = -(-num_inputs // _GROUPS[bits]) * (1 + _GROUPS[bits] * bits // 32)
+    packed = in_large_pages(-(-num_outputs // _PANEL), num_units, _PANEL, dtype=torch.int32)
+    if bits:
+        pack = getattr(team.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")
+        pack(team.handle, weight.data_ptr(), num_outputs, num_inputs, packed.data_ptr())
+    else:
+        team.code.carousel_pack(team.handle, weight.data_ptr(), num_outputs, num_units, packed.data_ptr())
     return packed
-
-
-def _packed_quantised(weights: Sequence[torch.Tensor], *, bits: int) -> torch.Tensor:
-    """As `_packed`, [panels, groups of inputs × (1 + units), _PANEL outputs], padded with zeros.
-
-    The first unit of a group has its scale and its least weight, both in bfloat16; the others hold unsigned numbers of
-    `bits`: a weight is the least one and so many times the scale. Groups of 8 bits are rotated.
-    """
-    weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-    num_outputs, num_inputs = weight.shape
-    size = _GROUPS[bits]
-    num_panels, num_groups, num_units = -(-num_outputs // _PANEL), -(-num_inputs // size), size * bits // 32
-    packed = in_large_pages(num_panels, num_groups, 1 + num_units, _PANEL, dtype=torch.int32)
-    for first in range(0, num_panels, _PANELS_AT_ONCE):
-        panels = packed[first : first + _PANELS_AT_ONCE]
-        rows = weight[first * _PANEL : (first + _PANELS_AT_ONCE) * _PANEL].float()
-        padding = (0, num_groups * size - num_inputs, 0, len(panels) * _PANEL - len(rows))
-        groups = torch.nn.functional.pad(rows, padding).view(-1, size)
-        pairs, numbers = _in_8_bits(groups @ _hadamard(size)) if bits == 8 else _in_4_bits(groups)
-        units = numbers.view(len(panels), _PANEL, num_groups, num_units, 4)
-        panels[:, :, 0].view(torch.bfloat16).view(len(panels), num_groups, _PANEL, 2).copy_(
-            pairs.view(len(panels), _PANEL, num_groups, 2).transpose(1, 2)
-        )
-        panels.view(torch.uint8).view(*panels.shape, 4)[:, :, 1:].copy_(units.permute(0, 2, 3, 1, 4))
-    return packed.view(num_panels, -1, _PANEL)
-
-
-def _hadamard(size: int) -> torch.Tensor:
-    """The orthogonal one of Sylvester's; it is its own transpose."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / math.sqrt(size)
-
-
-def _in_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and least weight in bfloat16, [num_groups, 2], and the numbers in bytes, [num_groups, size]."""
-    least, greatest = groups.aminmax(dim=1)
-    least = least.bfloat16()
-    scale = ((greatest - least) / 255).bfloat16()
-    return torch.stack((scale, least), dim=1), _numbers(groups, scale, least, 255)
-
-
-def _in_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_in_8_bits`, two numbers in a byte: the first half of a group in the lower bits.
-
-    Of some ranges, somewhat narrower than that of the weights, the one with the least squared error, each after a
-    regression of the weights on their numbers.
-    """
-    least, greatest = groups.aminmax(dim=1)
-    mean, best = groups.mean(dim=1), torch.full((len(groups),), torch.inf)
-    chosen, numbers = torch.zeros(len(groups), 2, dtype=torch.bfloat16), torch.zeros_like(groups, dtype=torch.uint8)
-    for share in _SHARES_OF_THE_RANGE:
-        margin = (1 - share) / 2 * (greatest - least)
-        low = least + margin
-        tried = _numbers(groups, (greatest - margin - low) / 15, low, 15)
-        steps = tried.float()
-        steps -= steps.mean(dim=1, keepdim=True)
-        scale = ((steps * groups).sum(dim=1) / steps.square().sum(dim=1).clamp_min(1e-9)).bfloat16()
-        low = (mean - scale * tried.float().mean(dim=1)).bfloat16()
-        error = (tried * scale.float()[:, None] + low[:, None] - groups).square().sum(dim=1)
-        better = error < best
-        best = torch.where(better, error, best)
-        chosen[better] = torch.stack((scale, low), dim=1)[better]
-        numbers[better] = tried[better]
-    half = groups.shape[1] // 2
-    return chosen, numbers[:, :half] | numbers[:, half:] << 4
-
-
-def _numbers(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, most: int) -> torch.Tensor:
-    steps = scale.float().clamp_min(torch.finfo(torch.float32).tiny)
-    return ((groups - least.float()[:, None]) / steps[:, None]).round_().clamp_(0, most).to(torch.uint8)
-
-
-def _fill_panels(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write [outputs, inputs] into [panels, units of inputs, _PANEL outputs] units, padded with zeros."""
-    num_outputs, num_inputs = weight.shape
-    per_unit = 4 // weight.element_size()
-    target = panels.view(weight.dtype).view(len(panels), -1, _PANEL, per_unit)
-    source = weight.reshape(num_outputs, num_inputs // per_unit, per_unit)
-    whole = num_outputs // _PANEL
-    target[:whole].copy_(source[: whole * _PANEL].view(whole, _PANEL, *source.shape[1:]).transpose(1, 2))
-    if whole < len(panels):
-        target[whole:] = 0
-        target[whole, :, : num_outputs % _PANEL].copy_(source[whole * _PANEL :].transpose(0, 1))
 
 
 def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:

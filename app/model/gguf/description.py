@@ -15,7 +15,15 @@ import numpy as np
 from app.errors import UnsupportedModel
 from app.model.gguf.reader import GgufFile, GgufTensor
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# transformers' type of a model and its class.
+_ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+_LLAMA_WITH_EXPERTS = ("mixtral", "MixtralForCausalLM")
+_EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 _BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _FACTORS = "rope_freqs.weight"
 # Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
@@ -26,6 +34,7 @@ _KNOWN = frozenset(
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
         "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
         "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
+        "expert_count", "expert_used_count", "expert_feed_forward_length",
     )
 )  # fmt: skip
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -54,7 +63,11 @@ def describe(file: GgufFile) -> Description:
     config = _config(file, _Settings(file, architecture))
     names = _names(config, has_head="output.weight" in file.tensors)
     _check_tensors(file, names)
-    tensors = {name: file.tensors[source] for source, (name, _) in names.items()}
+    tensors: dict[str, GgufTensor] = {}
+    for source, (name, _) in names.items():
+        tensor = file.tensors[source]
+        parts = enumerate(tensor.parts()) if _EXPERT in name else [(0, tensor)]
+        tensors |= {name.replace(_EXPERT, str(expert)): part for expert, part in parts}
     heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
     interleaved = {
         name: heads[end] for name in tensors for end in heads if architecture == "llama" and name.endswith(f".{end}")
@@ -96,6 +109,10 @@ class _Settings:
             raise self.refusal(key, value)
         return value
 
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._found.get("expert_count"))
+
     def text(self, key: str, default: str) -> str:
         return str(self._found.get(key, default))
 
@@ -120,10 +137,13 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
     if num_layers > len(file.tensors):  # before their names are made: a damaged number may be larger than any memory
         raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
+    kind, class_name = _ARCHITECTURES[settings.architecture]
+    if kind == "llama" and settings.has_experts:
+        kind, class_name = _LLAMA_WITH_EXPERTS
     tokenizer = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {
-        "architectures": [_ARCHITECTURES[settings.architecture]],
-        "model_type": settings.architecture,
+        "architectures": [class_name],
+        "model_type": kind,
         "dtype": "float32" if embedding is None else _DTYPES[embedding.value_type],
         "vocab_size": settings.count("vocab_size", 1) if embedding is None else embedding.shape[0],
         "hidden_size": hidden_size,
@@ -140,6 +160,26 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
         "bos_token_id": tokenizer["bos"],
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": tokenizer["padding"],
+        **_experts(settings, kind),
+    }
+
+
+def _experts(settings: _Settings, kind: str) -> dict[str, Any]:
+    """What config.json says of a mixture of experts. llama.cpp has the weights of a token's experts sum up to one."""
+    if kind not in ("mixtral", "qwen3_moe"):
+        if settings.has_experts:
+            raise settings.refusal("expert_count", settings.count("expert_count"))
+        return {}
+    num_experts, per_token = settings.count("expert_count"), settings.count("expert_used_count")
+    if per_token > num_experts:
+        raise settings.refusal("expert_used_count", per_token)
+    if kind == "mixtral":
+        return {"num_local_experts": num_experts, "num_experts_per_tok": per_token}
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": settings.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
     }
 
 
@@ -182,7 +222,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[An
 
 def _names(config: dict[str, Any], *, has_head: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Each tensor of such a file: transformers' name of it and its shape."""
-    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    kind, hidden = config["model_type"], config["hidden_size"]
     head_dim, vocab_size = config["head_dim"], config["vocab_size"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     layer: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -192,11 +232,9 @@ def _names(config: dict[str, Any], *, has_head: bool) -> dict[str, tuple[str, tu
         "attn_v": ("self_attn.v_proj", (keys, hidden)),
         "attn_output": ("self_attn.o_proj", (hidden, queries)),
         "ffn_norm": ("post_attention_layernorm", (hidden,)),
-        "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
-        "ffn_up": ("mlp.up_proj", (inner, hidden)),
-        "ffn_down": ("mlp.down_proj", (hidden, inner)),
+        **_mlp_names(config),
     }
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         layer |= {"attn_q_norm": ("self_attn.q_norm", (head_dim,)), "attn_k_norm": ("self_attn.k_norm", (head_dim,))}
     names: dict[str, tuple[str, tuple[int, ...]]] = {
         "token_embd.weight": ("model.embed_tokens.weight", (vocab_size, hidden)),
@@ -211,6 +249,35 @@ def _names(config: dict[str, Any], *, has_head: bool) -> dict[str, tuple[str, tu
             name, shape = layer[source]
             names[f"blk.{index}.{source}.bias"] = (f"model.layers.{index}.{name}.bias", shape[:1])
     return names
+
+
+def _mlp_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The part of a layer's `_names` that an MLP or a mixture of experts has."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "qwen3_moe":
+        router, experts, gate, up, down = "mlp.gate", f"mlp.experts.{_EXPERT}", "gate_proj", "up_proj", "down_proj"
+        num_experts, inner = config["num_experts"], config["moe_intermediate_size"]
+    elif config["model_type"] == "mixtral":
+        router, experts, gate, up, down = (
+            "block_sparse_moe.gate",
+            f"block_sparse_moe.experts.{_EXPERT}",
+            "w1",
+            "w3",
+            "w2",
+        )
+        num_experts = config["num_local_experts"]
+    else:
+        return {
+            "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
+            "ffn_up": ("mlp.up_proj", (inner, hidden)),
+            "ffn_down": ("mlp.down_proj", (hidden, inner)),
+        }
+    return {
+        "ffn_gate_inp": (router, (num_experts, hidden)),
+        "ffn_gate_exps": (f"{experts}.{gate}", (num_experts, inner, hidden)),
+        "ffn_up_exps": (f"{experts}.{up}", (num_experts, inner, hidden)),
+        "ffn_down_exps": (f"{experts}.{down}", (num_experts, hidden, inner)),
+    }
 
 
 def _check_tensors(file: GgufFile, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,6 +53,13 @@ class GgufTensor:
     def value_type(self) -> str:
         """The type of `GgufFile.values`, by safetensors' name for it."""
         return _PLAIN[self.kind][0] if self.kind in _PLAIN else "F32"
+
+    def parts(self) -> Iterator[GgufTensor]:
+        """Its pieces along the first dimension, each a tensor without it."""
+        count = self.shape[0]
+        for index in range(count):
+            start = self.start + index * self.num_bytes // count
+            yield GgufTensor(f"{self.name}[{index}]", self.shape[1:], self.kind, start)
 
 
 class GgufFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from app.model import loader
 from app.model.cpu import library as native
 from app.model.cpu import weights
 from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
 from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
@@ -43,7 +45,7 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The weights that the packed matrix of [outputs, inputs] stands for."""
     size, per_byte = weights._GROUPS[bits], 8 // bits
-    packed = weights._packed_quantised([weight], bits=bits)
+    packed = weights._packed(Team(2), [weight], bits=bits)
     num_panels, num_groups = len(packed), -(-weight.shape[1] // size)
     rows = packed.view(num_panels, num_groups, -1, 32)
     pairs = rows[:, :, 0].contiguous().view(torch.bfloat16).view(num_panels, num_groups, 32, 1, 2).float()
@@ -81,8 +83,10 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
     own = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    exact = own(torch.tensor([PROMPT])).logits[0, -1]
-    got = logits_of(load(path, quantization=quantization))
+    sizes = [20, 35, 50, 60, 70]  # a token's logits show no later tokens
+    exact = own(torch.tensor([PROMPT])).logits[0]
+    decoder = decoder_of(load(path, quantization=quantization))
+    got = [step(decoder, chunk(PROMPT, 0, size, BLOCKS))[0] for size in sizes]
     routers = [module.weight for name, module in own.named_modules() if name.endswith("mlp.gate")]
     linear = torch.nn.functional.linear
 
@@ -93,8 +97,12 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
         return linear(rounded_inputs(inputs, bits), rounded(weight, bits), bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", rounded_linear)
-    expected = own(torch.tensor([PROMPT])).logits[0, -1]
-    assert relative_error(got, expected) < 0.01 < relative_error(got, exact)
+    expected = own(torch.tensor([PROMPT])).logits[0]
+    errors = [relative_error(logits, expected[size - 1]) for size, logits in zip(sizes, got, strict=True)]
+    # Most tokens of mixtures of experts in int8 differ by 1%, however their weights are packed; all others by 3e-7.
+    is_mixture_in_int8 = bool(routers) and quantization == "int8"
+    assert statistics.median(errors) < (0.02 if is_mixture_in_int8 else 0.0001)
+    assert statistics.median(errors) < relative_error(got[-1], exact[-1])
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -188,7 +196,7 @@ def test_rows_of_a_tied_embedding_are_read_from_the_head(tiny_model_path) -> Non
     model = load(tiny_model_path("llama"))
     assert model.native is not None
     head = rounded(model.native.embedding, 8)  # type: ignore[arg-type]
-    packed = weights._packed_quantised([model.native.embedding], bits=8)  # type: ignore[list-item]
+    packed = weights._packed(Team(2), [model.native.embedding], bits=8)  # type: ignore[list-item]
     given, tied = (
         dataclasses.replace(model, native=dataclasses.replace(model.native, head=packed, embedding=embedding))
         for embedding in (head.contiguous(), None)
@@ -212,16 +220,16 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
     weight = torch.randn(96, 576)
     for bits in (8, 4):
         group_of_bits = weights._GROUPS[bits] * bits
-        assert weights._packed_quantised([weight], bits=bits).nbytes == weight.numel() * bits / 8 * (
+        assert weights._packed(Team(2), [weight], bits=bits).nbytes == weight.numel() * bits / 8 * (
             1 + 32 / group_of_bits
         )
 
 
-def test_a_model_of_another_architecture_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(
-        InvalidSetup, match=r"quantization is int8, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
-    ):
-        load(tiny_model_path("gemma2"))
+@pytest.mark.parametrize("quantization", QUANTISED)
+def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    message = f"quantization is {quantization}, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
+    with pytest.raises(InvalidSetup, match=message):
+        load(tiny_model_path("gemma2"), quantization=quantization)
 
 
 def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -255,7 +263,35 @@ def test_its_weights_have_a_digest_of_their_own(tiny_model_path) -> None:  # typ
     path = str(tiny_model_path("llama"))
     digests = {
         digest_of_weights(EngineConfig(model=ModelConfig.model_validate({"path": path, "quantization": quantization})))
-        for quantization in ("none", "int8")
+        for quantization in ("none", "int8", "int4")
     }
-    assert len(digests) == 2
+    assert len(digests) == 3
     assert 0 not in digests
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(70, 80), (32, 64), (100, 160)])
+def test_a_weight_is_rounded_to_the_nearest_number_of_its_group(
+    shape: tuple[int, int], dtype: torch.dtype, bits: int
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got, size = rounded(weight, bits), weights._GROUPS[bits]
+    turn = hadamard(size) if bits == 8 else torch.eye(size)
+
+    def groups(of: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(of.float(), (0, -shape[1] % size)).unflatten(1, (-1, size)) @ turn
+
+    whole = groups(weight)
+    step_size = (whole.amax(-1) - whole.amin(-1)) / (2**bits - 1)
+    if shape[1] % size == 0:
+        assert ((groups(got) - whole).abs().amax(-1) < 0.75 * step_size + 0.01 * whole.abs().amax(-1)).all()
+    assert relative_error(got, weight.float()) < {8: 0.01, 4: 0.12}[bits]
+
+
+def test_weights_as_they_are_stand_in_panels_of_outputs() -> None:
+    weight = torch.randn(70, 80).bfloat16()
+    packed = weights._packed(Team(2), [weight[:30], weight[30:]]).view(3, 40, 32)
+    units = packed.contiguous().view(torch.bfloat16).view(3, 40, 32, 2).transpose(1, 2).reshape(96, 80)
+    assert torch.equal(units[:70], weight)
+    assert not units[70:].any()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -34,7 +43,16 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_KINDS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}  # fmt: skip
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # others have their own name
 F32 = GGMLQuantizationType.F32
 
 
@@ -45,9 +63,13 @@ def tiny_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
         "initializer_range": 0.1, "eos_token_id": END, "bos_token_id": START, "pad_token_id": None,
     } | changes  # fmt: skip
-    kinds: Mapping[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    if architecture == "qwen3_moe":
+        shape |= {"num_experts": 6, "moe_intermediate_size": 256, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    elif architecture == "mixtral":
+        shape |= {"num_local_experts": 6, "num_experts_per_tok": 3}
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(kinds[architecture](**shape), attn_implementation="eager")
+    config = _KINDS[architecture](**shape)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -69,16 +91,15 @@ def write_gguf(
     settings: of the metadata, in addition or instead; tensors: in addition, without: a tensor that is left out.
     """
     config = model.config
-    name = str(config.model_type)
+    name = _ARCHITECTURES.get(config.model_type, str(config.model_type))
     writer = GGUFWriter(path, name)
     for key, value in (_settings(config) | dict(settings or {})).items():
         _add(writer, key, value)
-    state = model.state_dict()
-    for source, weight in state.items():
+    for source, weight in _weights(model):
         if source == "lm_head.weight" and config.tie_word_embeddings:
             continue
         target = _target(source)
-        blocks, values = _blocks(weight, kind if weight.dim() == 2 else F32)
+        blocks, values = _blocks(weight, F32 if weight.dim() == 1 else kind)
         weight.copy_(values)
         heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
         for end, num_heads in heads.items():
@@ -98,7 +119,7 @@ def write_gguf(
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    kind = config.model_type
+    kind = _ARCHITECTURES.get(config.model_type, config.model_type)
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in TOKENS]
     return {
         f"{kind}.block_count": config.num_hidden_layers,
@@ -119,7 +140,28 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": END,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
-    }
+    } | _expert_settings(config, kind)
+
+
+def _expert_settings(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
+    if not hasattr(config, "num_experts"):
+        return {}
+    settings = {f"{kind}.expert_count": config.num_experts, f"{kind}.expert_used_count": config.num_experts_per_tok}
+    if kind == "qwen3moe":
+        settings[f"{kind}.expert_feed_forward_length"] = config.moe_intermediate_size
+    return settings
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's own weights; those that transformers joins for all experts are apart here."""
+    for name, weight in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, own in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), own
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", weight
+        else:
+            yield name, weight
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

@@ -47,9 +47,15 @@ def generated(model: PreTrainedModel, num_tokens: int = 12) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_its_weights_are_what_its_blocks_stand_for(kind: GGMLQuantizationType, tmp_path: Path, cache: Path) -> None:
-    model = tiny_model()
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [*(("llama", kind) for kind in KINDS), *((name, KINDS[3]) for name in ("mixtral", "qwen3_moe"))],
+    ids=str,
+)
+def test_its_weights_are_what_its_blocks_stand_for(
+    architecture: str, kind: GGMLQuantizationType, tmp_path: Path, cache: Path
+) -> None:
+    model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, kind)
     made = loaded(checkpoint_of(path, cache))
     expected = model.state_dict()
@@ -58,7 +64,7 @@ def test_its_weights_are_what_its_blocks_stand_for(kind: GGMLQuantizationType, t
         assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
@@ -68,8 +74,9 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
 
 
-def test_an_engine_gives_the_models_greedy_tokens(tmp_path: Path, cache: Path) -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe"])
+def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
+    model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
     engine = build_sync_engine(
         EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), cache=CacheConfig(num_blocks=16))
@@ -100,6 +107,12 @@ def test_scaled_positions_stay_scaled(
     path = write_gguf(tmp_path / "tiny.gguf", model, settings=settings, tensors=tensors)
     made = loaded(checkpoint_of(path, cache))
     assert torch.allclose(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-5)
+
+
+def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen3"), settings={"qwen3.expert_count": 4})
+    with pytest.raises(UnsupportedModel, match=r"qwen3\.expert_count is 4, which cannot be read"):
+        checkpoint_of(path, cache)
 
 
 def test_the_tokenizer_has_its_special_tokens_and_its_chat_template(tmp_path: Path, cache: Path) -> None:
@@ -214,7 +227,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
     [
         ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
         ({"settings": {"split.count": 3}}, r"is one of 3 parts; join them with `llama-gguf-split --merge`"),
-        ({"settings": {"llama.expert_count": 8}}, r"llama\.expert_count is 8, which cannot be read"),
+        ({"settings": {"llama.expert_shared_count": 8}}, r"llama\.expert_shared_count is 8, which cannot be read"),
+        ({"settings": {"llama.expert_count": 2, "llama.expert_used_count": 3}}, r"expert_used_count is 3, which"),
         ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type is 'yarn'"),
         ({"settings": {"llama.rope.dimension_count": 32}}, r"llama\.rope\.dimension_count is 32"),
         ({"settings": {"llama.context_length": None}}, r"llama\.context_length is None"),
