@@ -6,8 +6,9 @@ The model as it is answers as many prompts as `--texts` says, sampled at tempera
 greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
 log-likelihood and the perplexities' ratio over the sampled texts, how often both find the same token likeliest there,
 and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
-the texts as independent, the tokens of one not. `floor`: the same of the model as it is in the other number type, which
-rounds as well. The last line of stdout is one JSON object.
+the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
+estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
+the model as it is in the other number type, which rounds as well. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def compared(own: Sequence[list[_Scores]], other: Sequence[list[_Scores]]) -> di
     return {
         "mean_log_likelihood": _mean(other[0]),
         "perplexity_ratio": round(ratio, 6),
+        "divergence": round(_divergence(own[0], other[0]), 6),
         "standard_error": round(ratio * _standard_error(own[0], other[0]), 6),
         "same_top_token": _same(own[0], other[0]),
         "same_greedy_token": _same(own[1], other[1]),
@@ -105,6 +107,11 @@ def _standard_error(own: list[_Scores], other: list[_Scores]) -> float:
     ]
     mean = fmean(loss for text in losses for loss in text)
     return math.hypot(*(sum(text) - mean * len(text) for text in losses)) / sum(map(len, losses))
+
+
+def _divergence(own: list[_Scores], other: list[_Scores]) -> float:
+    pairs = (pair for mine, theirs in zip(own, other, strict=True) for pair in zip(mine, theirs, strict=True))
+    return fmean((mine.logprob - theirs.logprob) ** 2 for mine, theirs in pairs) / 2
 
 
 def _same(own: list[_Scores], other: list[_Scores]) -> float:

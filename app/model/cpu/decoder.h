@@ -122,7 +122,7 @@ class Decoder {
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    float* to = step.logits + row * shape_.vocab_size + column;
                    const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
-                   const Vector both[2] = {round_to(left, T{}), round_to(right, T{})};
+                   const Vector both[2] = {kept(left), kept(right)};
                    std::memcpy(to, both, count * sizeof(float));
                });
         team_.share(num_rows, [&](int64_t row) {
@@ -133,11 +133,10 @@ class Decoder {
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
 
-    void embed(int64_t token, T* to) const {
-        if (embedding_)
-            std::memcpy(to, embedding_ + token * shape_.hidden_size, shape_.hidden_size * sizeof(T));
-        else
-            read_column<HEAD_BITS>(head(), token, to);
+    void embed(int64_t token, float* to) const {
+        if (!embedding_) return read_column<HEAD_BITS>(head(), token, to);
+        const T* from = embedding_ + token * shape_.hidden_size;
+        for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
     }
 
     AttentionShape attention_shape(int64_t sliding_window) const {
@@ -198,7 +197,7 @@ class Decoder {
     void keep_rows(const DecoderStep& step) {
         team_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
             for (int64_t row = 0; row < step.num_rows; ++row) {
-                std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(T));
+                std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(float));
                 std::memmove(attended_.data() + row * query_size_, attended_.data() + step.rows[row] * query_size_,
                              query_size_ * sizeof(T));
             }
@@ -344,10 +343,10 @@ class Decoder {
         });
     }
 
-    void add(Vector sums, const float* bias, T* row, int64_t column) const {
+    void add(Vector sums, const float* bias, float* row, int64_t column) const {
         if (column >= shape_.hidden_size) return;
         if (bias) sums += load(bias + column);
-        store(round_to(load(row + column) + rounded(sums), T{}), row + column);
+        store(kept(load(row + column) + kept(sums)), row + column);
     }
 
     static void put(Vector sums, const float* bias, T* row, int64_t column, int64_t num_columns) {
@@ -364,7 +363,8 @@ class Decoder {
     }
 
     // RMSNorm (Zhang & Sennrich, 2019).
-    void normalise_row(const T* row, const T* weight, int64_t size, T* to) const {
+    template <typename From>
+    void normalise_row(const From* row, const T* weight, int64_t size, T* to) const {
         Vector squares = {};
         for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
         const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
@@ -374,7 +374,10 @@ class Decoder {
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    T* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
+    // With quantised weights, residuals and logits keep float32: rounding would cost as much again as the weights do.
+    Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
+
+    float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
     T* at_place(int64_t place) { return by_expert_.data() + place * shape_.hidden_size; }
     T* projected(int64_t token) { return projected_.data() + token * projected_size_; }
 
@@ -408,7 +411,8 @@ class Decoder {
     Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold
     Routing routing_;       // of the layer
-    std::vector<T> residual_, normed_, projected_, attended_, activated_;
+    std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised
+    std::vector<T> normed_, projected_, attended_, activated_;
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
     std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
     std::vector<float> input_scales_, input_sums_;

@@ -61,7 +61,7 @@ class NativeDecoder:
         self._preparer = MatcherPreparer()
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        """Logits in float32, rounded to the model's type. Meanwhile the batch's matchers are prepared."""
+        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         return self.compute(inputs, segments, batch.matchers)
 

@@ -32,7 +32,7 @@ constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
 
 constexpr int HEAD_BITS = 8;  // of the output layer, whatever the layers have
 
-constexpr int QUANTISED_TILE_ROWS = 6;  // 4 × 6 sums stay in registers within a group
+constexpr int QUANTISED_TILE_ROWS = 8;  // 2 × 8 sums of a group stay in registers
 
 template <int BITS>
 constexpr int64_t num_groups(int64_t num_inputs) {
@@ -124,9 +124,9 @@ inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int
 inline Vector lower_bf16(Words pair) { return (Vector)(pair << 16); }
 inline Vector upper_bf16(Words pair) { return (Vector)(pair & 0xffff0000u); }
 
-// The weights of a column in the model's type, [num_inputs].
-template <int BITS, typename T>
-inline void read_column(const Matrix& matrix, int64_t column, T* to) {
+// The weights of a column, [num_inputs].
+template <int BITS>
+inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     static_assert(BITS == 8, "a head has 8 bits");
     const uint32_t* unit = matrix.panels + column / PANEL * PANEL * panel_units<BITS>(matrix.num_inputs) + column % PANEL;
     for (int64_t first = 0; first < matrix.num_inputs; first += Grouping<BITS>::SIZE) {
@@ -142,14 +142,15 @@ inline void read_column(const Matrix& matrix, int64_t column, T* to) {
         }
         rotate(x);
         for (int64_t part = 0; part < 4 && first + part * LANES < matrix.num_inputs; ++part)
-            store(round_to(x[part] * 0.125f, T{}), to + first + part * LANES);
+            store(x[part] * 0.125f, to + first + part * LANES);
     }
 }
 
-// inputs: of the first row.
-template <int BITS, int ROWS, typename Finish>
-inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel, int64_t ahead,
-                                    Finish&& finish) {
+// inputs: of the first row. results: the sums of the two halves of the panel for each row. A function of its own: there
+// are many that call it, and compiling it takes long.
+template <int BITS, int ROWS>
+[[gnu::noinline]] void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
+                                               int64_t ahead, Vector (*results)[2]) {
     constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
     Vector totals[ROWS][2] = {};
@@ -185,7 +186,7 @@ inline void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups,
         }
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) finish(row, totals[row][0], totals[row][1]);
+    for (int row = 0; row < ROWS; ++row) results[row][0] = totals[row][0], results[row][1] = totals[row][1];
 }
 
 // As `multiply` of plain matrices.
@@ -195,19 +196,19 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
     share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, panel_units<BITS>(matrix.num_inputs),
                 [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    const auto place = [&](int row, Vector left, Vector right) {
-                        finish(first + row, column, left, right);
-                    };
                     const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                     // Later rows find the panel in the cache; fetching the next one would push it out.
                     const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+                    Vector sums[QUANTISED_TILE_ROWS][2];
                     switch (rows) {
-#define CASE(ROWS) \
-    case ROWS:     \
-        return multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, place);
-                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define CASE(ROWS)                                                             \
+    case ROWS:                                                                 \
+        multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, sums); \
+        break;
+                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
                     }
+                    for (int row = 0; row < rows; ++row) finish(first + row, column, sums[row][0], sums[row][1]);
                 });
 }
 

@@ -25,3 +25,13 @@ def test_the_bundled_model_keeps_its_answers(capsys: pytest.CaptureFixture[str])
         assert quantised["same_greedy_token"] > 1 - 3 * cost
         assert 0 < quantised["standard_error"] < cost
         assert quantised["mean_log_likelihood"] != figures["mean_log_likelihood"], "it has other weights"
+
+
+def test_a_real_model_keeps_its_answers(smollm2_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Few texts, so the divergence is judged, which is the logarithm of the perplexities' ratio with less noise."""
+    figures = figures_of(capsys, "--model", smollm2_path, "--texts", "24", "--tokens", "32", "--threads", "2")
+    for kind, cost in (("int8", 0.005), ("int4", 0.04)):
+        quantised = figures[kind]
+        assert quantised["divergence"] < cost
+        assert quantised["perplexity_ratio"] < 1 + cost + 3 * quantised["standard_error"]
+        assert quantised["same_greedy_token"] > 0.93  # of float32 against bfloat16: 0.975

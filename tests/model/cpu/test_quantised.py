@@ -225,11 +225,11 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
         )
 
 
-def test_a_model_of_another_architecture_is_refused(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(
-        InvalidSetup, match=r"quantization is int8, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
-    ):
-        load(tiny_model_path("gemma2"))
+@pytest.mark.parametrize("quantization", QUANTISED)
+def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    message = f"quantization is {quantization}, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
+    with pytest.raises(InvalidSetup, match=message):
+        load(tiny_model_path("gemma2"), quantization=quantization)
 
 
 def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -263,9 +263,9 @@ def test_its_weights_have_a_digest_of_their_own(tiny_model_path) -> None:  # typ
     path = str(tiny_model_path("llama"))
     digests = {
         digest_of_weights(EngineConfig(model=ModelConfig.model_validate({"path": path, "quantization": quantization})))
-        for quantization in ("none", "int8")
+        for quantization in ("none", "int8", "int4")
     }
-    assert len(digests) == 2
+    assert len(digests) == 3
     assert 0 not in digests
 
 
