@@ -193,20 +193,24 @@ def draw_decode(path: str, curves_of: Mapping[int, Curves]) -> None:
     """One chart for each width, all to one scale. Raises BenchmarkError when the picture cannot be written."""
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN + 0.8), dpi=_DPI, layout="constrained")
     first = None
+    engines = sorted({name.partition(" ")[0] for curves in curves_of.values() for name in curves}, reverse=True)
     for number, (bits, curves) in enumerate(curves_of.items(), start=1):
         axes = figure.add_subplot(1, len(curves_of), number, sharey=first)
         first = first or axes
         for name, points in curves.items():
             width = 2.5 if name.startswith("ours") else 1.2
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=name)
+            axes.plot(
+                *zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=name,
+                color=colormaps["tab10"](engines.index(name.partition(" ")[0]) % 10),
+            )  # fmt: skip
         at_once = sorted({num for points in curves.values() for num, _ in points})
-        axes.set(title=f"{bits} bits a weight", xlabel="sequences at once", xscale="log", ylim=(0, None))
+        axes.set(title=f"{bits} bits a weight", xlabel="sequences at once", xscale="log")
         axes.set_xticks(at_once, [str(num) for num in at_once])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     if first is not None:
-        first.set_ylabel("output tokens/s")
+        first.set(ylabel="output tokens/s", ylim=(0, None))  # once all are drawn: the scale is common
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

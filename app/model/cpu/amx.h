@@ -1,7 +1,7 @@
-// The matrix unit of Intel's CPUs (AMX): eight tiles of up to 16 rows of 64 bytes, multiplied in bfloat16.
+// The matrix unit of Intel's CPUs (AMX): eight tiles of up to 16 rows of 64 bytes, multiplied in bfloat16 or int8.
 //
-// A unit of vectors.h is a pair of bfloat16, as the instruction wants them: a panel of weights, the keys of a block and
-// its values are tiles already. Sums of the unit have an order of their own, so all rows of a matrix go through tiles or
+// A unit of vectors.h is what the instructions want: a panel of weights, the keys of a block and its values are tiles
+// already. Sums of the unit have an order of their own, so all rows of a matrix go through tiles or
 // none, however many there are.
 //
 // CAROUSEL_PLAIN_AMX is for machines without AMX: plain C++ gives the bits of the instructions. Its value stands for the
@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "vectors.h"
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(CAROUSEL_PLAIN_AMX)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__) && !defined(CAROUSEL_PLAIN_AMX)
 #define CAROUSEL_AMX
 #include <cerrno>
 #include <sys/syscall.h>
@@ -55,17 +55,20 @@ inline void load(const void* from, int64_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride * 4), "i"(TILE) : "memory");
 }
 template <int TILE>
-inline void store(float* to, int64_t stride) {
+inline void store(void* to, int64_t stride) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride * 4), "i"(TILE) : "memory");
 }
 template <int TILE>
 inline void zero() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(TILE));
 }
-// sums + left × right: [rows][columns], [rows][units] and [units][columns].
-template <int SUMS, int LEFT, int RIGHT>
+// sums + left × right: [rows][columns], [rows][units] and [units][columns]. Of int8, the right ones are unsigned.
+template <typename T, int SUMS, int LEFT, int RIGHT>
 inline void dot() {
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
+    if constexpr (std::is_same_v<T, bf16>)
+        __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
+    else
+        __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(LEFT), "i"(RIGHT));
 }
 
 #else
@@ -104,25 +107,35 @@ inline void load(const void* from, int64_t stride) {
                     registers.shapes.row_bytes[TILE]);
 }
 template <int TILE>
-inline void store(float* to, int64_t stride) {
+inline void store(void* to, int64_t stride) {
     for (int row = 0; row < registers.shapes.rows[TILE]; ++row)
-        std::memcpy(to + row * stride, registers.tiles[TILE][row], registers.shapes.row_bytes[TILE]);
+        std::memcpy(static_cast<uint32_t*>(to) + row * stride, registers.tiles[TILE][row],
+                    registers.shapes.row_bytes[TILE]);
 }
-template <int SUMS, int LEFT, int RIGHT>
+inline Vector sum_units(Vector sums, const uint32_t* left, const uint32_t (*right)[UNITS], int num_units, bf16) {
+    Vector even = {}, odd = {};  // of each pair: products of two bfloat16 are exact
+    for (int unit = 0; unit < num_units; ++unit) {
+        const Words one = broadcast(left[unit]), other = load_units(right[unit]);
+        even = flushed(even + flushed((Vector)(one << 16)) * flushed((Vector)(other << 16)));
+        odd = flushed(odd + flushed((Vector)(one & 0xffff0000u)) * flushed((Vector)(other & 0xffff0000u)));
+    }
+    return flushed(flushed(sums) + flushed(even + odd));
+}
+inline Vector sum_units(Vector sums, const uint32_t* left, const uint32_t (*right)[UNITS], int num_units, int8_t) {
+    Integers total = (Integers)sums;
+    for (int unit = 0; unit < num_units; ++unit)
+        total = multiply_add_bytes(total, load_units(right[unit]), broadcast(left[unit]));
+    return (Vector)total;
+}
+template <typename T, int SUMS, int LEFT, int RIGHT>
 inline void dot() {
     const Shapes& shapes = registers.shapes;
+    const auto& tiles = registers.tiles;
     assert(shapes.rows[SUMS] == shapes.rows[LEFT] && shapes.row_bytes[SUMS] == shapes.row_bytes[RIGHT]);
     assert(shapes.row_bytes[LEFT] == shapes.rows[RIGHT] * sizeof(uint32_t) && shapes.rows[RIGHT] > 0);
     for (int row = 0; row < shapes.rows[SUMS]; ++row) {
-        Vector even = {}, odd = {};  // of each pair: products of two bfloat16 are exact
-        for (int unit = 0; unit < shapes.rows[RIGHT]; ++unit) {
-            const Words left = broadcast(registers.tiles[LEFT][row][unit]), high = Words{} + 0xffff0000u;
-            const Words right = load_units(registers.tiles[RIGHT][unit]);
-            even = flushed(even + flushed((Vector)(left << 16)) * flushed((Vector)(right << 16)));
-            odd = flushed(odd + flushed((Vector)(left & high)) * flushed((Vector)(right & high)));
-        }
         uint32_t* const sums = registers.tiles[SUMS][row];
-        const Vector total = flushed(flushed((Vector)load_units(sums)) + flushed(even + odd));
+        const Vector total = sum_units((Vector)load_units(sums), tiles[LEFT][row], tiles[RIGHT], shapes.rows[RIGHT], T{});
         std::memcpy(sums, &total, sizeof(total));
     }
 }

@@ -240,7 +240,7 @@ inline void score_in_amx(std::integer_sequence<int, PART...>, const uint32_t* qu
     (fetch(groups[ahead + PART]), ...);
     for (int64_t unit = 0; unit < key_units; unit += amx::UNITS) {
         amx::load<4>(query + unit, key_units);
-        ((amx::load<6>(groups[PART] + unit * stride, stride), amx::dot<PART, 4, 6>()), ...);
+        ((amx::load<6>(groups[PART] + unit * stride, stride), amx::dot<bf16, PART, 4, 6>()), ...);
     }
     (amx::store<PART>(scores + PART * LANES, row_stride), ...);
 }
@@ -269,7 +269,7 @@ inline void weigh_in_amx(std::integer_sequence<int, PART...>, const uint32_t* we
             (__builtin_prefetch(groups[ahead] + offset + unit * value_dim + PART * LANES), ...);
         amx::load<5>(weights, weight_stride);
         if (num_tokens >= LANES) {
-            ((amx::load<7>(values + PART * LANES, value_dim), amx::dot<PART, 5, 7>()), ...);
+            ((amx::load<7>(values + PART * LANES, value_dim), amx::dot<bf16, PART, 5, 7>()), ...);
             continue;
         }
         uint32_t own[UNITS][LANES];
@@ -280,7 +280,7 @@ inline void weigh_in_amx(std::integer_sequence<int, PART...>, const uint32_t* we
                 std::memcpy(own[unit], &kept, sizeof(kept));
             }
         };
-        ((copy(values + PART * LANES), amx::load<7>(own, LANES), amx::dot<PART, 5, 7>()), ...);
+        ((copy(values + PART * LANES), amx::load<7>(own, LANES), amx::dot<bf16, PART, 5, 7>()), ...);
     }
     (amx::store<PART>(sums + PART * LANES, value_dim), ...);
 }

@@ -27,7 +27,7 @@ class NativeAttention:
         self.function = getattr(team.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.team = team
         if pages.dtype is torch.bfloat16:
-            log_use_of_amx(*(2 * keys.shape[2] for keys in pages.keys.values()))
+            log_use_of_amx("bfloat16", *(2 * keys.shape[2] for keys in pages.keys.values()))
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)

@@ -9,6 +9,7 @@ import mmap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,7 @@ _MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE = 2**22  # numbers that are converted at a time
 
 
 class Checkpoint:
@@ -38,6 +40,7 @@ class Checkpoint:
         self._dtype = dtype
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
+        self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
         for path in sorted(location.glob("model*.safetensors")):
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -50,8 +53,13 @@ class Checkpoint:
         weight = self._mapped(name)
         if weight is None:
             return None
-        self._used.append(weight)
-        return weight.to(self._dtype)
+        if weight.dtype is self._dtype:
+            self._used.append(weight)
+            return weight
+        converted = self._converted.get(weight.data_ptr())
+        if converted is None:  # else a tied head, while the embedding is there
+            converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
+        return converted
 
     def release(self) -> None:
         """Give back the memory of all weights read so far. One that is used again is read from its file again."""
@@ -78,6 +86,15 @@ class Checkpoint:
         file, key = self._files[name]
         weight: torch.Tensor = file.get_tensor(key)
         return weight
+
+
+def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a mapped weight, whose pages are given back piece by piece."""
+    converted = torch.empty_like(weight, dtype=dtype)
+    for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
+        to.copy_(piece)
+        advise(piece, mmap.MADV_DONTNEED)
+    return converted
 
 
 def _renamed(key: str) -> str:

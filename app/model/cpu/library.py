@@ -171,13 +171,13 @@ def is_fast(dtype: torch.dtype) -> bool:
     return code is not None and bool(getattr(code, f"carousel_is_fast_in_{DTYPES[dtype]}")())
 
 
-def log_use_of_amx(*sizes: int) -> None:
-    """Log whether bfloat16 goes through the CPU's matrix unit, with the reason if not; sizes: of what is multiplied."""
+def log_use_of_amx(kind: str, *sizes: int) -> None:
+    """Log whether numbers of a kind go through the CPU's matrix unit, with the reason if not; sizes: of their rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
-        logger.info("bfloat16 is multiplied in the CPU's matrix unit (AMX)")
+        logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
     else:
-        logger.info("bfloat16 is multiplied by vector instructions, not AMX: %s", reason)
+        logger.info("%s: multiplied by vector instructions, not AMX: %s", kind, reason)
 
 
 def why_not_amx(*sizes: int) -> str | None:

@@ -51,23 +51,35 @@ inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, c
     }
 }
 
-// The same for BLOCKS times amx::ROWS rows. Tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights. Nothing is fetched
-// ahead: in tiles that made products slower.
-template <int BLOCKS>
-inline void sum_in_amx(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, float* sums) {
+// Configures tiles for products: 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
+inline void configure_products(int rows, int units = amx::UNITS) {
+    const int upper = std::min(rows, amx::ROWS), lower = rows - upper;
+    amx::Shapes shapes;
+    for (const int tile : {0, 1}) shapes.set(tile, upper);
+    for (const int tile : {2, 3}) shapes.set(tile, lower);
+    shapes.set(4, upper, units);
+    shapes.set(5, lower, units);
+    for (const int tile : {6, 7}) shapes.set(tile, units);
+    amx::configure(shapes);
+}
+
+// As `multiply_tile` for one or two BLOCKS of amx::ROWS rows. sums: [rows][PANEL]. Nothing is fetched ahead: in tiles that
+// made products slower.
+template <typename T, int BLOCKS, typename Sum>
+inline void sum_in_amx(const uint32_t* inputs, int64_t stride, int64_t num_units, const uint32_t* panel, Sum* sums) {
     amx::zero<0>();
     amx::zero<1>();
     if constexpr (BLOCKS == 2) amx::zero<2>(), amx::zero<3>();
     for (int64_t unit = 0; unit < num_units; unit += amx::UNITS) {
         amx::load<6>(panel + unit * PANEL, PANEL);
         amx::load<7>(panel + unit * PANEL + LANES, PANEL);
-        amx::load<4>(inputs + unit, num_units);
-        amx::dot<0, 4, 6>();
-        amx::dot<1, 4, 7>();
+        amx::load<4>(inputs + unit, stride);
+        amx::dot<T, 0, 4, 6>();
+        amx::dot<T, 1, 4, 7>();
         if constexpr (BLOCKS == 2) {
-            amx::load<5>(inputs + amx::ROWS * num_units + unit, num_units);
-            amx::dot<2, 5, 6>();
-            amx::dot<3, 5, 7>();
+            amx::load<5>(inputs + amx::ROWS * stride + unit, stride);
+            amx::dot<T, 2, 5, 6>();
+            amx::dot<T, 3, 5, 7>();
         }
     }
     amx::store<0>(sums, PANEL);
@@ -78,19 +90,20 @@ inline void sum_in_amx(const uint32_t* inputs, int64_t num_units, const uint32_t
     }
 }
 
+template <typename T, typename Sum>
+inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t num_units, const uint32_t* panel,
+                       Sum* sums) {
+    if (rows > amx::ROWS)
+        sum_in_amx<T, 2>(inputs, stride, num_units, panel, sums);
+    else
+        sum_in_amx<T, 1>(inputs, stride, num_units, panel, sums);
+}
+
 template <typename Finish>
 void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
     alignas(64) float sums[2 * amx::ROWS * PANEL];
-    const int upper = std::min(rows, amx::ROWS), lower = rows - upper;
-    amx::Shapes shapes;
-    for (const int tile : {0, 1, 4}) shapes.set(tile, upper);
-    for (const int tile : {2, 3, 5}) shapes.set(tile, lower);
-    for (const int tile : {6, 7}) shapes.set(tile, amx::UNITS);
-    amx::configure(shapes);
-    if (lower)
-        sum_in_amx<2>(inputs, num_units, panel, sums);
-    else
-        sum_in_amx<1>(inputs, num_units, panel, sums);
+    configure_products(rows);
+    sum_in_amx<bf16>(rows, inputs, num_units, num_units, panel, sums);
     for (int row = 0; row < rows; ++row) finish(row, load(sums + row * PANEL), load(sums + row * PANEL + LANES));
 }
 

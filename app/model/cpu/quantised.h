@@ -146,6 +146,15 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     }
 }
 
+// Adds the sums of a group's whole numbers to those of a row. pairs: of scales and least weights.
+inline void add_group(Vector (&totals)[2], Integers left, Integers right, const Words (&pairs)[2], float scale,
+                      float sum) {
+    totals[0] += upper_bf16(pairs[0]) * sum;
+    totals[0] += __builtin_convertvector(left, Vector) * (lower_bf16(pairs[0]) * scale);
+    totals[1] += upper_bf16(pairs[1]) * sum;
+    totals[1] += __builtin_convertvector(right, Vector) * (lower_bf16(pairs[1]) * scale);
+}
+
 // inputs: of the first row. results: the sums of the two halves of the panel for each row. A function of its own: there
 // are many that call it, and compiling it takes long.
 template <int BITS, int ROWS>
@@ -175,18 +184,48 @@ template <int BITS, int ROWS>
             }
         }
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            const float scale = inputs.scales[row * groups + group], sum = inputs.sums[row * groups + group];
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                totals[row][half] += upper_bf16(pairs[half]) * sum;
-                totals[row][half] +=
-                    __builtin_convertvector(sums[row][half], Vector) * (lower_bf16(pairs[half]) * scale);
-            }
-        }
+        for (int row = 0; row < ROWS; ++row)
+            add_group(totals[row], sums[row][0], sums[row][1], pairs, inputs.scales[row * groups + group],
+                      inputs.sums[row * groups + group]);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) results[row][0] = totals[row][0], results[row][1] = totals[row][1];
+}
+
+// The same in the matrix unit.
+template <int BITS>
+[[gnu::noinline]] void multiply_quantised_in_amx(int rows, const QuantisedRows& inputs, int64_t groups,
+                                                 const uint32_t* panel, Vector (*results)[2]) {
+    constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
+    const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
+    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is added, and of the next one
+    std::fill_n(results[0], 2 * rows, Vector{});
+    configure_products(rows, UNITS);
+    const auto sum_group = [&](int64_t group) {
+        const uint32_t* weights = panel + (group * (1 + WORDS) + 1) * PANEL;
+        uint32_t bytes[UNITS * PANEL];
+        if constexpr (BITS == 4) {
+            for (int64_t at = 0; at < WORDS * PANEL; at += LANES) {
+                const Words packed = load_units(weights + at), low = packed & 0x0f0f0f0fu, high = packed >> 4 & 0x0f0f0f0fu;
+                std::memcpy(bytes + at, &low, sizeof(low));
+                std::memcpy(bytes + WORDS * PANEL + at, &high, sizeof(high));
+            }
+            weights = bytes;
+        }
+        sum_in_amx<int8_t>(rows, units + group * UNITS, groups * UNITS, UNITS, weights, sums[group % 2]);
+    };
+    sum_group(0);
+    for (int64_t group = 0; group < groups; ++group) {
+        if (group + 1 < groups) sum_group(group + 1);
+        const uint32_t* pair = panel + group * (1 + WORDS) * PANEL;
+        const Words pairs[2] = {load_units(pair), load_units(pair + LANES)};
+        for (int row = 0; row < rows; ++row) {
+            Integers both[2];
+            std::memcpy(both, sums[group % 2] + row * PANEL, sizeof(both));
+            add_group(results[row], both[0], both[1], pairs, inputs.scales[row * groups + group],
+                      inputs.sums[row * groups + group]);
+        }
+    }
 }
 
 // As `multiply` of plain matrices.
@@ -194,7 +233,17 @@ template <int BITS, typename Sharing, typename Finish>
 void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish) {
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
-    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, panel_units<BITS>(matrix.num_inputs),
+    const int64_t units = panel_units<BITS>(matrix.num_inputs);
+    if (amx::refusal() == 0)
+        return share_tiles(team, num_rows, 2 * amx::ROWS, amx::ROWS, matrix, units,
+                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                               const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                               Vector sums[2 * amx::ROWS][2];
+                               multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
+                               for (int row = 0; row < rows; ++row)
+                                   finish(first + row, column, sums[row][0], sums[row][1]);
+                           });
+    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
                 [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
                     const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                     // Later rows find the panel in the cache; fetching the next one would push it out.

@@ -189,7 +189,9 @@ def pack_weights(
     if dtype is torch.bfloat16:
         inner = (settings.intermediate_size, settings.experts.intermediate_size)
         inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
-        log_use_of_amx(settings.head_dim, *(() if bits else inputs))
+        log_use_of_amx("bfloat16", settings.head_dim, *(() if bits else inputs))
+    if bits:
+        log_use_of_amx(f"weights of {bits} bits")
     if bits and torch.equal(embedding, unpacked_head):
         embedding = None
     # First: the largest matrix, while nothing else is there.

@@ -34,4 +34,4 @@ def test_a_real_model_keeps_its_answers(smollm2_path: str, capsys: pytest.Captur
         quantised = figures[kind]
         assert quantised["divergence"] < cost
         assert quantised["perplexity_ratio"] < 1 + cost + 3 * quantised["standard_error"]
-        assert quantised["same_greedy_token"] > 0.95
+        assert quantised["same_greedy_token"] > 0.93  # of float32 against bfloat16: 0.975

@@ -99,6 +99,18 @@ def test_pages_of_released_weights_are_given_back_and_can_be_read_again(tmp_path
     assert torch.equal(read, weight)
 
 
+def test_weights_of_another_type_are_converted_without_the_whole_file_in_memory(tmp_path: Path) -> None:
+    weight = torch.arange(2**24, dtype=torch.float32).view(4096, 4096)  # 64 MiB
+    save_file({"model.embed_tokens.weight": weight}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
+    before = mapped_bytes()
+    embedding = checkpoint("model.embed_tokens.weight")
+    assert mapped_bytes() - before < 0.1 * weight.nbytes
+    assert embedding is not None
+    assert torch.equal(embedding, weight.bfloat16())
+    assert checkpoint("lm_head.weight") is embedding  # tied: not in memory twice
+
+
 def mapped_bytes() -> int:
     [kilobytes] = re.findall(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) * 1024
