@@ -44,6 +44,11 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The weights that the packed matrix of [outputs, inputs] stands for."""
+    return rounded_and_padded(weight, bits)[:, : weight.shape[1]]
+
+
+def rounded_and_padded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """The same with what pads the last group: a turn leaves errors of rounding there."""
     size, per_byte = weights._GROUPS[bits], 8 // bits
     packed = weights._packed(Team(2), [weight], bits=bits)
     num_panels, num_groups = len(packed), -(-weight.shape[1] // size)
@@ -55,17 +60,17 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     groups = numbers * pairs[..., 0] + pairs[..., 1]
     if bits == 8:
         groups = groups @ hadamard(size)
-    return groups.transpose(1, 2).reshape(num_panels * 32, -1)[: weight.shape[0], : weight.shape[1]]
+    return groups.transpose(1, 2).reshape(num_panels * 32, -1)[: weight.shape[0]]
 
 
 def rounded_inputs(inputs: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers from -127 to 127 in each group."""
+    """Numbers from -127 to 127 in each group, the last one padded."""
     size = weights._GROUPS[bits]
     groups = torch.nn.functional.pad(inputs, (0, -inputs.shape[-1] % size)).unflatten(-1, (-1, size))
     turn = hadamard(size) if bits == 8 else torch.eye(size)
     groups = groups @ turn
     scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 127
-    return ((groups / scales).round() * scales @ turn).flatten(-2)[..., : inputs.shape[-1]]
+    return ((groups / scales).round() * scales @ turn).flatten(-2)
 
 
 def hadamard(size: int) -> torch.Tensor:
@@ -94,14 +99,13 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
         if any(weight is router for router in routers):
             return linear(inputs, weight, bias)
         bits = 8 if weight is own.lm_head.weight else QUANTISED[quantization]
-        return linear(rounded_inputs(inputs, bits), rounded(weight, bits), bias)
+        return linear(rounded_inputs(inputs, bits), rounded_and_padded(weight, bits), bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", rounded_linear)
     expected = own(torch.tensor([PROMPT])).logits[0]
     errors = [relative_error(logits, expected[size - 1]) for size, logits in zip(sizes, got, strict=True)]
-    # Most tokens of mixtures of experts in int8 differ by 1%, however their weights are packed; all others by 3e-7.
-    is_mixture_in_int8 = bool(routers) and quantization == "int8"
-    assert statistics.median(errors) < (0.02 if is_mixture_in_int8 else 0.0001)
+    # A number close to the middle of two steps may be rounded the other way, which moves a few tokens by 1%.
+    assert statistics.median(errors) < 0.0001
     assert statistics.median(errors) < relative_error(got[-1], exact[-1])
 
 
