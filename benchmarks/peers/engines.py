@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any, Protocol
 
 from benchmarks.engine.run import Contender, Setup, figures_of_others, measured_runs, summed_up, warmed_up
@@ -73,8 +72,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     start_to_first_token_s = None if ready_s is None else ready_s + first_token_s
     figures = summed_up(setup, workload, runs, start_to_first_token_s=start_to_first_token_s)
     figures |= {"start_to_ready_s": ready_s, "also": figures_of_others(peer, setup, also, repeat=given.repeat)}
-    children_mb = getrusage(RUSAGE_CHILDREN).ru_maxrss // 1024  # llama.cpp's processes have ended
-    return figures | {"peak_rss_mb": max(figures["peak_rss_mb"] or 0, children_mb)}
+    if given.name == "llama-cpp":  # its processes have ended; the kernel counts them with what we held at their start
+        for one in (figures, *figures["also"].values()):
+            one["peak_rss_mb"] = None
+    return figures
 
 
 if __name__ == "__main__":
