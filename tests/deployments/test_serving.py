@@ -355,7 +355,7 @@ def test_new_settings_reach_every_replica_without_losing_a_request_or_restarting
     )
 
     def deploy(scheduler: dict[str, Any]) -> Any:
-        application = replicas.options(user_config={"scheduler": scheduler}).bind(model)
+        application = replicas.options(user_config={"scheduler": scheduler}).bind(model, [1, 1])
         handle = serve.run(application, name="retuned", route_prefix=None)
         handle = serve.get_deployment_handle("replica-retuned", "retuned")
         if not handle.is_initialized:
