@@ -84,7 +84,7 @@ def _dtype_name(model: ModelConfig, location: str) -> str:
         return model.dtype
     from app.model.loader import dtype_of
 
-    return str(dtype_of(model, location).dtype).removeprefix("torch.")
+    return dtype_of(model, location).name
 
 
 def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:

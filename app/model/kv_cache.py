@@ -9,7 +9,7 @@ import torch
 from app.config import CacheConfig
 from app.errors import InvalidSetup
 
-_GIB = 1024**3
+GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +80,12 @@ def num_blocks_that_fit(
     if device.type == "cuda":
         setting, memory_bytes = f"gpu_memory_fraction={config.gpu_memory_fraction}", _cuda_bytes_left(config, device)
     else:
-        setting, memory_bytes = f"memory_gib={config.memory_gib}", int(config.memory_gib * _GIB)
+        setting, memory_bytes = f"memory_gib={config.memory_gib}", int(config.memory_gib * GIB)
     num_blocks = memory_bytes // block_bytes
     if num_blocks < 1:
         raise InvalidSetup(
-            f"cache.{setting} leaves {memory_bytes / _GIB:.3f} GiB for KV memory; one block of {config.block_size} "
-            f"tokens needs {block_bytes / _GIB:.6f} GiB. Raise it, or serve a smaller model"
+            f"cache.{setting} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of {config.block_size} "
+            f"tokens needs {block_bytes / GIB:.6f} GiB. Raise it, or serve a smaller model"
         )
     return num_blocks
 

@@ -70,8 +70,9 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = _device(config)
-    dtype, reason = dtype_of(config, location)
-    logger.info("%s: the type is %s: %s", config.path, _name(dtype), reason)
+    chosen = dtype_of(config, location)
+    dtype = chosen.dtype
+    logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     _check_quantization(config, device)
     may_be_native = device.type == "cpu" and config.backend == "auto"
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
@@ -211,6 +212,10 @@ class ChosenDtype(NamedTuple):
     dtype: torch.dtype
     reason: str
 
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
 
 def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
@@ -245,10 +250,6 @@ def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | N
     if not ARCHITECTURES.issuperset(architectures):
         return f"transformers' code computes {', '.join(architectures)}"
     return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:

@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 
 from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, library
-from app.model.kv_cache import LayerShape
+from app.model.kv_cache import GIB, LayerShape
 
 logger = logging.getLogger(__name__)
-
-_GIB = 1024**3
 
 
 class NativeKVCache:
@@ -44,7 +42,7 @@ class NativeKVCache:
             logger.warning(
                 "KV memory is %.2f GiB, of which the machine has %.2f GiB now; it will run out if all of it is used. "
                 "Set a smaller cache.memory_gib",
-                num_bytes / _GIB, available / _GIB,
+                num_bytes / GIB, available / GIB,
             )  # fmt: skip
             return
         for tensor in tensors:

@@ -27,7 +27,9 @@ inline void pack(Team& team, const uint32_t* rows, int64_t num_outputs, int64_t 
     });
 }
 
-struct Grid {  // in bfloat16's precision: the values that a group's weights are rounded to: `least` and whole multiples of `scale` above it
+// The values that a group's weights are rounded to: `least` and whole multiples of `scale` above it, both in bfloat16's
+// precision.
+struct Grid {
     float scale, least;
 
     uint32_t pair() const {
@@ -63,13 +65,12 @@ inline float total_of(const Vector (&group)[PARTS]) {
 // The numbers from 0 to `most` whose values on the grid are nearest, as floats.
 template <int PARTS>
 inline void number(const Vector (&group)[PARTS], Grid grid, float most, Vector (&numbers)[PARTS]) {
-    const float rounder = 12582912.0f;  // 1.5 × 2^23: adding it rounds
     const float step = std::max(grid.scale, std::numeric_limits<float>::min());
     for (int part = 0; part < PARTS; ++part) {
         Vector x = (group[part] - grid.least) / step;
         x = x > 0.0f ? x : Vector{};
         x = x < most ? x : Vector{} + most;
-        numbers[part] = (x + rounder) - rounder;
+        numbers[part] = (x + ROUNDER) - ROUNDER;
     }
 }
 

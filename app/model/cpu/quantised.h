@@ -97,7 +97,6 @@ template <int BITS, typename T>
 inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int64_t row) {
     constexpr int PARTS = Grouping<BITS>::SIZE / LANES;
     const int64_t groups = num_groups<BITS>(size);
-    const float rounder = 12582912.0f;  // 1.5 × 2^23: adding it rounds, and leaves the number in the low bits
     int8_t* to = rows.numbers + row * groups * Grouping<BITS>::SIZE;
     for (int64_t group = 0; group < groups; ++group) {
         Vector x[PARTS];
@@ -108,7 +107,7 @@ inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int
         const float per_step = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
         Integers sums = {};
         for (const Vector& part : x) {
-            const Integers numbers = (Integers)(part * per_step + rounder) - 0x4b400000;  // the bits of `rounder`
+            const Integers numbers = (Integers)(part * per_step + ROUNDER) - 0x4b400000;  // the bits of `ROUNDER`
             const Bytes bytes = __builtin_convertvector(numbers, Bytes);
             std::memcpy(to, &bytes, sizeof(bytes));
             to += LANES;

@@ -85,25 +85,6 @@ inline Words broadcast(uint32_t unit) {
     return Words{} + unit;
 }
 
-// sums + units × units, lane by lane.
-template <typename T>
-inline Vector multiply_add(Vector sums, Words left, Words right);
-
-template <>
-inline Vector multiply_add<float>(Vector sums, Words left, Words right) {
-    return sums + (Vector)left * (Vector)right;
-}
-
-template <>
-inline Vector multiply_add<bf16>(Vector sums, Words left, Words right) {
-#ifdef __AVX512BF16__
-    return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)left, (__m512bh)right);
-#else
-    sums += (Vector)(left & 0xffff0000u) * (Vector)(right & 0xffff0000u);
-    return sums + (Vector)(left << 16) * (Vector)(right << 16);
-#endif
-}
-
 // sums + four bytes × four bytes: unsigned weights, signed inputs. Both ways give the same bits: the sums are exact.
 inline Integers multiply_add_bytes(Integers sums, Words weights, Words inputs) {
 #if defined(__AVX512VNNI__) && !defined(CAROUSEL_PLAIN_INT8)
@@ -166,9 +147,12 @@ inline int64_t first_greatest(const float* from, int64_t count) {
     return best;
 }
 
+// Adding it to a float rounds that, and leaves the number in the low bits: 1.5 × 2^23.
+constexpr float ROUNDER = 12582912.0f;
+
 // e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87.
 inline Vector exponential(Vector x) {
-    const Vector floor = Vector{} - 87.0f, shift = Vector{} + 12582912.0f;  // 1.5 × 2^23: adding it rounds
+    const Vector floor = Vector{} - 87.0f, shift = Vector{} + ROUNDER;
     const Vector n = (x * 1.44269504088896341f + shift) - shift;
     Vector r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;

@@ -254,7 +254,7 @@ def _pack_experts(weights: Weights, num_experts: int, pack: _Pack) -> tuple[Nati
     gate_up = in_large_pages(num_experts, *first.gate_up.shape, dtype=first.gate_up.dtype)
     down = in_large_pages(num_experts, *first.down.shape, dtype=first.down.dtype)
     for expert in range(num_experts):
-        packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack)
+        packed = _pack_mlp(weights, f"mlp.experts.{expert}.", pack) if expert else first
         gate_up[expert], down[expert] = packed.gate_up, packed.down
     return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(num_experts))
 

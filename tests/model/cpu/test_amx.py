@@ -25,10 +25,9 @@ from app.config import ModelConfig
 from app.model.cpu import library as native
 from app.model.loader import LoadedModel, load_model
 from tests.model.cpu.builds import PLAIN_AMX, built_with
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 from tests.tiny_models import VOCAB_SIZE
 
-BLOCKS, OTHERS = [3, 8, 1, 0, 9], [2, 7, 4, 5, 6]
 SHAPE = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
@@ -73,17 +72,7 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, tm
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
     model = load(tmp_path, kind)
     with built_with(PLAIN_AMX):
-        whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
-        single = decoder_of(model, num_threads=1)
-        for at in range(70):
-            last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
-        assert torch.equal(last, whole)
-
-        crowded, backwards = decoder_of(model, num_threads=3), PROMPT[::-1]
-        for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
-            beside = chunk(backwards, start, 1, OTHERS)
-            rows = step(crowded, beside, chunk(PROMPT, start, size, BLOCKS), chunk(backwards, 0, 40, [10, 11, 12]))
-        assert torch.equal(rows[1], whole)
+        crowded, whole = check_same_bits_in_any_step(model)
 
         sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 32)]
         for item in sharing:

@@ -20,6 +20,7 @@ from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(70)]
+BLOCKS = [3, 8, 1, 0, 9]
 
 
 def load(path: Path, dtype: str) -> LoadedModel:
@@ -75,21 +76,25 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(
     architecture: str, dtype: str, tiny_model_path
 ) -> None:  # type: ignore[no-untyped-def]
     """Bit for bit: in one step alone, in chunks, token by token, beside others, on other threads."""
-    model = load(tiny_model_path(architecture), dtype)
-    blocks, others = [3, 8, 1, 0, 9], [2, 7, 4, 5, 6]
-    whole = step(decoder_of(model), chunk(PROMPT, 0, 70, blocks))[0]
+    check_same_bits_in_any_step(load(tiny_model_path(architecture), dtype))
+
+
+def check_same_bits_in_any_step(model: LoadedModel) -> tuple[NativeDecoder, torch.Tensor]:
+    """The last decoder, which has the prompt's first 70 tokens in BLOCKS, and the logits after them."""
+    whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
 
     single = decoder_of(model, num_threads=1)
     for at in range(70):
-        last = step(single, chunk(PROMPT, at, 1, blocks))[0]
+        last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
     assert torch.equal(last, whole)
 
     crowded = decoder_of(model, num_threads=3)
     backwards = PROMPT[::-1]
     for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
-        beside = [chunk(backwards, at, 1, others) for at in range(start, start + 1)]
-        rows = step(crowded, *beside, chunk(PROMPT, start, size, blocks), chunk(backwards, 0, 40, [10, 11, 12]))
+        beside = chunk(backwards, start, 1, [2, 7, 4, 5, 6])
+        rows = step(crowded, beside, chunk(PROMPT, start, size, BLOCKS), chunk(backwards, 0, 40, [10, 11, 12]))
     assert torch.equal(rows[1], whole)
+    return crowded, whole
 
 
 def test_a_step_may_sample_nothing(tiny_model_path) -> None:  # type: ignore[no-untyped-def]

@@ -16,10 +16,10 @@ from app.config import ModelConfig
 from app.model.cpu import library as native
 from app.model.loader import load_model
 from tests.model.cpu.builds import built_with
-from tests.model.cpu.test_decoder import DTYPES, PROMPT, chunk, decoder_of, step
+from tests.model.cpu.test_decoder import DTYPES, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 
 AVX2 = ("-march=x86-64-v3",)
-BLOCKS, OTHERS = [3, 8, 1, 0, 9, 13, 14], [2, 7, 4, 5, 6]
+BLOCKS = [3, 8, 1, 0, 9, 13, 14]
 
 
 @pytest.fixture
@@ -53,16 +53,7 @@ def test_with_avx2_greedy_tokens_are_transformers_own(architecture: str, tiny_mo
 def test_with_avx2_a_sequences_bits_do_not_depend_on_what_shares_its_steps(dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path("llama")
     model = load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
-    whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
-    single = decoder_of(model, num_threads=1)
-    for at in range(70):
-        last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
-    assert torch.equal(last, whole)
-    crowded, backwards = decoder_of(model, num_threads=3), PROMPT[::-1]
-    for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
-        beside = chunk(backwards, start, 1, OTHERS)
-        rows = step(crowded, beside, chunk(PROMPT, start, size, BLOCKS), chunk(backwards, 0, 40, [10, 11, 12]))
-    assert torch.equal(rows[1], whole)
+    check_same_bits_in_any_step(model)
 
 
 @pytest.mark.usefixtures("avx2")

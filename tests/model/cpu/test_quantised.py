@@ -22,11 +22,10 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
-from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
+from tests.model.cpu.test_decoder import BLOCKS, PROMPT, check_same_bits_in_any_step, chunk, decoder_of, step
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
-BLOCKS = [3, 8, 1, 0, 9]
 DTYPES = ("float32", "bfloat16")
 QUANTISED = {"int8": 8, "int4": 4}
 
@@ -118,17 +117,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 @torch.inference_mode()
 def test_logits_have_the_same_bits_in_any_step(dtype: str, quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     """In one step alone, token by token, in chunks beside others, on other threads."""
-    model, others = load(tiny_model_path("llama"), dtype, quantization), [2, 7, 4, 5, 6]
-    whole = logits_of(model)
-    single = decoder_of(model, num_threads=1)
-    for at in range(70):
-        last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
-    assert torch.equal(last, whole)
-    crowded, backwards = decoder_of(model, num_threads=3), PROMPT[::-1]
-    for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
-        beside = chunk(backwards, start, 1, others)
-        rows = step(crowded, beside, chunk(PROMPT, start, size, BLOCKS), chunk(backwards, 0, 40, [10, 11, 12]))
-    assert torch.equal(rows[1], whole)
+    check_same_bits_in_any_step(load(tiny_model_path("llama"), dtype, quantization))
 
 
 @torch.inference_mode()
