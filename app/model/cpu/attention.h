@@ -86,7 +86,7 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     const uint32_t *keys[GROUPS], *next[GROUPS];
     for (int group = 0; group < GROUPS; ++group) keys[group] = groups[group], next[group] = groups[ahead + group];
     Vector sums[ROWS][GROUPS] = {};
-    add_products<T, ROWS, GROUPS>(sums, keys, next, stride, query, key_units, key_units);
+    add_products<T, ROWS, GROUPS>(sums, keys, next, stride, stride, query, key_units, key_units);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) std::memcpy(scores + row * row_stride, sums[row], sizeof(sums[row]));
 }
@@ -105,7 +105,7 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
             values[part] = groups[group] + offset + part * LANES;
             next[part] = groups[group + ahead] + offset + part * LANES;
         }
-        add_products<T, ROWS, WIDTH>(totals, values, next, value_dim, weights, weight_stride, num_units, mask);
+        add_products<T, ROWS, WIDTH>(totals, values, next, value_dim, value_dim, weights, weight_stride, num_units, mask);
         weights += num_units;
     }
 #pragma GCC unroll 16

@@ -14,7 +14,6 @@ constexpr int PANEL = 2 * LANES;     // columns computed together
 constexpr int TILE_WIDTH = MOST_SUMS >= 24 ? 2 : 1;  // Vectors of a panel that are summed together
 constexpr int TILE_ROWS = MOST_SUMS / TILE_WIDTH;    // rows that are
 constexpr int64_t CHUNK_ROWS = 192;  // the inputs of so many rows stay in the L2 cache while the panels are read
-constexpr int64_t AHEAD = 128;       // units of the weights fetched ahead of their use; reads past the end do no harm
 
 // [num_columns / PANEL][num_units][PANEL] units; the last panel is padded with zeros.
 struct Matrix {
@@ -23,8 +22,16 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
+// What a tile fetches for later while it reads a panel: a place for each unit, `stride` apart. Past the end it does no
+// harm.
+struct Ahead {
+    const uint32_t* from;
+    int64_t stride;
+};
+
 template <typename T, int ROWS, typename Finish>
-inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, const Ahead& next,
+                          Finish&& finish) {
     constexpr int WIDTH = TILE_WIDTH;
     Vector sums[2 / WIDTH][ROWS][WIDTH] = {};
 #pragma GCC unroll 2
@@ -32,20 +39,21 @@ inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint3
         const uint32_t *places[WIDTH], *ahead[WIDTH];
         for (int at = 0; at < WIDTH; ++at) {
             places[at] = panel + (pass * WIDTH + at) * LANES;
-            ahead[at] = places[at] + AHEAD * PANEL;
+            ahead[at] = next.from + (pass * WIDTH + at) * LANES;
         }
-        add_products<T, ROWS, WIDTH>(sums[pass], places, ahead, PANEL, inputs, num_units, num_units);
+        add_products<T, ROWS, WIDTH>(sums[pass], places, ahead, PANEL, next.stride, inputs, num_units, num_units);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) finish(row, sums[0][row][0], sums[2 / WIDTH - 1][row][WIDTH - 1]);
 }
 
 template <typename T, typename Finish>
-inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, const Ahead& next,
+                          Finish&& finish) {
     switch (rows) {
 #define CASE(ROWS) \
     case ROWS:     \
-        if constexpr (ROWS <= TILE_ROWS) return multiply_tile<T, ROWS>(inputs, num_units, panel, finish);
+        if constexpr (ROWS <= TILE_ROWS) return multiply_tile<T, ROWS>(inputs, num_units, panel, next, finish);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
@@ -100,15 +108,17 @@ inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t
 }
 
 template <typename Finish>
-void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, const Ahead&,
+                     Finish&& finish) {
     alignas(64) float sums[2 * amx::ROWS * PANEL];
     configure_products(rows);
     sum_in_amx<bf16>(rows, inputs, num_units, num_units, panel, sums);
     for (int row = 0; row < rows; ++row) finish(row, load(sums + row * PANEL), load(sums + row * PANEL + LANES));
 }
 
-// Calls tile(rows, first, column, panel) for every panel, which begins with `column`, and all rows in tiles of at most
-// `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns.
+// Calls tile(rows, first, column, panel, next) for every panel, which begins with `column`, and all rows in tiles of at
+// most `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns. next: the tile's
+// part of the panel that this member of the team will read next, as far as all are equally fast.
 template <typename Sharing, typename Tile>
 void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const Matrix& matrix, int64_t panel_units,
                  Tile&& tile) {
@@ -120,10 +130,13 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
         const int64_t chunk = task / num_panels;
         const int64_t end = std::min(num_rows, num_blocks * (chunk + 1) / num_chunks * block);
         int64_t first = num_blocks * chunk / num_chunks * block;
-        for (int64_t num_tiles = (end - first + max_rows - 1) / max_rows; num_tiles > 0; --num_tiles) {
+        const int64_t all_tiles = (end - first + max_rows - 1) / max_rows;
+        const uint32_t* next = panel + team.size() * PANEL * panel_units;
+        for (int64_t num_tiles = all_tiles; num_tiles > 0; --num_tiles) {
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
-            tile(rows, first, column, panel);
+            const Ahead ahead{next + (all_tiles - num_tiles) * panel_units * PANEL / all_tiles, PANEL / all_tiles};
+            tile(rows, first, column, panel, ahead);
             first += rows;
         }
     });
@@ -139,11 +152,11 @@ void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& ma
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
     const auto share = [&](int max_rows, int block, auto&& multiply_tiles) {
         share_tiles(team, num_rows, max_rows, block, matrix, num_units,
-                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel, const Ahead& next) {
                         const auto finish_row = [&](int row, Vector left, Vector right) {
                             finish(first + row, column, left, right);
                         };
-                        multiply_tiles(rows, units + first * num_units, num_units, panel, finish_row);
+                        multiply_tiles(rows, units + first * num_units, num_units, panel, next, finish_row);
                     });
     };
     if (amx::fits<T>(matrix.num_inputs))

@@ -235,7 +235,7 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
     const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
         return share_tiles(team, num_rows, 2 * amx::ROWS, amx::ROWS, matrix, units,
-                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel, const Ahead&) {
                                const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                                Vector sums[2 * amx::ROWS][2];
                                multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
@@ -243,7 +243,7 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
                                    finish(first + row, column, sums[row][0], sums[row][1]);
                            });
     share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
+                [&](int rows, int64_t first, int64_t column, const uint32_t* panel, const Ahead&) {
                     const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                     // Later rows find the panel in the cache; fetching the next one would push it out.
                     const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;

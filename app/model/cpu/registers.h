@@ -33,14 +33,24 @@ template <typename T, int ROWS, int WIDTH>
 inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[ROWS][WIDTH * PARTS],
                                                             const uint32_t* const (&places)[WIDTH],
                                                             const uint32_t* const (&ahead)[WIDTH], int64_t stride,
-                                                            const uint32_t* rows, int64_t row_stride,
-                                                            int64_t num_units, uint32_t mask) {
-    constexpr int ALL = WIDTH * PARTS;
+                                                            int64_t ahead_stride, const uint32_t* rows,
+                                                            int64_t row_stride, int64_t num_units, uint32_t mask) {
+    constexpr int ALL = WIDTH * PARTS, FOURS = (ROWS + 3) / 4;
+    const uint32_t* fours[FOURS];
+    for (int four = 0; four < FOURS; ++four) fours[four] = rows + 4 * four * row_stride;
+    int64_t stride_of_3 = 3 * row_stride;
+    const auto input = [&](int row) {
+        return WordsPart{} + fours[row / 4][row % 4 == 3 ? stride_of_3 : row % 4 * row_stride];
+    };
     for (int64_t unit = 0; unit < num_units; ++unit) {
+        // One address for four rows. GCC would make one for each, which is more than there are registers.
+#pragma GCC unroll 16
+        for (int four = 0; four < FOURS; ++four) __asm__("" : "+r"(fours[four]));
+        __asm__("" : "+r"(stride_of_3), "+r"(row_stride));
         WordsPart units[ALL];
 #pragma GCC unroll 16
         for (int part = 0; part < ALL; ++part) {
-            if (part % PARTS == 0) __builtin_prefetch(ahead[part / PARTS] + unit * stride);
+            if (part % PARTS == 0) __builtin_prefetch(ahead[part / PARTS] + unit * ahead_stride, 0, 2);
             std::memcpy(&units[part], places[part / PARTS] + unit * stride + part % PARTS * PART_LANES,
                         sizeof(units[part]));
             units[part] &= mask;
@@ -48,7 +58,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
         if constexpr (std::is_same_v<T, float>) {
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
-                const FloatPart own = (FloatPart)(WordsPart{} + rows[row * row_stride + unit]);
+                const FloatPart own = (FloatPart)(input(row));
 #pragma GCC unroll 16
                 for (int part = 0; part < ALL; ++part) sums[row][part] += (FloatPart)units[part] * own;
             }
@@ -56,7 +66,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
 #ifdef __AVX512BF16__
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
-                const WordsPart own = WordsPart{} + rows[row * row_stride + unit];
+                const WordsPart own = input(row);
 #pragma GCC unroll 16
                 for (int part = 0; part < ALL; ++part)
                     sums[row][part] = (FloatPart)_mm512_dpbf16_ps((__m512)sums[row][part], (__m512bh)units[part],
@@ -69,36 +79,38 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
                 const auto number = [&](WordsPart both) { return (FloatPart)(half ? both << 16 : both & 0xffff0000u); };
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; ++row) {
-                    const FloatPart own = number(WordsPart{} + rows[row * row_stride + unit]);
+                    const FloatPart own = number(input(row));
 #pragma GCC unroll 16
                     for (int part = 0; part < ALL; ++part) sums[row][part] += number(units[part]) * own;
                 }
             }
         }
+#pragma GCC unroll 16
+        for (int four = 0; four < FOURS; ++four) ++fours[four];
     }
 }
 
 // A function of its own: GCC keeps the sums in memory where it sees them used as larger vectors afterwards.
 template <typename T, int ROWS, int WIDTH>
 __attribute__((noinline)) void add_parts(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
-                                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, const uint32_t* rows,
-                                         int64_t row_stride, int64_t num_units, uint32_t mask) {
+                                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, int64_t ahead_stride,
+                                         const uint32_t* rows, int64_t row_stride, int64_t num_units, uint32_t mask) {
     FloatPart parts[ROWS][WIDTH * PARTS];
     std::memcpy(parts, sums, sizeof(parts));
-    add_in_registers<T, ROWS, WIDTH>(parts, places, ahead, stride, rows, row_stride, num_units, mask);
+    add_in_registers<T, ROWS, WIDTH>(parts, places, ahead, stride, ahead_stride, rows, row_stride, num_units, mask);
     std::memcpy(sums, parts, sizeof(parts));
 }
 
-// sums[row][place] += units of a place × units of a row, unit by unit. The units of a place are `stride` apart, those of
-// `ahead` are fetched. mask: of the units of all places.
+// sums[row][place] += units of a place × units of a row, unit by unit. The units of a place are `stride` apart. For each
+// one of `ahead` is fetched, `ahead_stride` apart. mask: of the units of all places.
 template <typename T, int ROWS, int WIDTH>
 inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
-                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, const uint32_t* rows,
-                         int64_t row_stride, int64_t num_units, uint32_t mask = ~0u) {
+                         const uint32_t* const (&ahead)[WIDTH], int64_t stride, int64_t ahead_stride,
+                         const uint32_t* rows, int64_t row_stride, int64_t num_units, uint32_t mask = ~0u) {
     if constexpr (PARTS == 1)
-        add_in_registers<T, ROWS, WIDTH>(sums, places, ahead, stride, rows, row_stride, num_units, mask);
+        add_in_registers<T, ROWS, WIDTH>(sums, places, ahead, stride, ahead_stride, rows, row_stride, num_units, mask);
     else
-        add_parts<T, ROWS, WIDTH>(sums, places, ahead, stride, rows, row_stride, num_units, mask);
+        add_parts<T, ROWS, WIDTH>(sums, places, ahead, stride, ahead_stride, rows, row_stride, num_units, mask);
 }
 
 }  // namespace carousel
