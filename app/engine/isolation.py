@@ -29,6 +29,10 @@ class DeviceFailed(Exception):
     """Every part of a batch fails, so none of its requests is at fault."""
 
 
+class DeviceLost(Exception):
+    """The device can compute nothing more in this process. No request is at fault, and no other step is tried."""
+
+
 @dataclass(slots=True)
 class IsolationResult:
     """The results of a failed batch that was run in parts."""
@@ -63,6 +67,7 @@ def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
 
     Raises:
         DeviceFailed: no part can be computed.
+        DeviceLost: as `run` does.
     """
     found = IsolationResult()
     _split(run, batch, error, found)
@@ -81,6 +86,8 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
     for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
         try:
             result = run(half)
+        except DeviceLost:
+            raise
         except Exception as failure:
             logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(failure))
             _split(run, half, failure, found)
