@@ -247,14 +247,8 @@ class AsyncEngine:
 
         def command() -> None:
             self._calls.discard(future)
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                action()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            if future.set_running_or_notify_cancel():
+                resolve(future, action)
 
         with self._wake:
             self._command(command)
@@ -264,12 +258,8 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self, prepared: Future[None]) -> None:
-        try:
-            self._engine.prepare()
-        except BaseException as error:
-            prepared.set_exception(error)
+        if not resolve(prepared, self._engine.prepare):
             return
-        prepared.set_result(None)
         try:
             while self._run_commands():
                 if self._engine.idle_s == 0.0:
@@ -358,6 +348,17 @@ class AsyncEngine:
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
+
+
+def resolve(future: Future[None], action: Callable[[], None]) -> bool:
+    """Run an action and put its end or its error into a future; returns whether it had no error."""
+    try:
+        action()
+    except Exception as error:
+        future.set_exception(error)
+        return False
+    future.set_result(None)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
