@@ -248,7 +248,7 @@ class AsyncEngine:
         def command() -> None:
             self._calls.discard(future)
             if future.set_running_or_notify_cancel():
-                resolve(future, action)
+                _resolve(future, action)
 
         with self._wake:
             self._command(command)
@@ -258,7 +258,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self, prepared: Future[None]) -> None:
-        if not resolve(prepared, self._engine.prepare):
+        if not _resolve(prepared, self._engine.prepare):
             return
         try:
             while self._run_commands():
@@ -350,7 +350,7 @@ class AsyncEngine:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
 
 
-def resolve(future: Future[None], action: Callable[[], None]) -> bool:
+def _resolve(future: Future[None], action: Callable[[], None]) -> bool:
     """Run an action and put its end or its error into a future; returns whether it had no error."""
     try:
         action()

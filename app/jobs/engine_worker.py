@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.engine.async_engine import resolve
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import EngineStopped, InvalidRequest, described, traceback_of
@@ -46,10 +44,7 @@ class EngineWorker:
     """One engine, its thread and the items it computes."""
 
     def __init__(self, engine: SteppedEngine, tokenizer: Tokenizer, matchers: Matchers) -> None:
-        """Start the thread. From here on no other code may use the engine. `matchers` are closed with this.
-
-        Returns when the engine is prepared for its first step, or raises what prevents that.
-        """
+        """Start the thread. From here on no other code may use the engine. `matchers` are closed with this."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
@@ -63,10 +58,8 @@ class EngineWorker:
         self._failure: str | None = None
         self._is_stopping = False
         self._changed = threading.Condition()
-        prepared: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(prepared,), name="items", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="items", daemon=True)
         self._thread.start()
-        prepared.result()
 
     def add(self, items: Sequence[PreparedItem]) -> None:
         """Queue items, once they are checked and their grammars compiled. Each comes back from `collect`, once."""
@@ -117,10 +110,9 @@ class EngineWorker:
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, prepared: Future[None]) -> None:
-        if not resolve(prepared, self._engine.prepare):
-            return
+    def _run(self) -> None:
         try:
+            self._engine.prepare()
             while (items := self._next_items()) is not None:
                 for item in items:
                     self._enter(item)
