@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.errors import InvalidSetup
 from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -27,6 +28,7 @@ from app.model.forward import Prediction
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
+from app.model.memory import is_out_of_memory
 from app.model.pooling import LastHiddenStates, PooledStates
 from app.model.sampler import sample
 
@@ -46,7 +48,10 @@ class GraphModelRunner:
     def __init__(
         self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
     ) -> None:
-        """Capture every size up to `max_rows` sequences; takes seconds. Without a capture steps run eagerly."""
+        """Capture every size up to `max_rows` sequences; takes seconds. Without a capture steps run eagerly.
+
+        Raises InvalidSetup if the device's memory does not hold the `coarse_sizes`.
+        """
         assert model.module is not None, "native code is for CPUs"
         self._model = model
         self._module = model.module
@@ -132,14 +137,27 @@ class GraphModelRunner:
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
         graphs: dict[int, _Graph] = {}
-        try:
-            for size in reversed(self._sizes):  # the largest first: the smaller ones fit into its memory
+        coarse = coarse_sizes(self._sizes)
+        finer = sorted(set(self._sizes).difference(coarse), reverse=True)
+        for size in (*coarse, *finer):
+            try:
                 graphs[size] = self._captured(size, capture)
-        except RuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0]
-            logger.warning("decode steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason)
-            return
-        self._graphs = graphs
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n", 1)[0]
+                if not is_out_of_memory(error):
+                    logger.warning(
+                        "decode steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason
+                    )
+                    return
+                if size in coarse:
+                    raise InvalidSetup(_too_little_for_graphs(len(graphs), coarse, size, reason)) from error
+                logger.warning(
+                    "%d of %d CUDA graphs fit into the GPU's memory; decode steps are padded to the next of %s "
+                    "sequences. Lower cache.gpu_memory_fraction for the others (%s)",
+                    len(graphs), len(self._sizes), ", ".join(map(str, sorted(graphs))), reason,
+                )  # fmt: skip
+                break
+        self._graphs, self._sizes = graphs, tuple(sorted(graphs))
         logger.info("decode steps of up to %d sequences run from %d CUDA graphs", self._sizes[-1], len(graphs))
 
     def _captured(self, size: int, capture: Capture) -> _Graph:
@@ -227,6 +245,23 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     largest = min(max_rows, _LARGEST)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST, 32)]
     return (*(size for size in ladder if size < largest), largest)
+
+
+def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of the sizes to capture those that every replica needs, in the order in which they are captured.
+
+    Doublings pad a step to at most twice its sequences. The largest is the first: the others fit into its memory.
+    """
+    return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
+
+
+def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, reason: str) -> str:
+    return (
+        f"the GPU's memory holds {num_captured} of the {len(needed)} CUDA graphs that decode steps need at least (of "
+        f"{', '.join(map(str, needed))} sequences); it ran out at {size} ({reason}). Lower cache.gpu_memory_fraction, "
+        f"which leaves more beside the KV memory, or scheduler.max_running; or set model.backend: torch, which does "
+        f"without graphs and is slower"
+    )
 
 
 def columns_of(

@@ -18,7 +18,8 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request, SamplingParams
-from app.model.cuda.graph_runner import GraphModelRunner, columns_of, graph_sizes
+from app.errors import InvalidSetup
+from app.model.cuda.graph_runner import GraphModelRunner, coarse_sizes, columns_of, graph_sizes
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
 from tests.fakes import make_request, run_to_end
@@ -55,9 +56,9 @@ def load(path: Path) -> LoadedModel:
     return load_model(config, str(path))
 
 
-def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
+def attention_for(model: LoadedModel, *, batch_invariant: bool = False, max_rows: int = 6) -> TritonAttention:
     return TritonAttention(
-        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=6, max_blocks=NUM_BLOCKS, dtype=model.dtype,
+        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=max_rows, max_blocks=NUM_BLOCKS, dtype=model.dtype,
         device=model.device, batch_invariant=batch_invariant,
     )  # fmt: skip
 
@@ -147,6 +148,51 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
         engine = engine_with(load(path), fails)
     assert "(operation not permitted when stream is capturing)" in caplog.text
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+class RunsOutAt:
+    """A capture on a device that has memory for so many graphs."""
+
+    def __init__(self, num_graphs: int, error: type[RuntimeError]) -> None:
+        self.captured: list[int] = []
+        self._num_graphs, self._error = num_graphs, error
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if len(self.captured) == self._num_graphs:
+            raise self._error("CUDA out of memory. Tried to allocate 20.00 MiB\nand more")
+        replay = RunAgain()(function)
+        self.captured.append(replay().shape[0])
+        return replay
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])  # of torch's allocator; of the driver
+def test_where_memory_ends_during_capture_fewer_sizes_are_used(
+    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
+) -> None:
+    path, capture = tiny_model_path("llama"), RunsOutAt(6, error)
+    model = load(path)
+    with caplog.at_level(logging.WARNING):
+        runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=capture)
+    assert capture.captured == [30, 16, 8, 4, 2, 1]
+    assert "6 of 7 CUDA graphs fit into the GPU's memory" in caplog.text
+    assert "cache.gpu_memory_fraction" in caplog.text
+    engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
+    requests = some_requests()
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_numbers(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    model = load(tiny_model_path("llama"))
+    with pytest.raises(InvalidSetup, match=r"holds 2 of the 4 CUDA .* \(of 6, 4, 2, 1 sequences\); it ran out at 2"):
+        GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunsOutAt(2, torch.OutOfMemoryError))
+
+
+def test_sizes_that_every_replica_needs_are_captured_first() -> None:
+    assert coarse_sizes(graph_sizes(256)) == (256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert coarse_sizes(graph_sizes(100)) == (100, 64, 32, 16, 8, 4, 2, 1)
+    assert coarse_sizes(graph_sizes(1)) == (1,)
 
 
 def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
