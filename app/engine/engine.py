@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
-from app.engine.isolation import DeviceFailed, DeviceLost, Quarantine, run_in_parts
+from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
 from app.engine.request_checks import check_request

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
 from app.errors import described
@@ -27,10 +27,6 @@ Run = Callable[[Batch], StepResult]
 
 class DeviceFailed(Exception):
     """Every part of a batch fails, so none of its requests is at fault."""
-
-
-class DeviceLost(Exception):
-    """The device can compute nothing more in this process. No request is at fault, and no other step is tried."""
 
 
 @dataclass(slots=True)

@@ -17,9 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
-from app.engine.isolation import DeviceLost
 from app.engine.request import ModelFacts, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.trace.entries import FailureKind

@@ -10,9 +10,8 @@ import pytest
 
 from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.engine import Engine, ModelRunner
-from app.engine.isolation import DeviceLost
 from app.engine.request import Request
 from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
 from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request

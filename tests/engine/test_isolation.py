@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from app.engine import isolation
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.engine import Engine, StepError
-from app.engine.isolation import DeviceLost, Quarantine
+from app.engine.isolation import Quarantine
 from app.errors import Quarantined, StepFailed
 from tests.fakes import CountingRunner, Outcome, build_fake_engine, expected_tokens, make_request, run_to_end
 

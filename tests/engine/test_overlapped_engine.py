@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from msgspec import structs
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.engine.engine import StepError
-from app.engine.isolation import DeviceLost
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason
 from app.errors import DeadlineMissed

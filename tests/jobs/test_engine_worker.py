@@ -205,6 +205,7 @@ def test_an_engine_that_cannot_be_prepared_says_why(room: Room) -> None:
     engine = build_fake_engine()
     engine.__class__ = UnpreparedEngine
     generator = room.generator(engine)
+    generator.add([row(0)])
     with pytest.raises(EngineStopped, match="no memory for graphs"):
         generator.collect(at_least=1, within_s=ENOUGH_S)
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.engine.isolation import DeviceLost
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.errors import InvalidSetup, described
 from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention

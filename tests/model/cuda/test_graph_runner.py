@@ -18,9 +18,8 @@ import torch
 
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence
 from app.engine.engine import Engine
-from app.engine.isolation import DeviceLost
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request, SamplingParams
 from app.errors import InvalidSetup
