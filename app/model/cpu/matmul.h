@@ -118,7 +118,7 @@ void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const 
 
 // Calls tile(rows, first, column, panel, next) for every panel, which begins with `column`, and all rows in tiles of at
 // most `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns. next: the tile's
-// part of the panel that this member of the team will read next, as far as all are equally fast.
+// part of the next panel.
 template <typename Sharing, typename Tile>
 void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const Matrix& matrix, int64_t panel_units,
                  Tile&& tile) {
@@ -131,7 +131,7 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
         const int64_t end = std::min(num_rows, num_blocks * (chunk + 1) / num_chunks * block);
         int64_t first = num_blocks * chunk / num_chunks * block;
         const int64_t all_tiles = (end - first + max_rows - 1) / max_rows;
-        const uint32_t* next = panel + team.size() * PANEL * panel_units;
+        const uint32_t* next = panel + PANEL * panel_units;
         for (int64_t num_tiles = all_tiles; num_tiles > 0; --num_tiles) {
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));

@@ -158,17 +158,22 @@ inline void add_group(Vector (&totals)[2], Integers left, Integers right, const 
 // are many that call it, and compiling it takes long.
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
-                                               int64_t ahead, Vector (*results)[2]) {
+                                               Ahead next, Vector (*results)[2]) {
     constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
+    const auto fetch_next = [&] {
+        __builtin_prefetch(next.from, 0, 2);
+        __builtin_prefetch(next.from + LANES, 0, 2);
+        next.from += next.stride;
+    };
     Vector totals[ROWS][2] = {};
     for (int64_t group = 0; group < groups; ++group, units += UNITS) {
         const Words pairs[2] = {load_units(panel), load_units(panel + LANES)};
         Integers sums[ROWS][2] = {};
         panel += PANEL;
+        fetch_next();
         for (int64_t word = 0; word < WORDS; ++word, panel += PANEL) {
-            __builtin_prefetch(panel + ahead);
-            __builtin_prefetch(panel + ahead + LANES);
+            fetch_next();
             const Words both[2] = {load_units(panel), load_units(panel + LANES)};
 #pragma GCC unroll 2
             for (int part = 0; part < 8 / BITS; ++part) {
@@ -243,16 +248,14 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
                                    finish(first + row, column, sums[row][0], sums[row][1]);
                            });
     share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel, const Ahead&) {
+                [&](int rows, int64_t first, int64_t column, const uint32_t* panel, const Ahead& next) {
                     const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                    // Later rows find the panel in the cache; fetching the next one would push it out.
-                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
                     Vector sums[QUANTISED_TILE_ROWS][2];
                     switch (rows) {
 #define CASE(ROWS)                                                                 \
     case ROWS:                                                                     \
         if constexpr (ROWS <= QUANTISED_TILE_ROWS)                                 \
-            multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, sums); \
+            multiply_quantised_tile<BITS, ROWS>(from, groups, panel, next, sums);  \
         break;
                         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE

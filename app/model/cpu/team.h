@@ -181,8 +181,6 @@ class Team {
 struct LoopPart {
     int64_t index, num_parts;
 
-    int size() const { return 1; }
-
     template <typename Body>
     void share(int64_t count, Body&& body) const {
         for (int64_t at = count * index / num_parts; at < count * (index + 1) / num_parts; ++at) body(at);
