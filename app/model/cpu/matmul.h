@@ -22,8 +22,10 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
-// What a tile fetches for later while it reads a panel: a place for each unit, `stride` apart. Past the end it does no
-// harm.
+constexpr int64_t FETCHING_TILES = 4;  // the first of a panel, which fetch the next one; in others it would be in vain
+
+// What a tile fetches for later while it reads a panel: a place for each unit, `stride` apart; 0: nothing. Past the end
+// it does no harm.
 struct Ahead {
     const uint32_t* from;
     int64_t stride;
@@ -130,13 +132,15 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
         const int64_t chunk = task / num_panels;
         const int64_t end = std::min(num_rows, num_blocks * (chunk + 1) / num_chunks * block);
         int64_t first = num_blocks * chunk / num_chunks * block;
-        const int64_t all_tiles = (end - first + max_rows - 1) / max_rows;
-        const uint32_t* next = panel + PANEL * panel_units;
-        for (int64_t num_tiles = all_tiles; num_tiles > 0; --num_tiles) {
+        int64_t num_tiles = (end - first + max_rows - 1) / max_rows;
+        int64_t num_fetching = std::min(num_tiles, FETCHING_TILES);
+        Ahead next{panel + PANEL * panel_units, PANEL / num_fetching};
+        for (; num_tiles > 0; --num_tiles) {
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
-            const Ahead ahead{next + (all_tiles - num_tiles) * panel_units * PANEL / all_tiles, PANEL / all_tiles};
-            tile(rows, first, column, panel, ahead);
+            tile(rows, first, column, panel, next);
+            next.from += next.stride * panel_units;
+            if (--num_fetching == 0) next.stride = 0;
             first += rows;
         }
     });

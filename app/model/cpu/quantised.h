@@ -162,6 +162,7 @@ template <int BITS, int ROWS>
     constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
     const auto fetch_next = [&] {
+        if (next.stride == 0) return;
         __builtin_prefetch(next.from, 0, 2);
         __builtin_prefetch(next.from + LANES, 0, 2);
         next.from += next.stride;
