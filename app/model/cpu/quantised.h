@@ -234,31 +234,30 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
     const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
-        return share_tiles(team, num_rows, 2 * amx::ROWS, amx::ROWS, matrix, units,
-                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                               const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                               Vector sums[2 * amx::ROWS][2];
-                               multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
-                               for (int row = 0; row < rows; ++row)
-                                   finish(first + row, column, sums[row][0], sums[row][1]);
-                           });
-    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                    // Later rows find the panel in the cache; fetching the next one would push it out.
-                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
-                    Vector sums[QUANTISED_TILE_ROWS][2];
-                    switch (rows) {
+        return share_tiles<2 * amx::ROWS>(
+            team, num_rows, amx::ROWS, matrix, units,
+            [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+                const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
+            },
+            finish);
+    share_tiles<QUANTISED_TILE_ROWS>(
+        team, num_rows, 1, matrix, units,
+        [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+            const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+            // Later rows find the panel in the cache; fetching the next one would push it out.
+            const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+            switch (rows) {
 #define CASE(ROWS)                                                                 \
     case ROWS:                                                                     \
         if constexpr (ROWS <= QUANTISED_TILE_ROWS)                                 \
             multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, sums); \
         break;
-                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
-                    }
-                    for (int row = 0; row < rows; ++row) finish(first + row, column, sums[row][0], sums[row][1]);
-                });
+            }
+        },
+        finish);
 }
 
 }  // namespace carousel

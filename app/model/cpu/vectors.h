@@ -17,6 +17,7 @@ namespace carousel {
 
 constexpr int LANES = 16;
 
+using f32 = float;
 struct bf16 {
     uint16_t bits;
 };
