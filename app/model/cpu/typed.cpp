@@ -48,16 +48,17 @@ void attention_step(Team& team, const AttentionShape& shape, const Strides& stri
 extern "C" {
 
 void OF_TYPE(attention_step)(void* team, const AttentionShape* shape, const Strides* strides,
-                                    const void* query, const void* key, const void* value, const int64_t* slots,
-                                    int64_t num_tokens, void* keys, void* values, const Segment* segments,
-                                    int64_t num_segments, const int32_t* tables, void* output) {
+                             const void* query, const void* key, const void* value, const int64_t* slots,
+                             int64_t num_tokens, void* keys, void* values, float* scales,
+                             const Segment* segments, int64_t num_segments, const int32_t* tables,
+                             void* output) {
     attention_step(*static_cast<Team*>(team), *shape, *strides, static_cast<const T*>(query),
-                      static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,
-                      Pages<T>(*shape, keys, values), segments, num_segments, tables, static_cast<T*>(output));
+                   static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,
+                   Pages<T>(*shape, keys, values, scales), segments, num_segments, tables, static_cast<T*>(output));
 }
 
 void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,
-                                  const void* final_norm, const uint32_t* head, void* team) {
+                          const void* final_norm, const uint32_t* head, void* team) {
     return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<Team*>(team));
 }
 
@@ -72,13 +73,14 @@ void OF_TYPE(decoder_times)(void* decoder, DecoderTimes* times) {
 void OF_TYPE(decoder_delete)(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }
 
 void OF_TYPE(pack_in_8_bits)(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,
-                                    uint32_t* panels) {
+                             uint32_t* panels) {
     pack_quantised<8>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
 }
 
 void OF_TYPE(pack_in_4_bits)(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,
-                                    uint32_t* panels) {
+                             uint32_t* panels) {
     pack_quantised<4>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);
 }
+
 }
 #pragma GCC visibility pop
