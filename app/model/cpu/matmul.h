@@ -23,8 +23,8 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
-// sums: of the two halves of the panel for each row. A function of its own: there are many that call it, and compiling it
-// takes long.
+// sums: of the two halves of the panel for each row. A function of its own: there are many that call it, and compiling
+// it takes long.
 template <typename T, int ROWS>
 [[gnu::noinline]] void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel,
                                      Vector (*sums)[2]) {
@@ -103,9 +103,9 @@ inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t
         sum_in_amx<T, 1>(inputs, stride, num_units, panel, sums);
 }
 
-// Computes tile(rows, first, panel, sums), the sums of at most `max_rows` rows from `first` on with a panel, for all rows and
-// all panels; then calls finish(row, column, left, right) for every row and every panel, which begins with `column`. Tiles
-// have whole blocks of rows as far as there are. panel_units: of PANEL columns.
+// Calls finish(row, column, left, right) for every row and every panel, which begins with `column`. tile(rows, first,
+// panel, sums) computes the sums of at most MAX_ROWS rows from `first` on; tiles have whole blocks of rows as far as there
+// are. panel_units: of PANEL columns.
 //
 // `team` is a Team, or a LoopPart of the columns.
 template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish>
