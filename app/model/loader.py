@@ -32,6 +32,7 @@ from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
+from app.model.positions import fix_positions
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,10 +87,15 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
-    probe = _probe(config, module, device)
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    longest = max_model_len(config, limit)
+    if checkpoint is None:  # else native code may compute it, which takes none of those positions
+        fix_positions(module, longest)
+    probe = _probe(config, module, device)
+    if checkpoint is None:
+        _check_positions(config, module, probe, longest)
     facts = ModelFacts(
-        max_model_len=max_model_len(config, limit),
+        max_model_len=longest,
         vocab_size=probe.vocab_size,
         eos_token_ids=eos_token_ids(module),
         embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
@@ -347,6 +353,17 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     return _Probe(
         token_ids, positions, own, step.layers, step.rules, vocab_size=min(own.logits.shape[-1], num_embeddings)
     )
+
+
+def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: _Probe, max_model_len: int) -> None:
+    """Refuse a model whose positions depend on what else is in a step: here the last token of a long sequence."""
+    beside = torch.full_like(probe.positions[:, :1], max_model_len - 1)
+    token_ids, positions = (torch.cat(both, dim=1) for both in (
+        (probe.token_ids, probe.token_ids[:, :1]), (probe.positions, beside)
+    ))  # fmt: skip
+    found = _run(module, token_ids, positions, ProbeStep())
+    first = _Output(found.first_layer[:, :-1], found.logits[:, :-1], found.is_mixture)
+    _compare(config, "beside a long sequence", first, probe.own)
 
 
 def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None:
