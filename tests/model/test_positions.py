@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, kind: str) -> Path:
     limit = TRAINED if kind == "dynamic" else 256
-    model = build_tiny_model("phi3", rope_parameters=KINDS[kind], max_position_embeddings=limit)
+    model = build_tiny_model("llama", rope_parameters=KINDS[kind], max_position_embeddings=limit)
     model.save_pretrained(folder)
     return folder
 
