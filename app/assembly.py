@@ -74,8 +74,10 @@ def digest_of_weights(config: EngineConfig) -> int:
     except (OSError, ValueError) as error:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
-    # Weights of another type are other weights: one replica's tokens are not continued by the other's.
-    return crc32(f"{_dtype_name(model, location)} {model.quantization}".encode(), digest) if digest else 0
+    # Weights of another type are other weights: one replica's tokens are not continued by the other's. The same holds
+    # for KV memory.
+    types = f"{_dtype_name(model, location)} {model.quantization} {config.cache.dtype}"
+    return crc32(types.encode(), digest) if digest else 0
 
 
 def _dtype_name(model: ModelConfig, location: str) -> str:
@@ -130,9 +132,10 @@ def _build_torch(config: EngineConfig) -> Engine:
         run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
     num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
-        "%s on %s in %s%s, threads: %d, %d KV blocks of %d tokens",
+        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
         "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
+        "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     runner = build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)

@@ -21,7 +21,9 @@ class LayerShape:
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """In int8, with a float32 scale for each head's key and value."""
+        scales = 2 * torch.float32.itemsize if dtype is torch.int8 else 0
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 class KVCache:
@@ -67,7 +69,7 @@ class KVCache:
 def num_blocks_that_fit(
     config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """The pool's size: as configured, or what the memory settings leave room for.
+    """The pool's size: as configured, or what the memory settings leave room for. dtype: of the model.
 
     On CUDA call it after a step of full size has run, so that the allocator's peak is known.
 
@@ -76,6 +78,7 @@ def num_blocks_that_fit(
     """
     if config.num_blocks is not None:
         return config.num_blocks
+    dtype = torch.int8 if config.dtype == "int8" else dtype
     block_bytes = config.block_size * sum(layer.bytes_per_token(dtype) for layer in layers.values())
     if device.type == "cuda":
         setting, memory_bytes = f"gpu_memory_fraction={config.gpu_memory_fraction}", _cuda_bytes_left(config, device)

@@ -36,6 +36,7 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
     const uint32_t* router;  // never quantised; null where there are no experts
     const MlpWeights* mlps;  // one, or one for each expert
     void *keys, *values;
+    float* scales;  // of keys and values in int8; null where they are of the model's type
     int64_t sliding_window;  // 0: none
 };
 
@@ -146,7 +147,7 @@ class Decoder {
 
     void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
-        const Pages<T> pages(shape, layer.keys, layer.values);
+        const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
         linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
