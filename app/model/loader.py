@@ -172,7 +172,7 @@ def _folder_of(config: ModelConfig, location: str) -> Path | None:
     """Where a model's files lie, those of a hub id after they are downloaded. None: transformers will say why."""
     if Path(location).is_dir():
         return Path(location)
-    from huggingface_hub import snapshot_download
+    from transformers.utils.hub import snapshot_download
 
     try:
         return Path(snapshot_download(location, revision=config.revision, allow_patterns=_FILES))

@@ -167,7 +167,7 @@ def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, 
         asked.append((hub_id, revision))
         return str(tiny_model_path("llama"))
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("transformers.utils.hub.snapshot_download", download)
     config = ModelConfig(path="some/llama", revision="abc")
     assert loader._folder_of(config, "some/llama") == tiny_model_path("llama")
     assert asked == [("some/llama", "abc")]
@@ -175,7 +175,7 @@ def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, 
     def fails(hub_id: str, **_: object) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    monkeypatch.setattr("transformers.utils.hub.snapshot_download", fails)
     assert loader._folder_of(config, "some/llama") is None
 
 
