@@ -109,7 +109,7 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         device=model.device,
         batch_invariant=config.model.batch_invariant,
     )
-    with BatchInvariantMode() if attention.batch_invariant else nullcontext():
+    with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         check_attention(config.model, model, attention, max_blocks=attention.tables.tensor.shape[1])
     model = replace(model, probe=None)
     capture = CudaCapture(model.device) if config.model.backend != "torch" else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -355,6 +355,10 @@ class _Output:
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
     is_mixture: bool = False  # of experts
 
+    def part(self, first: int, end: int) -> _Output:
+        """The outputs for some of the tokens."""
+        return _Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -411,14 +415,13 @@ def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: Probe,
         (probe.token_ids, probe.token_ids[:, :1]), (probe.positions, beside)
     ))  # fmt: skip
     found = _run(module, token_ids, positions, ProbeStep())
-    first = _Output(found.first_layer[:, :-1], found.logits[:, :-1], found.is_mixture)
-    _compare(config, "beside a long sequence", first, probe.own)
+    _compare(config, "beside a long sequence", found.part(0, _PROBE_TOKENS), probe.own)
 
 
 @torch.inference_mode()
 def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAttention, *, max_blocks: int) -> None:
-    """Compare a backend's attention with the model's own, in all the forms that steps have: whole and later pieces of a
-    prompt, then a single token. It is as a first request would be: kernels are compiled for the sizes that are served.
+    """Compare a backend's attention with the model's own, in all the forms that steps have: the first and later pieces
+    of a prompt, single tokens. It is as a first request would be: kernels are compiled for the sizes that are served.
 
     max_blocks: of one sequence. Blocks 0, 1, … are overwritten.
 
@@ -427,23 +430,32 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
     """
     assert model.probe is not None, "a CPU's kernels are compared when the model is loaded, or take no part in it"
     assert model.module is not None, "native code is for CPUs"
-    own = model.probe.own
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
+    third = len(token_ids) // 3
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
-    found: list[_Output] = []
-    for start, end in pairwise(sorted({0, len(token_ids) // 2, len(token_ids) - 1, len(token_ids)})):
+
+    def computed(start: int, end: int) -> _Output:
         piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
         batch = Batch((piece,), ())
         inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
-        step = attention.begin_step(batch, inputs)
-        found.append(_run(model.module, inputs.token_ids, inputs.positions, step))
-    ours = _Output(
-        torch.cat([each.first_layer for each in found], dim=1),
-        torch.cat([each.logits for each in found], dim=1),
-        own.is_mixture,
+        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+
+    for what, first, end, size in (
+        ("the beginning of a prompt", 0, third, third),
+        ("a later piece of a prompt", third, 2 * third, third),
+        ("single tokens", 2 * third, len(token_ids), 1),
+    ):
+        ours = _joined([computed(start, start + size) for start in range(first, end, size)])
+        _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
+
+
+def _joined(outputs: Sequence[_Output]) -> _Output:
+    """One after the other."""
+    return _Output(
+        torch.cat([each.first_layer for each in outputs], dim=1),
+        torch.cat([each.logits for each in outputs], dim=1),
+        outputs[0].is_mixture,
     )
-    kept = _Output(own.first_layer[:, : len(token_ids)], own.logits[:, : len(token_ids)], own.is_mixture)
-    _compare(config, f"with {type(attention).__name__}", ours, kept)
 
 
 def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None:

@@ -30,12 +30,12 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
         kinds = getattr(part, "rope_type", None)
         if isinstance(kinds, str) and kinds in ROTARY_BY_LENGTH:
             _fix(part, max_model_len, kinds, "inv_freq")
-            part.rope_type = _FIXED  # type: ignore[assignment]
+            part.rope_type = _FIXED
         elif isinstance(kinds, dict):  # one for each type of layer
             following = [(layer_type, kind) for layer_type, kind in kinds.items() if kind in ROTARY_BY_LENGTH]
             for layer_type, kind in following:
                 _fix(part, max_model_len, kind, f"{layer_type}_inv_freq", layer_type=layer_type)
-            part.rope_type = kinds | dict.fromkeys(dict(following), _FIXED)  # type: ignore[assignment]
+            part.rope_type = kinds | dict.fromkeys(dict(following), _FIXED)
 
 
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:

@@ -180,7 +180,7 @@ def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, 
 
 
 class Poorly(TorchAttention):
-    """Attends to one token too few in pieces that are no prompt's first, or in single tokens."""
+    """Reads the wrong blocks in a later piece of a prompt, or for single tokens."""
 
     def __init__(self, cache: KVCache, *, wrong_at: int) -> None:
         super().__init__(cache, torch.device("cpu"))
@@ -188,12 +188,12 @@ class Poorly(TorchAttention):
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
         [item] = batch.scheduled
-        if item.start == self._wrong_at:
+        if (item.start >= 16 and self._wrong_at == 16) or item.start == self._wrong_at:
             item = structs.replace(item, block_ids=item.block_ids[::-1])
         return super().begin_step(Batch((item,), ()), inputs)
 
 
-@pytest.mark.parametrize("wrong_at", [None, 12, 23])
+@pytest.mark.parametrize("wrong_at", [None, 8, 16])
 @pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
 def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # type: ignore[no-untyped-def]
     tiny_model_path, architecture: str, wrong_at: int | None
@@ -209,7 +209,7 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
         check_attention(config, model, attention, max_blocks=8)
         check_attention(config, model, attention, max_blocks=2)  # of a context of 8 tokens
     else:
-        with pytest.raises(UnsupportedModel, match="with Poorly than with its own code: the first layer's output"):
+        with pytest.raises(UnsupportedModel, match=r"with Poorly, of .*: the first layer's output"):
             check_attention(config, model, attention, max_blocks=8)
 
 
