@@ -43,12 +43,13 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
 struct DecoderStep {
     int64_t num_tokens, num_segments, num_rows, num_logits;
     const int64_t* token_ids;  // [num_tokens]
+    const int64_t* positions;  // [num_tokens]
     const int64_t* slots;      // [num_tokens]
     const Segment* segments;
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
-    const void *cosine, *sine;   // [num_tokens][rotary_dim]
+    const void *cosine, *sine;   // [num_positions][rotary_dim]
     float* logits;               // [num_logits][vocab_size]
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
@@ -169,8 +170,8 @@ class Decoder {
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const T* cosine = static_cast<const T*>(step.cosine) + token * shape_.rotary_dim;
-        const T* sine = static_cast<const T*>(step.sine) + token * shape_.rotary_dim;
+        const int64_t turn = step.positions[token] * shape_.rotary_dim;
+        const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
         T* heads = projected(token);
         for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
             T* own = heads + head * shape_.head_dim;
@@ -183,13 +184,13 @@ class Decoder {
                         heads + query_size_ + kv_size_ + head * shape_.head_dim);
     }
 
-    static void rotate(T* own, const T* cosine, const T* sine, int64_t half) {
+    void rotate(T* own, const T* cosine, const T* sine, int64_t half) const {
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = std::min<int64_t>(LANES, half - at);
             const auto part = [&](const T* from) { return load_some(from + at, count); };
             const Vector x = part(own), y = part(own + half);
-            const Vector left = rounded(x * part(cosine)) - rounded(y * part(sine));
-            const Vector right = rounded(y * part(cosine + half)) + rounded(x * part(sine + half));
+            const Vector left = kept(x * part(cosine)) - kept(y * part(sine));
+            const Vector right = kept(y * part(cosine + half)) + kept(x * part(sine + half));
             store_some(rounded(left), own + at, count);
             store_some(rounded(right), own + half + at, count);
         }
@@ -241,9 +242,9 @@ class Decoder {
         add_projection(activated_.data(), num_rows, {mlp.down, size, shape_.hidden_size}, nullptr);
     }
 
-    static Vector activated(Vector gate, Vector up) {
-        gate = rounded(gate);
-        return rounded(rounded(gate / (1.0f + exponential(-gate))) * rounded(up));
+    Vector activated(Vector gate, Vector up) const {
+        gate = kept(gate);
+        return rounded(kept(gate / (1.0f + exponential(-gate))) * kept(up));
     }
 
     // residual += the experts' outputs times their weights, in the order of the weights.
@@ -370,12 +371,13 @@ class Decoder {
         for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
         const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
         for (int64_t at = 0; at < size; at += LANES)
-            store(round_to(load(weight + at) * rounded(load(row + at) * scale), T{}), to + at);
+            store(round_to(load(weight + at) * kept(load(row + at) * scale), T{}), to + at);
     }
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    // With quantised weights, residuals and logits keep float32: rounding would cost as much again as the weights do.
+    // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
+    // much again as the weights do.
     Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
