@@ -169,8 +169,8 @@ class Team:
 def is_fast(dtype: torch.dtype) -> bool:
     """Whether the native decoder is faster than transformers' code on this machine.
 
-    With AVX2 and no AVX-512, on one core, by 1.1 to 1.5 times in float32 and 1.4 to 2.9 times in bfloat16; with AVX-512
-    and no bf16, on two cores, by 1.2 to 2.7 and 2.9 to 4.7 times. On Arm it is taken to be so in float32.
+    On two cores, with AVX2 by 1.3 to 2.2 times in float32 and 1.8 to 3.6 times in bfloat16, with AVX-512 and no bf16 by
+    1.2 to 2.7 and 2.9 to 4.7 times. On Arm it is taken to be so in float32.
     """
     code = library()
     return code is not None and bool(getattr(code, f"carousel_is_fast_in_{DTYPES[dtype]}")())
