@@ -12,7 +12,7 @@ from app.config import ModelConfig
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model import attention, loader
 from app.model.attention import AttentionRules
-from app.model.loader import load_model, run_full_step
+from app.model.loader import load_model
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -113,11 +113,6 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetup):
         load(tmp_path)
     assert not trap.exists()
-
-
-def test_a_step_of_full_size_runs_before_memory_is_sized(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    for architecture in ("mistral", "gpt2"):
-        run_full_step(load(tiny_model_path(architecture), backend="attention"), num_tokens=10_000, num_rows=500)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
