@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from app.config import EngineConfig
 from app.cores import num_cores
 
 logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S = 0.0002
 
 # `model.num_threads` of each engine that there can be at once; None: a share of the cores.
 AskedThreads = Sequence[int | None]
@@ -28,6 +31,15 @@ def with_threads(config: EngineConfig, asked: AskedThreads) -> EngineConfig:
         logger.warning(too_many)
     num_threads = config.model.num_threads or share_of_cores(asked, num_machines)
     return config.model_copy(update={"model": config.model.model_copy(update={"num_threads": num_threads})})
+
+
+def keep_waits_for_the_interpreter_short() -> None:
+    """Let a thread of this process wait a fifth of a millisecond for Python's interpreter, not five, the default.
+
+    A step of a small model takes a millisecond, and so does the host's part of one on a GPU: its thread must not wait
+    for the one that makes texts, sends frames or answers calls.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:

@@ -48,7 +48,7 @@ class AsyncEngine:
         max_waiting_tokens: int | None = None,
         matchers: Matchers | None = None,
     ) -> None:
-        """Start the engine's thread.
+        """Start the engine's thread; returns when it is prepared for its first step, or raises what prevents that.
 
         More than `max_requests` at once are refused. So is a request with which more than `max_waiting_tokens` prompt
         tokens would wait, unless no other waits. Background requests do not count as long as they can be preempted;
@@ -72,8 +72,10 @@ class AsyncEngine:
         self._stats = engine.stats()  # replaced as a whole by the engine's thread
         self._num_failed_in_a_row = 0
         self._step_began_at: float | None = None  # by the engine's clock, while its thread is in a step
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        prepared: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(prepared,), name="engine", daemon=True)
         self._thread.start()
+        prepared.result()
 
     @property
     def facts(self) -> ModelFacts:
@@ -245,14 +247,8 @@ class AsyncEngine:
 
         def command() -> None:
             self._calls.discard(future)
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                action()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            if future.set_running_or_notify_cancel():
+                _resolve(future, action)
 
         with self._wake:
             self._command(command)
@@ -261,7 +257,9 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ the engine's thread
 
-    def _run(self) -> None:
+    def _run(self, prepared: Future[None]) -> None:
+        if not _resolve(prepared, self._engine.prepare):
+            return
         try:
             while self._run_commands():
                 if self._engine.idle_s == 0.0:
@@ -350,6 +348,17 @@ class AsyncEngine:
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
         self._deliver(TokenDelta(request_id, (), FinishReason.ERROR, error=error) for request_id in request_ids)
+
+
+def _resolve(future: Future[None], action: Callable[[], None]) -> bool:
+    """Run an action and put its end or its error into a future; returns whether it had no error."""
+    try:
+        action()
+    except Exception as error:
+        future.set_exception(error)
+        return False
+    future.set_result(None)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,3 +146,7 @@ class StepResult(NamedTuple):
     logprobs: Mapping[str, TokenLogprobs] = _EMPTY  # of the tokens that were drawn
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
     pooled: Mapping[str, list[float]] = _EMPTY  # behind the final norm: the last token's, or the sum of a share's
+
+
+class DeviceLost(Exception):
+    """The device can compute nothing more in this process. No request is at fault, and no other step is tried."""

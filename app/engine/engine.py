@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.request import ModelFacts, Request, TokenDelta
@@ -26,7 +26,11 @@ class ModelRunner(Protocol):
     """Turns a batch into tokens: the border between deciding and computing."""
 
     def run(self, batch: Batch) -> StepResult:
-        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested."""
+        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested.
+
+        Raises:
+            DeviceLost: the device is of no more use to this process. Any other error may be a request's fault.
+        """
         ...
 
 
@@ -41,6 +45,10 @@ class PendingStep(Protocol):
 @runtime_checkable
 class LaunchingRunner(ModelRunner, Protocol):
     """A model runner with a device that computes while the host goes on. Steps run in the order of their launch."""
+
+    def prepare(self) -> None:
+        """Do what the first `launch` would do otherwise, in the thread that launches; may take seconds."""
+        ...
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start computing the batch. A negative token id -1 - n in it is the placeholder of the n-th token that the
@@ -72,6 +80,9 @@ class Engine:
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
         self._quarantine = Quarantine()
+
+    def prepare(self) -> None:
+        """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +151,7 @@ class Engine:
 
         Raises:
             StepError: every part fails, so the device is at fault. The batch's requests have ended; it names them.
+            DeviceLost: no later step can be computed either; the engine must not be used any more.
         """
         self._recorder.step_began()
         batch = self._scheduler.schedule(self._clock())
@@ -155,6 +167,8 @@ class Engine:
     def _run(self, batch: Batch) -> StepResult:
         try:
             return self.runner.run(batch)
+        except DeviceLost:
+            raise
         except Exception as error:
             return self._run_in_parts(batch, error)
 

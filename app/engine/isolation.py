@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.request import Request, TokenLogprobs
 from app.engine.sequence import Sequence
 from app.errors import described
@@ -63,6 +63,7 @@ def run_in_parts(run: Run, batch: Batch, error: Exception) -> IsolationResult:
 
     Raises:
         DeviceFailed: no part can be computed.
+        DeviceLost: as `run` does.
     """
     found = IsolationResult()
     _split(run, batch, error, found)
@@ -81,6 +82,8 @@ def _split(run: Run, batch: Batch, error: Exception, found: IsolationResult) -> 
     for half in (batch.part(slice(None, middle)), batch.part(slice(middle, None))):
         try:
             result = run(half)
+        except DeviceLost:
+            raise
         except Exception as failure:
             logger.debug("a part of %d requests fails too: %s", len(half.scheduled), described(failure))
             _split(run, half, failure, found)

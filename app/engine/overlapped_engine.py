@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from app.config import SchedulerConfig
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.engine import Engine, LaunchingRunner, PendingStep
 from app.engine.request import ModelFacts, TokenDelta
 from app.engine.scheduler import Scheduler
@@ -61,6 +61,9 @@ class OverlappedEngine(Engine):
         self._launched: _Launched | None = None
         self._has_failed = False  # the next step is computed without launching ahead, to find the requests at fault
 
+    def prepare(self) -> None:
+        self._launcher.prepare()
+
     @property
     def idle_s(self) -> float | None:
         return 0.0 if self._launched is not None else super().idle_s
@@ -88,6 +91,8 @@ class OverlappedEngine(Engine):
             return None  # all sequences wait for their last token, or for the strategy's timer
         try:
             step = self._launcher.launch(batch)
+        except DeviceLost:
+            raise
         except Exception as error:  # nothing has advanced: the same is scheduled again
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
@@ -97,6 +102,8 @@ class OverlappedEngine(Engine):
     def _settle(self, launched: _Launched) -> list[TokenDelta]:
         try:
             result = launched.step.result()
+        except DeviceLost:
+            raise
         except Exception as error:
             self._retry_after(FailureKind.RESULT, launched.batch, error)
             self._take_back(launched)

@@ -35,6 +35,8 @@ class SteppedEngine(Protocol):
 
     def abort(self, request_id: str) -> TokenDelta | None: ...
 
+    def prepare(self) -> None: ...
+
     def step(self) -> list[TokenDelta]: ...
 
 
@@ -110,6 +112,7 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
+            self._engine.prepare()
             while (items := self._next_items()) is not None:
                 for item in items:
                     self._enter(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -83,4 +84,5 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         batch_invariant=config.model.batch_invariant,
     )
     capture = CudaCapture(model.device) if config.model.backend != "torch" else None
-    return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture)
+    synchronize = partial(torch.cuda.synchronize, model.device)
+    return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture, synchronize=synchronize)

@@ -90,6 +90,9 @@ class ReenactingLauncher(ReenactingRunner):
         super().__init__(model, stand_ins, eos_token_ids)
         self._drawn: list[int] = []  # by the step before
 
+    def prepare(self) -> None:
+        pass
+
     def launch(self, batch: Batch) -> LaunchedStep:
         if self._has_failed(FailureKind.LAUNCH):
             raise RecordedFailure

@@ -103,6 +103,9 @@ class LoggedLaunchingRunner(LoggedRunner):
         super().__init__(runner, log)
         self._launcher = runner
 
+    def prepare(self) -> None:
+        self._launcher.prepare()
+
     def launch(self, batch: Batch) -> PendingStep:
         end = self._log.begin(batch)
         return _LoggedStep(self._launcher.launch(batch), end)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Sequence
 
 from app.assembly import build_matchers, build_sync_engine, resolve_model_path
@@ -13,9 +12,7 @@ from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import EngineOutput
 from app.jobs.preparation import PreparedItem
 from app.text import Tokenizer
-from deployments.threads import AskedThreads, with_threads
-
-SWITCH_INTERVAL_S = 0.0002
+from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
 class EngineActor:
@@ -36,9 +33,7 @@ class EngineActor:
         model = self._config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._worker = EngineWorker(engine, tokenizer, build_matchers(self._config, engine.facts))
-        # A step of a small model takes a millisecond: its thread must not wait five, as is the default, for the one
-        # that makes texts and answers calls.
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        keep_waits_for_the_interpreter_short()
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it
         return engine.facts

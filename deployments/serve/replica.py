@@ -24,7 +24,7 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom
-from deployments.threads import AskedThreads, with_threads
+from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
 class Replica:
@@ -48,6 +48,8 @@ class Replica:
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
+        if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
+            keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()
         # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
         self._loop.start(names_causes=False)

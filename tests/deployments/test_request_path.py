@@ -94,7 +94,7 @@ def fleet_of(replica: Any) -> Fleet:
 
 
 @pytest.fixture
-def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Makes, on the loop, the deployment's own class around a simulated model, outside of Serve."""
     context = SimpleNamespace(rank=SimpleNamespace(rank=0), replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: context)
@@ -113,15 +113,17 @@ def make_replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]
     )
     built: list[Any] = []
 
-    def make() -> Any:
-        built.append(replica_module.Replica(model, []))
-        return built[0]
+    def make(num_gpus: int = 0) -> Any:
+        replicas = model.replicas.model_copy(update={"num_gpus": num_gpus})
+        built.append(replica_module.Replica(model.model_copy(update={"replicas": replicas}), []))
+        return built[-1]
 
     yield make
-    built[0]._engine.shutdown()
+    for each in built:
+        each._engine.shutdown()
 
 
-async def walk(make_replica: Callable[[], Any], recorder: Recorder) -> list[int]:
+async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int]:
     """Stream three tokens; returns where in the record each event was sent."""
     replica = make_replica()
     fleet = fleet_of(replica)
@@ -217,3 +219,17 @@ def test_no_other_part_of_the_fleet_or_of_the_deployments_handles_a_token(
     files = {each.station.file for each in passed[sent[0] : sent[1]]}
     ours = {file for file in files if file.startswith(("app/fleet/", "deployments/"))}
     assert ours <= on_the_page | called
+
+
+def test_only_the_engine_of_a_gpu_interrupts_other_threads_sooner(make_replica: Callable[..., Any]) -> None:
+    before_s = sys.getswitchinterval()
+
+    async def interval_s(num_gpus: int) -> float:
+        make_replica(num_gpus)
+        return sys.getswitchinterval()
+
+    try:
+        assert asyncio.run(interval_s(0)) == before_s
+        assert asyncio.run(interval_s(1)) < 0.001 < before_s
+    finally:
+        sys.setswitchinterval(before_s)

@@ -10,10 +10,10 @@ import pytest
 
 from app.config import SchedulerConfig
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch import Batch, StepResult
-from app.engine.engine import ModelRunner
+from app.engine.batch import Batch, DeviceLost, StepResult
+from app.engine.engine import Engine, ModelRunner
 from app.engine.request import Request
-from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, Overloaded, Quarantined, StepFailed
+from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
 from tests.fakes import CountingRunner, FakeClock, GatedRunner, build_fake_engine, expected_tokens, make_request
 from tests.waiting import until
 
@@ -147,6 +147,52 @@ def test_a_device_that_never_recovers_makes_the_engine_unhealthy() -> None:
 
     with async_engine(FailingRunner(num_failures=1000)) as engine:
         asyncio.run(main(engine))
+
+
+def test_a_lost_device_ends_the_engine_at_once() -> None:
+    class LostRunner(CountingRunner):
+        num_runs = 0
+
+        def run(self, batch: Batch) -> StepResult:
+            self.num_runs += 1
+            raise DeviceLost("gone")
+
+    async def main(engine: AsyncEngine) -> None:
+        requests = [make_request((5, 6, 7 + n)) for n in range(3)]
+        outcomes = await asyncio.gather(*(collect(engine, each) for each in requests), return_exceptions=True)
+        assert [type(each) for each in outcomes] == [EngineStopped] * 3
+        await until(lambda: is_stopping(engine))
+
+    runner = LostRunner()
+    with async_engine(runner) as engine:
+        asyncio.run(main(engine))
+    assert runner.num_runs == 1
+
+
+def test_the_engines_thread_is_prepared_before_there_is_an_engine() -> None:
+    class PreparedEngine(Engine):
+        prepared_in: threading.Thread | None = None
+
+        def prepare(self) -> None:
+            self.prepared_in = threading.current_thread()
+
+    fake = build_fake_engine()
+    fake.__class__ = PreparedEngine
+    engine = AsyncEngine(fake, max_requests=1)
+    assert isinstance(fake, PreparedEngine)
+    assert fake.prepared_in is engine._thread
+    engine.shutdown()
+
+
+def test_an_engine_that_cannot_be_prepared_is_not_made() -> None:
+    class UnpreparedEngine(Engine):
+        def prepare(self) -> None:
+            raise InvalidSetup("no memory for graphs")
+
+    fake = build_fake_engine()
+    fake.__class__ = UnpreparedEngine
+    with pytest.raises(InvalidSetup, match="no memory for graphs"):
+        AsyncEngine(fake, max_requests=1)
 
 
 def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from app.engine import isolation
-from app.engine.batch import Batch, StepResult
+from app.engine.batch import Batch, DeviceLost, StepResult
 from app.engine.engine import Engine, StepError
 from app.engine.isolation import Quarantine
 from app.errors import Quarantined, StepFailed
@@ -99,6 +99,29 @@ def test_a_broken_device_is_recognised_without_trying_every_request(num_requests
     assert len(failed.value.request_ids) == num_requests
     assert runner.num_runs <= 2 * 6 + 4
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 3])
+def test_a_lost_device_is_not_tried_again_and_no_request_is_blamed(num_failures: int) -> None:
+    """It may be lost in a part of a step that has failed."""
+
+    class LosingRunner(CountingRunner):
+        num_runs = 0
+
+        def run(self, batch: Batch) -> StepResult:
+            self.num_runs += 1
+            raise DeviceLost("gone") if self.num_runs > num_failures else RuntimeError("a broken device")
+
+    runner = LosingRunner()
+    engine = build_fake_engine(runner=runner, max_running=64, max_step_tokens=512, num_blocks=512)
+    requests = [make_request((5, 6, 5 + n)) for n in range(8)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(2):
+        with pytest.raises(DeviceLost):
+            engine.step()
+    assert runner.num_runs == num_failures + 2
+    assert not any(engine._quarantine.holds(request) for request in requests)
 
 
 def test_a_request_that_fails_twice_is_not_tried_a_third_time() -> None:

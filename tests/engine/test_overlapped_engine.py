@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from msgspec import structs
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.engine.engine import StepError
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import FinishReason
@@ -35,6 +35,10 @@ class LateRunner(FailingOnDemand):
         self._launched: deque[LateStep] = deque()
         self._drawn: list[int] = []  # by the step before
         self._has_failed = False
+        self.num_prepared = 0
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
 
     def launch(self, batch: Batch) -> LateStep:
         if self.fails_next:
@@ -130,6 +134,34 @@ def test_the_token_after_the_end_token_is_thrown_away() -> None:
     assert outcome.reasons[request.request_id] is FinishReason.STOP
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert engine.stats().total_generated_tokens == 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_lost_device_is_not_tried_again(*, is_late: bool) -> None:
+    class LosingRunner(LateRunner):
+        num_losses = 0
+
+        def launch(self, batch: Batch) -> LateStep:
+            self.num_losses += not is_late
+            if not is_late:
+                raise DeviceLost("gone")
+            return super().launch(batch)
+
+        def compute(self, step: LateStep) -> StepResult:
+            self.num_losses += 1
+            raise DeviceLost("gone")
+
+    runner = LosingRunner()
+    engine = build_fake_engine(runner=runner)
+    with pytest.raises(DeviceLost):
+        run_to_end(engine, make_request((5, 6, 7), max_tokens=6))
+    assert runner.num_losses == 1
+
+
+def test_the_runner_is_prepared_with_its_engine() -> None:
+    runner = LateRunner()
+    build_fake_engine(runner=runner).prepare()
+    assert runner.num_prepared == 1
 
 
 def test_penalties_are_waited_for_and_nothing_else_is() -> None:

@@ -11,7 +11,7 @@ from app.api import ServedModel
 from app.engine.batch import Batch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Grammar, GrammarKind
-from app.errors import EngineStopped
+from app.errors import EngineStopped, InvalidSetup
 from app.jobs.engine_worker import EngineWorker
 from app.jobs.job import ItemOutput
 from app.jobs.preparation import PreparedItem
@@ -194,6 +194,19 @@ def test_a_device_that_fails_on_everything_is_told_and_no_row_is_blamed(room: Ro
     generator = room.generator(build_fake_engine(runner=PoisonedRunner(None)))
     generator.add([row(0), row(1)])
     with pytest.raises(EngineStopped, match="the engine failed with 2 items"):
+        generator.collect(at_least=1, within_s=ENOUGH_S)
+
+
+def test_an_engine_that_cannot_be_prepared_says_why(room: Room) -> None:
+    class UnpreparedEngine(Engine):
+        def prepare(self) -> None:
+            raise InvalidSetup("no memory for graphs")
+
+    engine = build_fake_engine()
+    engine.__class__ = UnpreparedEngine
+    generator = room.generator(engine)
+    generator.add([row(0)])
+    with pytest.raises(EngineStopped, match="no memory for graphs"):
         generator.collect(at_least=1, within_s=ENOUGH_S)
 
 

@@ -114,7 +114,7 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
                  Tile&& tile) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_blocks = (num_rows + block - 1) / block;
-    team.share(num_chunks * num_panels, [&](int64_t task) {
+    team.share_runs(num_chunks * num_panels, [&](int64_t task) {
         const int64_t column = task % num_panels * PANEL;
         const uint32_t* panel = matrix.panels + column * panel_units;
         const int64_t chunk = task / num_panels;

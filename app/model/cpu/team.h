@@ -24,12 +24,13 @@ namespace carousel {
 
 class Team {
   public:
-    explicit Team(int size) : size_(size) {
+    explicit Team(int size) : size_(size), runs_(size) {
         amx::refusal();  // asks for permission, which holds for threads that begin later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
                 if (int(cpus.size()) == size_) pin_to(cpus[member]);
+                member_ = member;
                 serve();
             });
     }
@@ -70,7 +71,30 @@ class Team {
         barrier();
     }
 
+    // The same, with a run of neighbouring indices for each member, so that what it fetches ahead is its own. A member that
+    // has done its run takes what is left of the others'.
+    template <typename Body>
+    void share_runs(int64_t count, Body&& body) {
+        const int now = runs_[member_].num_loops++ % 2;
+        runs_[member_].next[1 - now].store(0, std::memory_order_relaxed);  // of the next loop; the barrier publishes it
+        for (int step = 0; step < size_; ++step) {
+            const int64_t owner = (member_ + step) % size_;
+            const int64_t first = count * owner / size_, end = count * (owner + 1) / size_;
+            for (;;) {
+                const int64_t index = first + runs_[owner].next[now].fetch_add(1, std::memory_order_relaxed);
+                if (index >= end) break;
+                body(index);
+            }
+        }
+        barrier();
+    }
+
   private:
+    struct alignas(64) Run {
+        std::atomic<int64_t> next[2] = {};  // of its member's run, for every other loop
+        uint32_t num_loops = 0;
+    };
+
     void barrier() {
         if (size_ == 1) {
             next_.store(0, std::memory_order_relaxed);
@@ -137,7 +161,10 @@ class Team {
 
     static constexpr int SPINS = 4000;  // some tens of microseconds
 
+    static inline thread_local int member_ = 0;  // the caller of `run` is the first
+
     const int size_;
+    std::vector<Run> runs_;
     std::vector<std::thread> threads_;
     const std::function<void()>* work_ = nullptr;
     std::mutex mutex_;
@@ -157,6 +184,10 @@ struct LoopPart {
     template <typename Body>
     void share(int64_t count, Body&& body) const {
         for (int64_t at = count * index / num_parts; at < count * (index + 1) / num_parts; ++at) body(at);
+    }
+    template <typename Body>
+    void share_runs(int64_t count, Body&& body) const {
+        share(count, body);
     }
 };
 

@@ -40,18 +40,19 @@ class BlockTables:
         """Copy new block ids to the device; returns each item's row."""
         rows = [self._row(item.block_ids, items) for item in items]
         width = self.tensor.shape[1]
+        grown = [row for row in rows if row.num_written < len(row.block_ids)]
         where: list[int] = []
         block_ids: list[int] = []
-        for row in rows:
+        for row in grown:
             num_blocks = len(row.block_ids)
             assert num_blocks <= width, f"a sequence has {num_blocks} blocks, the table has room for {width}"
-            if row.num_written < num_blocks:
-                where += range(row.index * width + row.num_written, row.index * width + num_blocks)
-                block_ids += row.block_ids[row.num_written :]
-                row.num_written = num_blocks
+            where += range(row.index * width + row.num_written, row.index * width + num_blocks)
+            block_ids += row.block_ids[row.num_written :]
         if where:
             new = to_device([where, block_ids], self.tensor.device)
             self.tensor.view(-1).index_copy_(0, new[0], new[1].int())
+        for row in grown:  # only now: after a copy that failed the next step writes them
+            row.num_written = len(row.block_ids)
         return [row.index for row in rows]
 
     def _row(self, block_ids: list[int], items: Sequence[ScheduledSequence]) -> _Row:

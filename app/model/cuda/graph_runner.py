@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from app.engine.batch import Batch, ScheduledSequence, StepResult
-from app.errors import InvalidSetup
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
+from app.errors import InvalidSetup, described
 from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -46,11 +46,17 @@ class GraphModelRunner:
     """Launches batches on one model: decode steps by replay, the others eagerly."""
 
     def __init__(
-        self, model: LoadedModel, attention: TritonAttention, *, max_rows: int, capture: Capture | None
+        self,
+        model: LoadedModel,
+        attention: TritonAttention,
+        *,
+        max_rows: int,
+        capture: Capture | None,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Capture every size up to `max_rows` sequences; takes seconds. Without a capture steps run eagerly.
+        """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
-        Raises InvalidSetup if the device's memory does not hold the `coarse_sizes`.
+        synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         assert model.module is not None, "native code is for CPUs"
         self._model = model
@@ -64,24 +70,43 @@ class GraphModelRunner:
         self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of the last replay
         self._graphs: dict[int, _Graph] = {}
         self._sizes = graph_sizes(max_rows)
-        if capture is not None:
-            self._capture_all(capture)
+        self._capture = capture  # None once it has been used
+        self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
+
+    def prepare(self) -> None:
+        """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
+
+        Raises InvalidSetup if the device's memory does not hold the `coarse_sizes`.
+        """
+        if self._capture is not None:
+            self._capture_all(self._capture)
+            self._capture = None
 
     def run(self, batch: Batch) -> StepResult:
         return self.launch(batch).result()
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n in it is the n-th token of the step launched before."""
+        """Queue a step. A token id -1 - n in it is the n-th token of the step launched before.
+
+        Raises:
+            DeviceLost: as `LaunchedStep.result` does, too.
+        """
+        self.prepare()
+        with self._finding_loss:
+            return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> LaunchedStep:
         graph = self._graph_for(batch)
         logits, _, hidden = self._eagerly(batch) if graph is None else Prediction(self._replayed_logits(graph, batch))
         pooled = None if hidden is None else PooledStates(batch, hidden)
         if not batch.has_logprobs:
             self._drawn = sample(logits, batch.sampled)
-            return LaunchedStep(self._drawn, pooled=pooled)
+            return LaunchedStep(self._drawn, self._finding_loss, pooled=pooled)
         wanted = WantedLogprobs(batch)
         self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
-        return LaunchedStep(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs), pooled)
+        logprobs = wanted.compute(logits, self._drawn, compute_logprobs)
+        return LaunchedStep(self._drawn, self._finding_loss, wanted, logprobs, pooled)
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -195,12 +220,14 @@ class LaunchedStep:
     def __init__(
         self,
         token_ids: torch.Tensor,
+        finding_loss: AbstractContextManager[None],
         wanted: WantedLogprobs | None = None,
         logprobs: Logprobs | None = None,
         pooled: PooledStates | None = None,
     ) -> None:
         """token_ids: [num_sampled]; `logprobs` are the `wanted` ones."""
         self._token_ids = _copy_to_host(token_ids)
+        self._finding_loss = finding_loss
         self._wanted = wanted
         self._logprobs = None if logprobs is None else Logprobs(*map(_copy_to_host, logprobs))
         self._pooled = pooled
@@ -213,7 +240,8 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Wait for this step, not for those launched after it."""
         if self._copied is not None:
-            self._copied.synchronize()
+            with self._finding_loss:
+                self._copied.synchronize()
         token_ids: list[int] = self._token_ids.tolist()
         result = StepResult(token_ids)
         if self._wanted is not None and self._logprobs is not None:
@@ -221,6 +249,28 @@ class LaunchedStep:
         if self._pooled is not None and self._sums is not None:
             result = result._replace(pooled=self._pooled.result(self._sums))
         return result
+
+
+class FindingLoss:
+    """Around work on a device: an error after which the device does not work any more becomes DeviceLost.
+
+    An illegal address, a failed assertion in a kernel or a broken memory cell ends what a process can do on its device:
+    every later call fails. A lack of memory or a refused launch does not.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        try:
+            self._synchronize()
+        except RuntimeError as loss:
+            raise DeviceLost(f"the device works no more in this process: {described(loss)}") from error
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,6 +348,10 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all warm-ups and captures, and no other work: cuBLAS keeps a workspace of some 32 MiB for each
+        # stream, and where a graph of another owner on the same stream is destroyed, torch frees it under the others
+        # (pytorch issue 193402).
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Record the work of `function` on the device; the result replays it and returns its output tensor.
@@ -315,7 +369,7 @@ class CudaCapture:
             self._warm_up(function, stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile: another engine's, or Ray's.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 output = function()
 
         def replay() -> torch.Tensor:
@@ -325,9 +379,8 @@ class CudaCapture:
         return replay
 
     def _warm_up(self, function: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> None:
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(_NUM_WARM_UPS):
                 function()
-        current.wait_stream(side)
+        current.wait_stream(self._stream)

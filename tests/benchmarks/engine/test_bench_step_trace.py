@@ -101,6 +101,9 @@ class LaunchingRunner(CountingRunner):
         super().__init__()
         self._clock = clock
 
+    def prepare(self) -> None:
+        pass
+
     def launch(self, batch: Batch) -> _Launched:
         return _Launched(self._clock, StepResult([2] * len(batch.sampled)))
 

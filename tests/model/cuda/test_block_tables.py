@@ -56,3 +56,16 @@ def test_too_many_sequences_and_too_many_blocks_fail_an_assertion() -> None:
         build().update([share([n]) for n in range(4)])
     with pytest.raises(AssertionError, match="7 blocks, the table has room for 6"):
         build().update([share([0] * 7)])
+
+
+def test_blocks_that_were_not_copied_are_copied_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    tables, block_ids = build(), [4, 5]
+    with monkeypatch.context() as patch:
+        patch.setattr("app.model.cuda.block_tables.to_device", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.update([share(block_ids)])
+    row = tables.update([share(block_ids)])[0]
+    assert tables.tensor[row, :2].tolist() == [4, 5]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from app.engine.batch import Batch, ScheduledSequence
+from app.engine.batch import Batch, DeviceLost, ScheduledSequence
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request, SamplingParams
@@ -144,8 +148,9 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     path, requests = tiny_model_path("llama"), some_requests()[:1]
+    engine = engine_with(load(path), fails)
     with caplog.at_level(logging.WARNING):
-        engine = engine_with(load(path), fails)
+        engine.prepare()
     assert "(operation not permitted when stream is capturing)" in caplog.text
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
 
@@ -171,6 +176,7 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     model = load(path)
     with caplog.at_level(logging.WARNING):
         runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=RunsOutAt(6, error))
+        runner.prepare()
     assert "6 of 7 CUDA graphs fit into the GPU's memory" in caplog.text
     assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences. Lower cache.gpu_memory_fraction" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
@@ -182,8 +188,9 @@ def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_num
     tiny_model_path: Callable[[str], Path],
 ) -> None:
     model = load(tiny_model_path("llama"))
+    engine = engine_with(model, RunsOutAt(2))
     with pytest.raises(InvalidSetup, match=r"holds 2 of the 4 CUDA .* \(of 6, 4, 2, 1 sequences\); it ran out at 2"):
-        GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunsOutAt(2))
+        engine.prepare()
 
 
 def test_sizes_that_every_replica_needs_are_captured_first() -> None:
@@ -277,6 +284,106 @@ def test_spare_rows_are_few_and_so_are_graphs() -> None:
     assert all(after - before <= max(8, before / 4) for before, after in pairwise(sizes))
 
 
+def test_graphs_are_captured_once_and_by_the_thread_that_launches(tiny_model_path: Callable[[str], Path]) -> None:
+    captured: list[int] = []
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        captured.append(threading.get_ident())
+        return RunAgain()(function)
+
+    engine = engine_with(load(tiny_model_path("llama")), capture)
+    assert captured == []
+    thread = threading.Thread(target=engine.prepare)
+    thread.start()
+    thread.join()
+    assert captured == [thread.ident] * len(graph_sizes(6))
+    run_to_end(engine, *some_requests()[:1])
+    assert len(captured) == len(graph_sizes(6))
+
+
+def test_all_warm_ups_and_captures_of_a_model_run_on_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    captures = [CudaCapture(torch.device("cuda")) for _ in range(2)]
+    for capture in captures:
+        for rows in (4, 2):
+            capture(lambda rows=rows: cuda.compute(rows))  # type: ignore[misc]
+    first, second = (capture._stream for capture in captures)
+    assert first is not second
+    assert cuda.num_streams == 2
+    work = [(rows, "capture" if n % 3 == 2 else "warm-up") for rows in (4, 2) for n in range(3)]
+    assert cuda.work == [(stream, rows, how) for stream in (first, second) for rows, how in work]
+    assert cuda.current == ["default"]
+
+
+class FakeCuda:
+    """Stands for torch's streams and graphs; notes on which stream work is done, and whether it is captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.work: list[tuple[object, int, str]] = []
+        self.current: list[object] = ["default"]
+        self.num_streams = 0
+        self._is_capturing = False
+        for name, replacement in {
+            "Stream": lambda device: self._new_stream(),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph_pool_handle": lambda: (0, 1),
+            "current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None, on=self.current[-1]),
+            "device": lambda device: nullcontext(),
+            "stream": self._on,
+            "graph": self._capturing,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def compute(self, rows: int) -> torch.Tensor:
+        self.work.append((self.current[-1], rows, "capture" if self._is_capturing else "warm-up"))
+        return torch.empty(rows)
+
+    def _new_stream(self) -> object:
+        self.num_streams += 1
+        return SimpleNamespace(wait_stream=lambda other: None, number=self.num_streams)
+
+    @contextmanager
+    def _on(self, stream: object) -> Iterator[None]:
+        self.current.append(getattr(stream, "on", stream))
+        yield
+        self.current.pop()
+
+    @contextmanager
+    def _capturing(self, graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert pool == (0, 1)
+        with self._on(stream):
+            self._is_capturing = True
+            yield
+            self._is_capturing = False
+
+
+@pytest.mark.parametrize("fails_at", ["launch", "result"])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, *, fails_at: str, is_lost: bool
+) -> None:
+    def synchronize() -> None:
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fails(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    model = load(tiny_model_path("llama"))
+    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=None, synchronize=synchronize)
+    item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
+    assert len(runner.run(Batch((item,), ())).token_ids) == 1
+    if fails_at == "launch":
+        monkeypatch.setattr("app.model.cuda.graph_runner.sample", fails)
+        launched = partial(runner.launch, Batch((item,), ()))
+    else:
+        step = runner.launch(Batch((item,), ()))
+        step._copied = SimpleNamespace(synchronize=fails)  # type: ignore[assignment]
+        launched = step.result
+    with pytest.raises(DeviceLost if is_lost else torch.OutOfMemoryError):
+        launched()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="captures real CUDA graphs: needs a CUDA device")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2"])
@@ -286,6 +393,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     path, requests = tiny_model_path(architecture), some_requests()
     with caplog.at_level(logging.INFO):
         engine = engine_with(load(path), CudaCapture(torch.device("cuda")))
+        engine.prepare()
     assert "sequences run from 4 CUDA graphs" in caplog.text
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
 
@@ -311,4 +419,5 @@ def test_batch_invariant_steps_are_captured(tiny_model_path: Callable[[str], Pat
     model = load(tiny_model_path("llama"))
     attention = attention_for(model, batch_invariant=True)
     runner = GraphModelRunner(model, attention, max_rows=6, capture=CudaCapture(torch.device("cuda")))
+    runner.prepare()
     assert runner._graphs
