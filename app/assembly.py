@@ -80,8 +80,10 @@ def digest_of_weights(config: EngineConfig) -> int:
     except (OSError, ValueError) as error:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
-    # Weights of another type are other weights: one replica's tokens are not continued by the other's.
-    return crc32(f"{_dtype_name(model, location)} {model.quantization}".encode(), digest) if digest else 0
+    # Weights of another type are other weights: one replica's tokens are not continued by the other's. The same holds
+    # for KV memory.
+    types = f"{_dtype_name(model, location)} {model.quantization} {config.cache.dtype}"
+    return crc32(types.encode(), digest) if digest else 0
 
 
 def _dtype_name(model: ModelConfig, location: str) -> str:
@@ -140,9 +142,10 @@ def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
         gpu_bytes=_gpu_bytes_for_kv(config, model, gpu_share) if is_measured else None,
     )
     logger.info(
-        "%s on %s in %s%s, threads: %d, %d KV blocks of %d tokens",
+        "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
         "" if config.model.quantization == "none" else f", weights in {config.model.quantization}",
+        "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     runner = build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
@@ -169,7 +172,7 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
     with refusing_to_run_short("the weights and a step of the largest size", fix):
         needs = needs_of(config, model, largest_batch(limits, model.facts, block_size=block_size))
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
-    gpu.check(needs, block_bytes=block_bytes(model.layers, block_size=block_size, dtype=model.dtype))
+    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
     left = gpu.left_for_kv(needs)
     logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
                 gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip

@@ -102,6 +102,11 @@ class CacheConfig(Settings):
     gpu_memory_fraction: float = Field(
         0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, step and KV"
     )
+    dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of keys and values. auto: the model's. int8: with a scale for each token and KV head; "
+        "by native attention on a CPU, refused elsewhere",
+    )
     num_blocks: int | None = Field(None, ge=1, description="exact number of blocks, instead of the memory settings")
     prefix_caching: bool = Field(True, description="share the KV of equal prompt prefixes between requests")
 

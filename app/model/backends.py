@@ -31,8 +31,9 @@ def build_runner(
     """A runner with KV memory of `num_blocks` blocks. `num_threads`: of native code.
 
     Raises:
-        InvalidSetup: no backend here keeps `model.batch_invariant`.
+        InvalidSetup: no backend here keeps `model.batch_invariant`, or has the KV memory of `cache.dtype`.
     """
+    _check_kv_dtype(config, model)
     if TritonAttention.fits(model.device):
         return _on_cuda(config, model, num_blocks)
     if config.model.batch_invariant and model.native is None:
@@ -53,8 +54,30 @@ def build_runner(
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
 
 
+def _check_kv_dtype(config: EngineConfig, model: LoadedModel) -> None:
+    if config.cache.dtype == "auto":
+        return
+    reason = NativeKVCache.why_not(
+        model.layers, block_size=config.cache.block_size, dtype=model.dtype, device=model.device
+    )
+    if config.model.backend == "torch":
+        reason = "model.backend is torch"
+    if reason is not None:
+        raise InvalidSetup(
+            f"cache.dtype is {config.cache.dtype}, which only native attention on a CPU has; {config.model.path} does "
+            f"not use that here: {reason}. Change that, or set cache.dtype to auto"
+        )
+
+
 def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, num_threads: int) -> TorchModelRunner:
-    pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=config.cache.block_size, dtype=model.dtype)
+    cache = config.cache
+    pages = NativeKVCache(
+        model.layers,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        dtype=model.dtype,
+        in_int8=cache.dtype == "int8",
+    )
     team = Team(num_threads)
     pages.provide(team)
     if model.native is None:

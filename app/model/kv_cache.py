@@ -20,7 +20,9 @@ class LayerShape:
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """In int8, with a float32 scale for each head's key and value."""
+        scales = 2 * torch.float32.itemsize if dtype is torch.int8 else 0
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 class KVCache:
@@ -63,15 +65,16 @@ class KVCache:
         return keys.flatten(start, start + 1), values.flatten(start, start + 1)
 
 
-def block_bytes(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype) -> int:
-    """What one block takes in all layers together."""
-    return block_size * sum(layer.bytes_per_token(dtype) for layer in layers.values())
+def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
+    """What one block takes in all layers together. dtype: of the model."""
+    stored = torch.int8 if config.dtype == "int8" else dtype
+    return config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
 
 
 def num_blocks_that_fit(
     config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, gpu_bytes: int | None = None
 ) -> int:
-    """The pool's size: as configured, or what the memory settings leave room for.
+    """The pool's size: as configured, or what the memory settings leave room for. dtype: of the model.
 
     gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
 
@@ -81,7 +84,7 @@ def num_blocks_that_fit(
     if config.num_blocks is not None:
         return config.num_blocks
     memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
-    of_block = block_bytes(layers, block_size=config.block_size, dtype=dtype)
+    of_block = block_bytes(config, layers, dtype=dtype)
     num_blocks = memory_bytes // of_block
     if num_blocks < 1:
         raise InvalidSetup(

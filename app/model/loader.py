@@ -17,7 +17,7 @@ from app.model.cpu.checkpoint import Checkpoint, compute_from
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
-from app.model.cpu.library import LANES, Team, is_fast, library
+from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.weights import (
     ARCHITECTURES,
     BITS,
@@ -405,12 +405,15 @@ def _native_weights(
 
     Raises InvalidSetup if not, and the weights were to be quantised.
     """
-    fits = NativeKVCache.fits(probe.layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
-    reason = why_not_native(module) or why_attention_is_not_native(module, probe.rules)
-    if not fits or reason is not None:
+    reason = (
+        why_not_native(module)
+        or why_attention_is_not_native(module, probe.rules)
+        or NativeKVCache.why_not(probe.layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
+    )
+    if reason is not None:
         if config.quantization != "none":
-            raise _not_quantised(config, reason or f"cache.block_size is {block_size}, no multiple of {LANES}")
-        logger.info("%s runs on transformers' code: %s", config.path, reason or "no fast native code on this machine")
+            raise _not_quantised(config, reason)
+        logger.info("%s runs on transformers' code: %s", config.path, reason)
         return None
     # The decoder returns no layer's output, so the first layer's is compared after the model's norm and head.
     first = probe.own.first_layer

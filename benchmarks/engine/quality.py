@@ -1,6 +1,6 @@
-"""What quantised weights cost in quality: the same model with other weights reads texts that it wrote itself.
+"""What quantised weights and KV memory cost in quality: the same model with others reads texts that it wrote itself.
 
-    python -m benchmarks.engine.quality --model DIR [--quantization int8 int4] [--dtype bf16] [--texts 200]
+    python -m benchmarks.engine.quality --model DIR [--quantization int8 int4] [--kv int8] [--dtype bf16] [--texts 200]
 
 The model as it is answers as many prompts as `--texts` says, sampled at temperature 1 with a seed for each, and again
 greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
@@ -8,7 +8,8 @@ log-likelihood and the perplexities' ratio over the sampled texts, how often bot
 and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
 the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
 estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
-the model as it is in the other number type, which rounds as well. The last line of stdout is one JSON object.
+the model as it is in the other number type, which rounds as well. `--kv int8` adds keys and values in int8, alone and
+with each kind of weights. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, get_args
 
 from app.assembly import build_sync_engine, resolve_model_path
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -43,6 +44,7 @@ TASKS = (
     "Write a dialogue of two people about {}.",
 )  # fmt: skip
 RUNNING = 32
+KvType = Literal["auto", "int8"]
 KINDS = [kind for kind, bits in BITS.items() if bits]
 
 
@@ -69,10 +71,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     own = [_read(engine, texts) for texts in (sampled, greedy)]
     engine.close()
     figures: dict[str, Any] = {"num_tokens": sum(map(len, own[0])), "mean_log_likelihood": _mean(own[0])}
-    others = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization}
-    for name, other in (*others.items(), ("floor", model.model_copy(update={"dtype": other_dtype}))):
-        tell(f"{name}: {other.dtype}, weights {other.quantization}")
-        engine = _engine(other)
+    weights = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization}
+    others: list[tuple[str, ModelConfig, KvType]] = [(kind, other, "auto") for kind, other in weights.items()]
+    if given.kv != "auto":
+        others += [(f"kv {given.kv}", model, given.kv)]
+        others += [(f"{kind}, kv {given.kv}", other, given.kv) for kind, other in weights.items()]
+    for name, other, kv in (*others, ("floor", model.model_copy(update={"dtype": other_dtype}), "auto")):
+        tell(f"{name}: {other.dtype}, weights {other.quantization}, KV memory {kv}")
+        engine = _engine(other, kv)
         figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
         tell(f"{figures[name]}")
         engine.close()
@@ -119,10 +125,9 @@ def _same(own: list[_Scores], other: list[_Scores]) -> float:
     return round(fmean(mine.top_token_ids[0] == theirs.top_token_ids[0] for mine, theirs in pairs), 6)
 
 
-def _engine(model: ModelConfig) -> Engine:
-    return build_sync_engine(
-        EngineConfig(model=model, cache=CacheConfig(memory_gib=0.5), scheduler=SchedulerConfig(max_running=RUNNING))
-    )
+def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:
+    cache = CacheConfig(memory_gib=0.5, dtype=kv)
+    return build_sync_engine(EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(max_running=RUNNING)))
 
 
 def _prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
@@ -159,7 +164,10 @@ def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], samplings: Sequence
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.quality", __doc__)
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder, or whatever model.path takes")
-    parser.add_argument("--quantization", nargs="+", choices=KINDS, default=KINDS, help="of the weights (all but none)")
+    parser.add_argument(
+        "--kv", choices=get_args(KvType), default="auto", help="type of keys and values, besides (auto)"
+    )
+    parser.add_argument("--quantization", nargs="*", choices=KINDS, default=KINDS, help="of the weights (all but none)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number type of both models (bf16)")
     parser.add_argument("--texts", type=positive, default=200, metavar="N", help="prompts (200)")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of an answer, at most (64)")

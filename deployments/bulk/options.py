@@ -83,15 +83,20 @@ def _model_of(through: PoolSettings | ServiceSettings) -> dict[str, Any]:
     if isinstance(through, ServiceSettings):
         return {"through": "fleet", "model_name": through.model}
     model = through.served.engine.model
+    kv_dtype = through.served.engine.cache.dtype
     quantization = {} if model.quantization == "none" else {"quantization": model.quantization}
-    return quantization | {
-        "through": "pool",
-        "model": model.path,
-        "model_name": through.served.name,
-        "revision": model.revision,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-    }
+    return (
+        quantization
+        | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
+        | {
+            "through": "pool",
+            "model": model.path,
+            "model_name": through.served.name,
+            "revision": model.revision,
+            "dtype": model.dtype,
+            "max_model_len": model.max_model_len,
+        }
+    )
 
 
 def _check_they_go_together(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

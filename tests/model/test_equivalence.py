@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -59,7 +60,13 @@ def generate_plainly(path: Path, requests: tuple[Request, ...]) -> dict[str, lis
 
 
 def build(
-    path: Path, *, way: str = "torch", num_slots: int = 800, prefix_caching: bool = True, **scheduler: int
+    path: Path,
+    *,
+    way: str = "torch",
+    num_slots: int = 800,
+    prefix_caching: bool = True,
+    kv_dtype: Literal["auto", "int8"] = "auto",
+    **scheduler: int,
 ) -> Engine:
     """Ways of computing: `decoder` wholly in C++; `attention` with the rest that makes a CPU fast; `torch`, plainly."""
     settings = {"max_running": 33, "max_step_tokens": 400, "prefill_chunk_tokens": 400} | scheduler
@@ -72,7 +79,10 @@ def build(
                 path=str(path), dtype="float32", device="cpu", num_threads=2 if way == "decoder" else 1,
                 backend={"decoder": "auto", "attention": "attention", "torch": "torch"}[way],
             ),
-            cache=CacheConfig(block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching),
+            cache=CacheConfig(
+                block_size=block_size, num_blocks=num_slots // block_size, prefix_caching=prefix_caching,
+                dtype=kv_dtype,
+            ),
             scheduler=SchedulerConfig(**settings),
         )
     )  # fmt: skip
@@ -127,6 +137,21 @@ class TestArchitecture:
         assert run_to_end(engine, *expected.requests).token_ids == expected.token_ids
         assert engine.stats().total_preemptions > 0
         assert engine.stats().total_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "way"), [("llama", "decoder"), ("mistral", "decoder"), ("mistral", "attention")]
+)
+def test_with_kv_memory_in_int8_tokens_are_the_same_whatever_happens(
+    architecture, way, tiny_model_path, reference
+) -> None:  # type: ignore[no-untyped-def]
+    path, requests = tiny_model_path(architecture), reference(architecture).requests
+    expected = run_to_end(build(path, way=way, num_slots=3200, kv_dtype="int8"), *requests).token_ids
+    engine = build(path, way=way, num_slots=240, kv_dtype="int8", max_step_tokens=40, prefill_chunk_tokens=7)
+    assert run_to_end(engine, *requests).token_ids == expected
+    assert engine.stats().total_preemptions > 0
+    assert engine.stats().total_cached_tokens > 0
+    assert expected != reference(architecture).token_ids, "no number was rounded"
 
 
 def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no-untyped-def]

@@ -14,6 +14,14 @@ def test_kv_bytes_of_a_7b_llama_are_half_a_megabyte_per_token() -> None:
     assert 32 * layer.bytes_per_token(torch.float16) == 524_288
 
 
+def test_int8_counts_its_scales() -> None:
+    layer = LayerShape(num_kv_heads=3, key_dim=64, value_dim=64)
+    assert layer.bytes_per_token(torch.int8) == 3 * (64 + 64 + 2 * 4)
+    one_block = CacheConfig(memory_gib=16 * 30 * 408 * 10 / 2**30, dtype="int8")
+    for dtype in (torch.bfloat16, torch.float32):
+        assert num_blocks_that_fit(one_block, dict.fromkeys(range(30), layer), dtype=dtype) == 10
+
+
 def test_memory_becomes_blocks() -> None:
     layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
     config = CacheConfig(memory_gib=1, block_size=16)

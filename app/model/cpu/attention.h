@@ -5,6 +5,11 @@
 //   keys    [num_blocks][num_kv_heads][key_units][block_size]            a load is one unit of 16 tokens
 //   values  [num_blocks][num_kv_heads][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
+// In int8, 16 units lie as the first numbers of each, then the second: PER_UNIT times 16 bytes. They are converted to the
+// model's type, which is exact, a few groups of tokens at a time. Scores are multiplied by the scale of each key,
+// weights by that of each value.
+//   scales  [num_blocks][num_kv_heads][2][block_size] of keys, then of values
+//
 // Everything is accumulated in float32, each row in an order that depends on that row alone: what shares a step or a
 // tile with it never changes its bits.
 #pragma once
@@ -50,32 +55,72 @@ struct Heads {
     T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
+// Converts LANES units of int8.
+inline Words units_of(const int8_t* from, bf16) {
+    return (Words)load(from) >> 16 | (Words)load(from + LANES);  // the lower halves are zeros
+}
+inline Words units_of(const int8_t* from, float) { return (Words)load(from); }
+
 // The KV memory of one layer.
 template <typename T>
 struct Pages {
-    uint32_t *keys, *values;
-    int64_t num_kv_heads, key_units, value_dim, block_size;
+    char *keys, *values;
+    float* scales;  // null: not in int8
+    int64_t num_kv_heads, key_units, value_dim, block_size, unit_bytes;
 
-    Pages(const AttentionShape& shape, void* keys, void* values)
-        : keys(static_cast<uint32_t*>(keys)), values(static_cast<uint32_t*>(values)),
+    Pages(const AttentionShape& shape, void* keys, void* values, void* scales)
+        : keys(static_cast<char*>(keys)), values(static_cast<char*>(values)), scales(static_cast<float*>(scales)),
           num_kv_heads(shape.num_kv_heads), key_units(shape.key_dim / PER_UNIT<T>), value_dim(shape.value_dim),
-          block_size(shape.block_size) {}
+          block_size(shape.block_size), unit_bytes(scales ? PER_UNIT<T> : sizeof(uint32_t)) {}
 
     // The key units of LANES tokens from `slot` on, `block_size` apart.
-    const uint32_t* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
-        return keys + (block * num_kv_heads + kv_head) * key_units * block_size + slot;
+    const char* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
+        return keys + ((block * num_kv_heads + kv_head) * key_units * block_size + slot) * unit_bytes;
     }
-    const uint32_t* value_row(int32_t block, int64_t slot, int64_t kv_head) const {
-        return values + ((block * num_kv_heads + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim;
+    const char* value_row(int32_t block, int64_t slot, int64_t kv_head) const {
+        return values + ((block * num_kv_heads + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim * unit_bytes;
+    }
+    // Of the keys of the tokens from `slot` on; of their values `block_size` further.
+    float* scale_group(int32_t block, int64_t slot, int64_t kv_head) const {
+        return scales + (block * num_kv_heads + kv_head) * 2 * block_size + slot;
     }
 
     void write(int64_t slot, int64_t kv_head, const T* key, const T* value) const {
         const int64_t block = slot / block_size, offset = slot % block_size;
-        uint32_t* column = const_cast<uint32_t*>(key_group(int32_t(block), offset, kv_head));
+        if (scales) return write_in_int8(int32_t(block), offset, kv_head, key, value);
+        auto* column = reinterpret_cast<uint32_t*>(const_cast<char*>(key_group(int32_t(block), offset, kv_head)));
         for (int64_t unit = 0; unit < key_units; ++unit)
             std::memcpy(column + unit * block_size, key + unit * PER_UNIT<T>, sizeof(uint32_t));
-        T* row = reinterpret_cast<T*>(const_cast<uint32_t*>(value_row(int32_t(block), offset, kv_head)));
+        T* row = reinterpret_cast<T*>(const_cast<char*>(value_row(int32_t(block), offset, kv_head)));
         for (int64_t dim = 0; dim < value_dim; ++dim) row[dim * PER_UNIT<T> + offset % PER_UNIT<T>] = value[dim];
+    }
+
+  private:
+    void write_in_int8(int32_t block, int64_t slot, int64_t kv_head, const T* key, const T* value) const {
+        const int64_t group = slot / LANES * LANES, lane = slot % LANES, half = slot % PER_UNIT<T>;
+        char* const column = const_cast<char*>(key_group(block, group, kv_head)) + lane;
+        char* const row = const_cast<char*>(value_row(block, slot, kv_head)) + half * LANES;
+        float* const scale = scale_group(block, slot, kv_head);
+        scale[0] = round_to_int8(key, key_units * PER_UNIT<T>, [&](int64_t first, Bytes numbers) {
+            for (int64_t at = 0; at < LANES && first + at < key_units * PER_UNIT<T>; ++at) {
+                const int64_t unit = (first + at) / PER_UNIT<T>;
+                column[unit * block_size * PER_UNIT<T> + at % PER_UNIT<T> * LANES] = numbers[at];
+            }
+        });
+        scale[block_size] = round_to_int8(value, value_dim, [&](int64_t first, Bytes numbers) {
+            std::memcpy(row + first * PER_UNIT<T>, &numbers, sizeof(numbers));
+        });
+    }
+
+    // Calls put(first, numbers) for each LANES of a row; returns their scale. That of a row with a NaN is one too.
+    template <typename Put>
+    static float round_to_int8(const T* from, int64_t size, Put&& put) {
+        Magnitude magnitude;
+        for (int64_t at = 0; at < size; at += LANES) magnitude.add(load_some(from + at, size - at));
+        const float greatest = magnitude.value(), steps = int8_steps(greatest);
+        for (int64_t at = 0; at < size; at += LANES)
+            put(at, __builtin_convertvector(nearest(load_some(from + at, size - at) * steps), Bytes));
+        return greatest / 127.0f;
     }
 };
 
@@ -112,14 +157,22 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
     for (int row = 0; row < ROWS; ++row) std::memcpy(sums + row * value_dim, totals[row], sizeof(totals[row]));
 }
 
+// Of keys and values in int8, by a token's position in its sequence; null where they are of the model's type.
+struct Scales {
+    const float *keys, *values;
+};
+
 // Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
-// greatest; returns the divisor of the weighted sum.
+// greatest; returns the divisor of the weighted sum. Weights are of values in their scales.
 template <typename T>
 inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, int64_t end, int64_t padded,
-                     const AttentionShape& shape, int64_t head) {
+                     const AttentionShape& shape, int64_t head, Scales scales) {
+    for (int64_t at = begin; at < padded; at += LANES) {
+        const Vector scaled = load(scores + at) * shape.scaling;
+        store(scales.keys ? scaled * load(scales.keys + at) : scaled, scores + at);
+    }
     std::fill(scores + begin, scores + first, -std::numeric_limits<float>::infinity());
     std::fill(scores + end, scores + padded, -std::numeric_limits<float>::infinity());
-    for (int64_t at = begin; at < padded; at += LANES) store(load(scores + at) * shape.scaling, scores + at);
     if (shape.softcap != 0.0f)
         for (int64_t at = first; at < end; ++at) scores[at] = std::tanh(scores[at] / shape.softcap) * shape.softcap;
     Vector greatest = load(scores + begin);
@@ -133,7 +186,7 @@ inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, in
     for (int64_t at = begin; at < padded; at += LANES) {
         const Vector weight = exponential(load(scores + at) - most);
         total += weight;
-        store(round_to(weight, T{}), weights + at);
+        store(round_to(scales.values ? weight * load(scales.values + at) : weight, T{}), weights + at);
     }
     return sum_of(total) + (shape.sinks ? exponential(Vector{} + (shape.sinks[head] - most))[0] : 0.0f);
 }
@@ -141,12 +194,14 @@ inline float softmax(float* scores, T* weights, int64_t begin, int64_t first, in
 // The groups of LANES tokens that a thread reads one after the other, and how many groups ahead of their use it fetches
 // them.
 struct Walk {
-    std::vector<const uint32_t*> keys, values;
+    std::vector<const uint32_t*> keys, values;  // in int8: of bytes
+    std::vector<const float*> scales;           // of keys and values in int8
     int64_t keys_ahead, values_ahead;
 
     void clear() {
         keys.clear();
         values.clear();
+        scales.clear();
     }
     int64_t size() const { return int64_t(keys.size()); }
     // Tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
@@ -159,8 +214,9 @@ struct Walk {
         int64_t slot = begin % pages.block_size;
         for (table += begin / pages.block_size; begin < end; ++table, slot = 0)
             for (; slot < pages.block_size && begin < end; slot += LANES, begin += LANES) {
-                *key++ = pages.key_group(*table, slot, kv_head);
-                *value++ = pages.value_row(*table, slot, kv_head);
+                *key++ = reinterpret_cast<const uint32_t*>(pages.key_group(*table, slot, kv_head));
+                *value++ = reinterpret_cast<const uint32_t*>(pages.value_row(*table, slot, kv_head));
+                if (pages.scales) scales.push_back(pages.scale_group(*table, slot, kv_head));
             }
     }
     // While the first `num_shared` tokens are read, which lie in a cache already, the own ones of all sequences are
@@ -178,8 +234,33 @@ struct Walk {
 
 struct Scratch {  // of one thread, kept from call to call
     std::vector<uint32_t> query, weights;
-    std::vector<float> scores, sums, divisors;
+    std::vector<Words> converted;  // whole cache lines
+    std::vector<float> scores, sums, divisors, key_scales, value_scales;
 };
+
+// Calls body(groups, first, count) with some groups at a time, converted from int8: as many as stay in the L1 cache.
+// Each has `num_rows` times LANES units, which are `stride` units apart where they come from.
+template <typename T, typename Body>
+void each_converted(const uint32_t* const* groups, int64_t num_groups, int64_t ahead, int64_t stride, int64_t num_rows,
+                    Scratch& scratch, Body&& body) {
+    constexpr int64_t MOST = 4;
+    scratch.converted.resize(MOST * num_rows);
+    const uint32_t* converted[MOST];
+    for (int64_t at = 0; at < MOST; ++at)
+        converted[at] = reinterpret_cast<const uint32_t*>(scratch.converted.data() + at * num_rows);
+    for (int64_t first = 0; first < num_groups; first += MOST) {
+        const int64_t count = std::min(MOST, num_groups - first);
+        for (int64_t at = 0; at < count; ++at) {
+            const auto* from = reinterpret_cast<const int8_t*>(groups[first + at]);
+            const auto* next = reinterpret_cast<const int8_t*>(groups[first + at + ahead]);
+            for (int64_t row = 0; row < num_rows; ++row) {
+                __builtin_prefetch(next + row * stride * PER_UNIT<T>);
+                scratch.converted[at * num_rows + row] = units_of(from + row * stride * PER_UNIT<T>, T{});
+            }
+        }
+        body(converted, first, count);
+    }
+}
 
 template <typename T, int ROWS>
 void score_groups(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t num_groups,
@@ -341,6 +422,24 @@ struct Part {
     int64_t head(int64_t row) const { return first_head + row % num_heads; }
 };
 
+// Behind the last token they are 0: its memory may hold anything.
+inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t block_size,
+                                 Scratch& scratch) {
+    scratch.key_scales.resize(part.padded());
+    scratch.value_scales.resize(part.padded());
+    float *const keys = scratch.key_scales.data(), *const values = scratch.value_scales.data();
+    const auto copy = [&](int64_t group, int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; at += LANES, ++group) {
+            store(load(walk.scales[group]), keys + at);
+            store(load(walk.scales[group] + block_size), values + at);
+        }
+    };
+    copy(0, 0, num_shared);
+    copy(part.group, part.begin, part.padded());
+    std::fill(values + part.length(), values + part.padded(), 0.0f);
+    return {keys, values};
+}
+
 // The output of all rows of some parts, each of which attends to the first `num_shared` tokens of the walk and to its
 // own. The shared ones are read once for all rows that are computed together.
 template <typename T>
@@ -374,36 +473,55 @@ void attend_parts(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         for (int64_t row = 0; row < part.num_rows(); ++row)
             std::memcpy(query_of(first + row), query.at(part.token(row), part.head(row)), shape.key_dim * sizeof(T));
     });
-    each_tile([&](const Tile& tile, int64_t row) {
-        tile.score(query_of(row), pages.key_units, walk.keys.data(), num_shared / LANES, walk.keys_ahead,
-                   pages.block_size, scores_of(row), stride);
-    });
+    const auto score = [&](const Tile& tile, int64_t row, int64_t group, int64_t num_groups, int64_t begin) {
+        const uint32_t* const* keys = walk.keys.data() + group;
+        float* const to = scores_of(row) + begin;
+        if (!pages.scales)
+            return tile.score(query_of(row), pages.key_units, keys, num_groups, walk.keys_ahead, pages.block_size, to,
+                              stride);
+        each_converted<T>(keys, num_groups, walk.keys_ahead, pages.block_size, pages.key_units, scratch,
+                          [&](const uint32_t* const* converted, int64_t first, int64_t count) {
+                              tile.score(query_of(row), pages.key_units, converted, count, 0, LANES,
+                                         to + first * LANES, stride);
+                          });
+    };
+    const auto weigh = [&](const Tile& tile, int64_t row, int64_t group, int64_t num_tokens, int64_t begin) {
+        const uint32_t* const* values = walk.values.data() + group;
+        const uint32_t* const weights = weights_of(row) + begin / PER_UNIT<T>;
+        if (!pages.scales)
+            return tile.weigh(weights, weight_stride, values, num_tokens, walk.values_ahead, shape.value_dim,
+                              sums_of(row));
+        each_converted<T>(values, (num_tokens + LANES - 1) / LANES, walk.values_ahead, LANES,
+                          pages.value_dim / PER_UNIT<T>, scratch,
+                          [&](const uint32_t* const* converted, int64_t first, int64_t count) {
+                              const int64_t before = first * LANES;
+                              tile.weigh(weights + before / PER_UNIT<T>, weight_stride, converted,
+                                         std::min(count * LANES, num_tokens - before), 0, shape.value_dim,
+                                         sums_of(row));
+                          });
+    };
+    each_tile([&](const Tile& tile, int64_t row) { score(tile, row, 0, num_shared / LANES, 0); });
     each_part([&](const Part& part, int64_t row) {
-        rows.tiles[part.num_rows()].score(query_of(row), pages.key_units, walk.keys.data() + part.group,
-                                        (part.padded() - part.begin) / LANES, walk.keys_ahead, pages.block_size,
-                                        scores_of(row) + part.begin, stride);
+        score(rows.tiles[part.num_rows()], row, part.group, (part.padded() - part.begin) / LANES, part.begin);
     });
     const uint32_t* const* values = walk.values.data() + (num_shared ? 0 : parts->group);
     for (int64_t group = 0; group < walk.values_ahead; ++group)
-        for (int64_t at = 0; at < LANES / PER_UNIT<T> * pages.value_dim; at += LANES)
-            __builtin_prefetch(values[group] + at);
+        for (int64_t at = 0; at < LANES / PER_UNIT<T> * pages.value_dim * pages.unit_bytes; at += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(values[group]) + at);
     const int64_t window = shape.sliding_window;
     each_part([&](const Part& part, int64_t first) {
+        const Scales scales = pages.scales ? scales_by_position(walk, part, num_shared, pages.block_size, scratch)
+                                           : Scales{};
         for (int64_t row = 0; row < part.num_rows(); ++row) {
             const int64_t end = part.position + row / part.num_heads + 1;
             scratch.divisors[first + row] = softmax(
                 scores_of(first + row), reinterpret_cast<T*>(weights_of(first + row)), num_shared ? 0 : part.begin,
-                window ? std::max<int64_t>(0, end - window) : 0, end, part.padded(), shape, part.head(row));
+                window ? std::max<int64_t>(0, end - window) : 0, end, part.padded(), shape, part.head(row), scales);
         }
     });
-    each_tile([&](const Tile& tile, int64_t row) {
-        tile.weigh(weights_of(row), weight_stride, walk.values.data(), num_shared, walk.values_ahead,
-                   shape.value_dim, sums_of(row));
-    });
+    each_tile([&](const Tile& tile, int64_t row) { weigh(tile, row, 0, num_shared, 0); });
     each_part([&](const Part& part, int64_t row) {
-        rows.tiles[part.num_rows()].weigh(weights_of(row) + part.begin / PER_UNIT<T>, weight_stride,
-                                        walk.values.data() + part.group, part.length() - part.begin, walk.values_ahead,
-                                        shape.value_dim, sums_of(row));
+        weigh(rows.tiles[part.num_rows()], row, part.group, part.length() - part.begin, part.begin);
     });
     each_part([&](const Part& part, int64_t first) {
         for (int64_t row = 0; row < part.num_rows(); ++row) {

@@ -47,6 +47,7 @@ class _NativeStep:
         query, key, value = _rows(query), _rows(key), _rows(value)
         num_tokens, num_heads, key_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
+        scales = pages.scales.get(layer)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(
             num_heads, key.shape[1], key_dim, value.shape[-1], pages.block_size,
@@ -56,7 +57,7 @@ class _NativeStep:
         attention.function(
             attention.team.handle, ctypes.byref(shape), ctypes.byref(strides),
             query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots.data_ptr(), num_tokens,
-            pages.keys[layer].data_ptr(), pages.values[layer].data_ptr(),
+            pages.keys[layer].data_ptr(), pages.values[layer].data_ptr(), None if scales is None else scales.data_ptr(),
             segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),
         )  # fmt: skip
         return output

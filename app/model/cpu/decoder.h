@@ -36,6 +36,7 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
     const uint32_t* router;  // never quantised; null where there are no experts
     const MlpWeights* mlps;  // one, or one for each expert
     void *keys, *values;
+    float* scales;  // of keys and values in int8; null where they are of the model's type
     int64_t sliding_window;  // 0: none
 };
 
@@ -146,7 +147,7 @@ class Decoder {
 
     void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
-        const Pages<T> pages(shape, layer.keys, layer.values);
+        const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
         watch.spent(&DecoderTimes::rest);
         linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
@@ -182,13 +183,13 @@ class Decoder {
                         heads + query_size_ + kv_size_ + head * shape_.head_dim);
     }
 
-    static void rotate(T* own, const T* cosine, const T* sine, int64_t half) {
+    void rotate(T* own, const T* cosine, const T* sine, int64_t half) const {
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = std::min<int64_t>(LANES, half - at);
             const auto part = [&](const T* from) { return load_some(from + at, count); };
             const Vector x = part(own), y = part(own + half);
-            const Vector left = rounded(x * part(cosine)) - rounded(y * part(sine));
-            const Vector right = rounded(y * part(cosine + half)) + rounded(x * part(sine + half));
+            const Vector left = kept(x * part(cosine)) - kept(y * part(sine));
+            const Vector right = kept(y * part(cosine + half)) + kept(x * part(sine + half));
             store_some(rounded(left), own + at, count);
             store_some(rounded(right), own + half + at, count);
         }
@@ -240,9 +241,9 @@ class Decoder {
         add_projection(activated_.data(), num_rows, {mlp.down, size, shape_.hidden_size}, nullptr);
     }
 
-    static Vector activated(Vector gate, Vector up) {
-        gate = rounded(gate);
-        return rounded(rounded(gate / (1.0f + exponential(-gate))) * rounded(up));
+    Vector activated(Vector gate, Vector up) const {
+        gate = kept(gate);
+        return rounded(kept(gate / (1.0f + exponential(-gate))) * kept(up));
     }
 
     // residual += the experts' outputs times their weights, in the order of the weights.
@@ -369,12 +370,13 @@ class Decoder {
         for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
         const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
         for (int64_t at = 0; at < size; at += LANES)
-            store(round_to(load(weight + at) * rounded(load(row + at) * scale), T{}), to + at);
+            store(round_to(load(weight + at) * kept(load(row + at) * scale), T{}), to + at);
     }
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    // With quantised weights, residuals and logits keep float32: rounding would cost as much again as the weights do.
+    // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
+    // much again as the weights do.
     Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }

@@ -104,6 +104,7 @@ class NativeDecoder:
             mlps=ctypes.addressof(self._mlps[index]),
             keys=self._pages.keys[index].data_ptr(),
             values=self._pages.values[index].data_ptr(),
+            scales=_pointer(self._pages.scales.get(index)),
             sliding_window=layer.sliding_window,
         )
 

@@ -17,27 +17,40 @@ logger = logging.getLogger(__name__)
 class NativeKVCache:
     """Blocks of every layer, in units of 32 bits: two neighbouring dimensions of bfloat16 keys, two tokens' values.
 
+    In int8 a unit has as many numbers, of 8 bits each, and a token has a scale for each KV head's key and value.
     Not zeroed: a slot is read only after its sequence has written it. `provide` has the system provide it.
     """
 
-    def __init__(self, layers: dict[int, LayerShape], *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """`fits` must hold."""
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        in_int8: bool = False,
+    ) -> None:
+        """`fits` must hold. dtype: of the model."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, num_kv_heads, key_units, block_size] units
         self.values: dict[int, torch.Tensor] = {}  # [num_blocks, num_kv_heads, token_units, value_dim] units
+        self.scales: dict[int, torch.Tensor] = {}  # in int8: [num_blocks, num_kv_heads, 2, block_size], float32
         per_unit = 4 // dtype.itemsize
+        unit, width = (torch.int8, per_unit) if in_int8 else (torch.int32, 1)
         for index, layer in layers.items():
             blocks = (num_blocks, layer.num_kv_heads)
-            self.keys[index] = in_large_pages(*blocks, layer.key_dim // per_unit, block_size, dtype=torch.int32)
-            self.values[index] = in_large_pages(*blocks, block_size // per_unit, layer.value_dim, dtype=torch.int32)
+            self.keys[index] = in_large_pages(*blocks, layer.key_dim // per_unit, block_size * width, dtype=unit)
+            self.values[index] = in_large_pages(*blocks, block_size // per_unit, layer.value_dim * width, dtype=unit)
+            if in_int8:
+                self.scales[index] = in_large_pages(*blocks, 2, block_size, dtype=torch.float32)
 
     def provide(self, team: Team) -> None:
         """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
 
         With a warning, it is left to be provided as it is used where the machine has less: it could swap.
         """
-        tensors = [*self.keys.values(), *self.values.values()]
+        tensors = [*self.keys.values(), *self.values.values(), *self.scales.values()]
         num_bytes, available = sum(tensor.nbytes for tensor in tensors), _available_bytes()
         if available is not None and num_bytes > available:
             logger.warning(
@@ -52,10 +65,24 @@ class NativeKVCache:
     @staticmethod
     def fits(layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this machine and these shapes can use it."""
-        shapes_fit = block_size % LANES == 0 and all(
-            layer.value_dim % LANES == 0 and layer.key_dim % 2 == 0 for layer in layers.values()
-        )
-        return device.type == "cpu" and dtype in DTYPES and shapes_fit and library() is not None
+        return NativeKVCache.why_not(layers, block_size=block_size, dtype=dtype, device=device) is None
+
+    @staticmethod
+    def why_not(
+        layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """What keeps this machine or these shapes from using it, in words; None if they can."""
+        if device.type != "cpu":
+            return f"it runs on {device.type}"
+        if dtype not in DTYPES:
+            return f"its type is {dtype}"
+        if block_size % LANES:
+            return f"cache.block_size is {block_size}, no multiple of {LANES}"
+        odd = {layer for layer in layers.values() if layer.value_dim % LANES or layer.key_dim % 2}
+        if odd:
+            sizes = " and ".join(sorted(f"{layer.key_dim} (keys), {layer.value_dim} (values)" for layer in odd))
+            return f"its heads have {sizes} numbers; keys need a multiple of 2, values one of {LANES}"
+        return "the native code could not be built (no C++ compiler?)" if library() is None else None
 
 
 def _available_bytes() -> int | None:

@@ -136,11 +136,13 @@ void carousel_adjust(void* team, const float* logits, int64_t vocab_size, const 
 #define EXPORT(NAME, T)                                                                                               \
     void carousel_attention_step_##NAME(void* team, const AttentionShape* shape, const Strides* strides,              \
                                         const void* query, const void* key, const void* value, const int64_t* slots,  \
-                                        int64_t num_tokens, void* keys, void* values, const Segment* segments,        \
-                                        int64_t num_segments, const int32_t* tables, void* output) {                  \
+                                        int64_t num_tokens, void* keys, void* values, float* scales,                  \
+                                        const Segment* segments, int64_t num_segments, const int32_t* tables,         \
+                                        void* output) {                                                               \
         attention_step<T>(*static_cast<Team*>(team), *shape, *strides, static_cast<const T*>(query),                  \
                           static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,                \
-                          Pages<T>(*shape, keys, values), segments, num_segments, tables, static_cast<T*>(output));   \
+                          Pages<T>(*shape, keys, values, scales), segments, num_segments, tables,                     \
+                          static_cast<T*>(output));                                                                   \
     }                                                                                                                 \
     void* carousel_decoder_new_##NAME(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,   \
                                       const void* final_norm, const uint32_t* head, void* team) {                     \

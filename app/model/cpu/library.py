@@ -87,7 +87,7 @@ class LayerWeights(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
-                "output_bias", "post_attention_norm", "router", "mlps", "keys", "values",
+                "output_bias", "post_attention_norm", "router", "mlps", "keys", "values", "scales",
             )
         ),
         ("sliding_window", ctypes.c_int64),
@@ -118,7 +118,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "is_fast_in_{}": ((), _INT32),
     "amx_refusal": ((), _INT32),
     "attention_step_{}": (
-        (_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 3 + (_INT64,) + (_POINTER,) * 2,
+        (_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2,
         None,
     ),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),

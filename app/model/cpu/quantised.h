@@ -81,16 +81,6 @@ inline void rotate(Vector (&group)[4]) {
     for (Vector& x : group) x = paired<8>(paired<4>(paired<2>(paired<1>(x))));
 }
 
-// The greatest magnitude; a NaN is greater than all others.
-template <int SIZE>
-inline float greatest_magnitude(const Vector (&group)[SIZE]) {
-    Integers greatest = {};
-    const auto merge = [&](Integers other) { greatest = other > greatest ? other : greatest; };
-    for (const Vector& x : group) merge((Integers)x & 0x7fffffff);
-    merge(swapped<8>(greatest)), merge(swapped<4>(greatest)), merge(swapped<2>(greatest)), merge(swapped<1>(greatest));
-    return ((Vector)greatest)[0];
-}
-
 // Rounds a row. The scale of a group with a NaN or an infinity is one too, so that all products of the row show it.
 // `size` is a multiple of LANES.
 template <int BITS, typename T>
@@ -103,11 +93,12 @@ inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int
         for (int64_t part = 0; part < PARTS; ++part, from += LANES)
             x[part] = (group * PARTS + part) * LANES < size ? load(from) : Vector{};
         if constexpr (Grouping<BITS>::IS_ROTATED) rotate(x);
-        const float magnitude = greatest_magnitude(x);
-        const float per_step = magnitude > 1e-30f ? 127.0f / magnitude : 0.0f;
+        Magnitude of_group;
+        for (const Vector& part : x) of_group.add(part);
+        const float magnitude = of_group.value(), steps = int8_steps(magnitude);
         Integers sums = {};
         for (const Vector& part : x) {
-            const Integers numbers = (Integers)(part * per_step + ROUNDER) - 0x4b400000;  // the bits of `ROUNDER`
+            const Integers numbers = nearest(part * steps);
             const Bytes bytes = __builtin_convertvector(numbers, Bytes);
             std::memcpy(to, &bytes, sizeof(bytes));
             to += LANES;

@@ -59,6 +59,17 @@ inline Vector round_to(Vector x, bf16) {
     return (Vector)((bits & 0x7fffffffu) > 0x7f800000u ? kept : rounded);
 }
 
+inline Vector load(const int8_t* from) {
+#ifdef __AVX512F__
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+    typedef int16_t Wider __attribute__((vector_size(LANES * 2)));  // GCC takes larger steps lane by lane
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Wider), Integers), Vector);
+#endif
+}
+
 inline void store(Vector x, float* to) { std::memcpy(to, &x, sizeof(x)); }
 inline void store(Vector x, bf16* to) {  // exact only for what `round_to` returned
     const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
@@ -149,6 +160,25 @@ inline int64_t first_greatest(const float* from, int64_t count) {
 
 // Adding it to a float rounds that, and leaves the number in the low bits: 1.5 × 2^23.
 constexpr float ROUNDER = 12582912.0f;
+
+// The nearest whole numbers, ties to even.
+inline Integers nearest(Vector x) { return (Integers)(x + ROUNDER) - 0x4b400000; }  // the bits of `ROUNDER`
+
+// The greatest magnitude of what was added; a NaN is greater than all others.
+struct Magnitude {
+    Integers greatest = {};
+
+    void add(Vector x) { merge((Integers)x & 0x7fffffff); }
+    float value() {
+        merge(swapped<8>(greatest)), merge(swapped<4>(greatest)), merge(swapped<2>(greatest));
+        merge(swapped<1>(greatest));
+        return ((Vector)greatest)[0];
+    }
+    void merge(Integers other) { greatest = other > greatest ? other : greatest; }
+};
+
+// What numbers of up to some magnitude are multiplied with to be rounded to int8; 0 for a NaN.
+inline float int8_steps(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
 
 // e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87.
 inline Vector exponential(Vector x) {

@@ -66,13 +66,14 @@ def test_products_have_the_units_order_of_sums_for_any_number_of_rows(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("in_int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("kind", MODELS)
 @torch.inference_mode()
-def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, tmp_path: Path) -> None:
+def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(kind: str, in_int8: bool, tmp_path: Path) -> None:
     """Bit for bit: in one step alone, token by token, in chunks beside others, on other threads, with shared blocks."""
     model = load(tmp_path, kind)
     with built_with(PLAIN_AMX):
-        crowded, whole = check_same_bits_in_any_step(model)
+        crowded, whole = check_same_bits_in_any_step(model, in_int8=in_int8)
 
         sharing = [chunk(PROMPT, 69, 1, [*BLOCKS[:4], block]) for block in range(13, 32)]
         for item in sharing:

@@ -16,6 +16,7 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
+from tests.model.test_attention import poison
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,11 +30,11 @@ def load(path: Path, dtype: str) -> LoadedModel:
     return load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
 
 
-def decoder_of(model: LoadedModel, *, num_threads: int = 2) -> NativeDecoder:
+def decoder_of(model: LoadedModel, *, num_threads: int = 2, in_int8: bool = False) -> NativeDecoder:
+    """in_int8: its KV memory."""
     assert model.native is not None
-    pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype)
-    for memory in (*pages.keys.values(), *pages.values.values()):
-        memory.fill_(-1)  # NaN in both types: what another sequence may have left
+    pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype, in_int8=in_int8)
+    poison(pages)
     return NativeDecoder(model.native, pages, Team(num_threads))
 
 
@@ -79,16 +80,28 @@ def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(
     check_same_bits_in_any_step(load(tiny_model_path(architecture), dtype))
 
 
-def check_same_bits_in_any_step(model: LoadedModel) -> tuple[NativeDecoder, torch.Tensor]:
-    """The last decoder, which has the prompt's first 70 tokens in BLOCKS, and the logits after them."""
-    whole = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@torch.inference_mode()
+def test_with_keys_and_values_in_int8_logits_do_not_depend_on_it_either(
+    architecture: str, dtype: str, tiny_model_path
+) -> None:  # type: ignore[no-untyped-def]
+    model = load(tiny_model_path(architecture), dtype)
+    _, in_int8 = check_same_bits_in_any_step(model, in_int8=True)
+    plain = step(decoder_of(model), chunk(PROMPT, 0, 70, BLOCKS))[0]
+    assert 0 < float((in_int8 - plain).norm() / plain.norm()) < 0.1
 
-    single = decoder_of(model, num_threads=1)
+
+def check_same_bits_in_any_step(model: LoadedModel, *, in_int8: bool = False) -> tuple[NativeDecoder, torch.Tensor]:
+    """The last decoder, which has the prompt's first 70 tokens in BLOCKS, and the logits after them."""
+    whole = step(decoder_of(model, in_int8=in_int8), chunk(PROMPT, 0, 70, BLOCKS))[0]
+
+    single = decoder_of(model, num_threads=1, in_int8=in_int8)
     for at in range(70):
         last = step(single, chunk(PROMPT, at, 1, BLOCKS))[0]
     assert torch.equal(last, whole)
 
-    crowded = decoder_of(model, num_threads=3)
+    crowded = decoder_of(model, num_threads=3, in_int8=in_int8)
     backwards = PROMPT[::-1]
     for start, size in ((0, 33), (33, 5), (38, 31), (69, 1)):
         beside = chunk(backwards, start, 1, [2, 7, 4, 5, 6])

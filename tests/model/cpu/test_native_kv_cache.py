@@ -31,8 +31,17 @@ def cache() -> NativeKVCache:
     return empty
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_its_bytes_are_those_that_the_pool_is_sized_by(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    layers = dict.fromkeys(range(2), LayerShape(num_kv_heads=3, key_dim=24, value_dim=48))
+    own = NativeKVCache(layers, num_blocks=5, block_size=32, dtype=dtype, in_int8=kv_dtype is torch.int8)
+    expected = 5 * 32 * sum(layer.bytes_per_token(kv_dtype or dtype) for layer in layers.values())
+    assert sum(tensor.nbytes for tensor in tensors(own)) == expected
+
+
 def tensors(cache: NativeKVCache) -> list[torch.Tensor]:
-    return [*cache.keys.values(), *cache.values.values()]
+    return [*cache.keys.values(), *cache.values.values(), *cache.scales.values()]
 
 
 def share_in_memory(cache: NativeKVCache) -> float:

@@ -53,7 +53,8 @@ def test_with_avx2_greedy_tokens_are_transformers_own(architecture: str, tiny_mo
 def test_with_avx2_a_sequences_bits_do_not_depend_on_what_shares_its_steps(dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     path = tiny_model_path("llama")
     model = load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
-    check_same_bits_in_any_step(model)
+    for in_int8 in (False, True):
+        check_same_bits_in_any_step(model, in_int8=in_int8)
 
 
 @pytest.mark.usefixtures("avx2")

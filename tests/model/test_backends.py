@@ -1,0 +1,43 @@
+"""Which settings an engine's backend refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.assembly import build_sync_engine, digest_of_weights
+from app.config import EngineConfig
+from app.errors import InvalidSetup
+from app.model.cpu import kv_cache
+from app.model.cpu.library import library
+
+
+def config_of(path: object, *, cache: dict[str, Any] | None = None, **model: Any) -> EngineConfig:
+    return EngineConfig.model_validate(
+        {"model": {"path": str(path), "device": "cpu", **model}, "cache": {"dtype": "int8", **(cache or {})}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"backend": "torch"}, r"model\.backend is torch"),
+        ({"cache": {"block_size": 8}}, r"cache\.block_size is 8, no multiple of 16"),
+    ],
+)
+def test_int8_without_native_attention_is_refused(settings: dict[str, Any], reason: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidSetup, match=rf"cache\.dtype is int8, .*: {reason}\. .* set cache\.dtype to auto"):
+        build_sync_engine(config_of(tiny_model_path("llama"), **settings))
+
+
+def test_int8_without_a_compiler_is_refused(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(kv_cache, "library", lambda: None)
+    with pytest.raises(InvalidSetup, match=r"cache\.dtype is int8, .*the native code could not be built"):
+        build_sync_engine(config_of(tiny_model_path("llama")))
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_replicas_with_other_kv_memory_do_not_continue_each_others_requests(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    path = tiny_model_path("llama")
+    assert digest_of_weights(config_of(path)) != digest_of_weights(config_of(path, cache={"dtype": "auto"}))
