@@ -436,6 +436,7 @@ def _native_weights(
     segments = Segments(
         torch.tensor([[0, _PROBE_TOKENS, 0, 0]], dtype=torch.int32),
         torch.arange(-(-_PROBE_TOKENS // block_size), dtype=torch.int32),
+        _PROBE_TOKENS,
     )
 
     def logits(num_layers: int) -> torch.Tensor:

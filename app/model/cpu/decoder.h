@@ -43,12 +43,13 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
 struct DecoderStep {
     int64_t num_tokens, num_segments, num_rows, num_logits;
     const int64_t* token_ids;  // [num_tokens]
+    const int64_t* positions;  // [num_tokens]
     const int64_t* slots;      // [num_tokens]
     const Segment* segments;
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
-    const void *cosine, *sine;   // [num_tokens][rotary_dim]
+    const void *cosine, *sine;   // [num_positions][rotary_dim]
     float* logits;               // [num_logits][vocab_size]
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
@@ -169,8 +170,8 @@ class Decoder {
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const T* cosine = static_cast<const T*>(step.cosine) + token * shape_.rotary_dim;
-        const T* sine = static_cast<const T*>(step.sine) + token * shape_.rotary_dim;
+        const int64_t turn = step.positions[token] * shape_.rotary_dim;
+        const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
         T* heads = projected(token);
         for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
             T* own = heads + head * shape_.head_dim;

@@ -97,8 +97,8 @@ class LayerWeights(ctypes.Structure):
 class DecoderStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_segments", "num_rows", "num_logits")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "slots", "segments", "tables", "rows", "logits_rows")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "logits", "likeliest", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "slots", "segments", "tables", "rows")),
+        *((name, ctypes.c_void_p) for name in ("logits_rows", "cosine", "sine", "logits", "likeliest", "hidden")),
     )
 
 

@@ -103,7 +103,7 @@ class NativeWeights:
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines by which heads are turned, each [1, num_tokens, head_dim]. positions: [1, num_tokens]."""
+        """Cosines and sines by which heads are turned, each [num_positions, head_dim]. positions: [num_positions]."""
         angles = positions[..., None].float() * self.rotary_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         scaling = self.settings.rotary_scaling
