@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around some work: `with AllocatedBytes(device) as allocated: ...`. Of memory inside operators a little is known."""
+    """Around some work: `with AllocatedBytes(device) as allocated: ...`. Memory inside operators is mostly not seen."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
