@@ -70,14 +70,16 @@ def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
 def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
     """The most bytes that some work had allocated at once, what it leaves behind included."""
     if device.type != "cuda":
-        with torch.inference_mode(), AllocatedBytes(device) as counted:
+        counted = AllocatedBytes(device)
+        with torch.inference_mode(), counted:
             compute()
         return counted.peak
-    before = torch.cuda.memory_allocated(device)
+    before: int = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     compute()
     torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - before
+    peak: int = torch.cuda.max_memory_allocated(device)
+    return peak - before
 
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
