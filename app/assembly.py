@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +31,12 @@ from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup, described
+from app.errors import InvalidSetup, UnsupportedModel, described
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedModel
+    from app.model.memory import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,44 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
     logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
                 gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
     return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """What a replica would take of a GPU's memory, in bytes, and what its KV memory consists of."""
+
+    needs: MemoryNeeds
+    block_bytes: int
+    block_size: int
+    context: int  # tokens of the longest sequence
+
+
+def planned_memory(config: EngineConfig) -> PlannedMemory:
+    """The same sizes as those of a replica at its start, from the model's config.json alone. Needs no GPU.
+
+    Raises:
+        InvalidSetup: there is no such model, or nothing says how long its context is.
+        UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
+    """
+    import torch
+
+    from app.model.kv_cache import block_bytes
+    from app.model.largest_step import needs_of
+    from app.model.loader import model_of_config
+
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype)
+    block_size = config.cache.block_size
+    try:
+        needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))
+    except RuntimeError as error:  # of an operator that the meta device does not have
+        raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
+    return PlannedMemory(
+        needs=needs,
+        block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
+        block_size=block_size,
+        context=model.facts.max_model_len,
+    )
 
 
 def _build_simulated(config: EngineConfig) -> Engine:
