@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,10 +18,11 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
 from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
+from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
-from app.model.loader import LoadedModel
+from app.model.loader import LoadedModel, check_attention
 from app.model.runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
@@ -106,6 +109,9 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         device=model.device,
         batch_invariant=config.model.batch_invariant,
     )
+    with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
+        check_attention(config.model, model, attention, max_blocks=attention.tables.tensor.shape[1])
+    model = replace(model, probe=None)
     capture = CudaCapture(model.device) if config.model.backend != "torch" else None
     synchronize = partial(torch.cuda.synchronize, model.device)
     return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture, synchronize=synchronize)

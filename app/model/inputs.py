@@ -63,6 +63,7 @@ class Segments:
 
     segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
     tables: torch.Tensor  # [num_block_ids] int32, the block ids of all sequences one after the other
+    num_positions: int  # of the longest sequence, its scheduled tokens included
 
 
 def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> ModelInputs:
@@ -166,7 +167,8 @@ def build_segments(batch: Batch, *, block_size: int, max_tokens: int) -> Segment
                 segments += (first_token + offset, size, start + offset, len(tables))
         tables += item.block_ids[: -(-(start + num_tokens) // block_size)]
         first_token += num_tokens
-    return Segments(_as_tensor(segments).view(-1, 4), _as_tensor(tables))
+    num_positions = max(item.end for item in batch.scheduled)
+    return Segments(_as_tensor(segments).view(-1, 4), _as_tensor(tables), num_positions)
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:

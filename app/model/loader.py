@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,10 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from app.config import ModelConfig
-from app.engine.request import ModelFacts
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.request import ModelFacts, SamplingParams
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.attention import ATTENTION_NAME, AttentionRules, ProbeStep, UnknownAttention, paged_attention
-from app.model.cpu.checkpoint import Checkpoint, compute_from
+from app.model.attention import (
+    ATTENTION_NAME,
+    AttentionRules,
+    AttentionStep,
+    PagedAttention,
+    ProbeStep,
+    UnknownAttention,
+    paged_attention,
+)
+from app.model.cpu.checkpoint import Checkpoint, compute_from, load_from
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
@@ -29,9 +39,10 @@ from app.model.cpu.weights import (
     why_not_native,
 )
 from app.model.description import as_token_ids, max_model_len, read_config
-from app.model.inputs import ModelInputs, Segments
+from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
 from app.model.packed_linear import pack_linear_layers
+from app.model.positions import fix_positions
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,7 +50,9 @@ if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a ke
 logger = logging.getLogger(__name__)
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # Of the first layer's output and of the whole model's, relative to their size, by number type or bits of a quantised
 # weight. Measured at most in tests/tiny_models.py, whose weights are wide: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
 # In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
@@ -56,6 +69,7 @@ class LoadedModel:
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
     device: torch.device
+    probe: Probe | None = None  # on a GPU, where it is compared again: with kernels that need the whole KV memory
 
 
 @torch.inference_mode()
@@ -80,16 +94,24 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     if checked is not None:
         return _load_checked(config, location, checked, dtype)
     found = _check_architecture(config, location)
-    checkpoint = _checkpoint(found, Path(location), dtype) if may_be_native else None
-    if checkpoint is None:
-        module = _from_pretrained(config, location, dtype).eval().to(device)
+    checkpoint = _checkpoint(found, Path(location), dtype) if may_be_native and library() is not None else None
+    if device.type == "cuda":
+        module = _loaded_onto(device, config, found, location, dtype)
+    elif checkpoint is None:
+        module = _from_pretrained(config, location, dtype).eval()
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
-    probe = _probe(config, module, device)
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    # Native code takes no such positions. A model that cannot be served at all is refused for that reason, below.
+    if checkpoint is None and (known := config.max_model_len or limit):
+        fix_positions(module, known)
+    probe = _probe(config, module, device)
+    longest = max_model_len(config, limit)
+    if checkpoint is None:
+        _check_positions(config, module, probe, longest)
     facts = ModelFacts(
-        max_model_len=max_model_len(config, limit),
+        max_model_len=longest,
         vocab_size=probe.vocab_size,
         eos_token_ids=eos_token_ids(module),
         embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
@@ -108,15 +130,16 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         layers=probe.layers,
         dtype=dtype,
         device=device,
+        probe=probe if device.type == "cuda" else None,
     )
 
 
 def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> Checkpoint | None:
-    """The files of a model in a local folder, if the C++ decoder may compute it and they can be packed as they are.
+    """The files of a model in a local folder, if it is one that the C++ decoder may compute, and they hold its weights.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
-    if library() is None or not location.is_dir() or hasattr(found, "quantization_config"):
+    if not location.is_dir() or hasattr(found, "quantization_config"):
         return None
     module = _without_weights(found, str(location), dtype)
     if why_not_native(module) is not None:
@@ -126,6 +149,36 @@ def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> 
     except OSError:
         return None
     return checkpoint if checkpoint.has_weights_of(module) else None
+
+
+def _loaded_onto(
+    device: torch.device, config: ModelConfig, found: PreTrainedConfig, location: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model with its weights on a device; straight from their files where those can be read as they are.
+
+    Of other models all weights pass through the host's memory: transformers needs `accelerate` to avoid that.
+    """
+    folder = _folder_of(config, location)
+    checkpoint = None if folder is None else _checkpoint(found, folder, dtype)
+    if checkpoint is None:
+        logger.info("%s: its weights are read into the host's memory first", config.path)
+        return _from_pretrained(config, location, dtype).eval().to(device)
+    module = _without_weights(found, str(folder), dtype)
+    load_from(checkpoint, module, device)
+    return module
+
+
+def _folder_of(config: ModelConfig, location: str) -> Path | None:
+    """Where a model's files lie, those of a hub id after they are downloaded. None: transformers will say why."""
+    if Path(location).is_dir():
+        return Path(location)
+    from transformers.utils.hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(location, revision=config.revision, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        logger.info("%s cannot be downloaded as a whole: %s", config.path, _first_line(error))
+        return None
 
 
 def _without_weights(found: PreTrainedConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -302,9 +355,13 @@ class _Output:
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
     is_mixture: bool = False  # of experts
 
+    def part(self, first: int, end: int) -> _Output:
+        """The outputs for some of the tokens."""
+        return _Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
+
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
+class Probe:
     """The results of a model on a few tokens, with its own attention and with ours."""
 
     token_ids: torch.Tensor  # [1, num_tokens]
@@ -318,7 +375,9 @@ class _Probe:
         return _run(module, self.token_ids, self.positions, step)
 
 
-def _run(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: ProbeStep | None) -> _Output:
+def _run(
+    module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep | None
+) -> _Output:
     output = module(
         input_ids=token_ids, position_ids=positions, use_cache=False, output_hidden_states=True, paged=step
     )  # fmt: skip
@@ -326,7 +385,7 @@ def _run(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tens
     return _Output(output.hidden_states[1], output.logits, is_mixture)
 
 
-def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -> _Probe:
+def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -> Probe:
     """Run our attention and the model's own on the same few tokens: refuse a model on which they differ."""
     name = module.config.model_type
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
@@ -344,8 +403,58 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     own = _run(module, token_ids, positions, None)
     module.set_attn_implementation(ATTENTION_NAME)
     _compare(config, "with paged attention", ours, own)
-    return _Probe(
+    return Probe(
         token_ids, positions, own, step.layers, step.rules, vocab_size=min(own.logits.shape[-1], num_embeddings)
+    )
+
+
+def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: Probe, max_model_len: int) -> None:
+    """Refuse a model whose positions depend on what else is in a step: here the last token of a long sequence."""
+    beside = torch.full_like(probe.positions[:, :1], max_model_len - 1)
+    token_ids, positions = (torch.cat(both, dim=1) for both in (
+        (probe.token_ids, probe.token_ids[:, :1]), (probe.positions, beside)
+    ))  # fmt: skip
+    found = _run(module, token_ids, positions, ProbeStep())
+    _compare(config, "beside a long sequence", found.part(0, _PROBE_TOKENS), probe.own)
+
+
+@torch.inference_mode()
+def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAttention, *, max_blocks: int) -> None:
+    """Compare a backend's attention with the model's own, in all the forms that steps have: the first and later pieces
+    of a prompt, single tokens. It is as a first request would be: kernels are compiled for the sizes that are served.
+
+    max_blocks: of one sequence. Blocks 0, 1, … are overwritten.
+
+    Raises:
+        UnsupportedModel: the results differ by more than rounding.
+    """
+    assert model.probe is not None, "a CPU's kernels are compared when the model is loaded, or take no part in it"
+    assert model.module is not None, "native code is for CPUs"
+    token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
+    third = len(token_ids) // 3
+    block_ids = list(range(-(-len(token_ids) // attention.block_size)))
+
+    def computed(start: int, end: int) -> _Output:
+        piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
+        batch = Batch((piece,), ())
+        inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
+        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+
+    for what, first, end, size in (
+        ("the beginning of a prompt", 0, third, third),
+        ("a later piece of a prompt", third, 2 * third, third),
+        ("single tokens", 2 * third, len(token_ids), 1),
+    ):
+        ours = _joined([computed(start, start + size) for start in range(first, end, size)])
+        _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
+
+
+def _joined(outputs: Sequence[_Output]) -> _Output:
+    """One after the other."""
+    return _Output(
+        torch.cat([each.first_layer for each in outputs], dim=1),
+        torch.cat([each.logits for each in outputs], dim=1),
+        outputs[0].is_mixture,
     )
 
 
@@ -373,7 +482,7 @@ def _difference(ours: _Output, own: _Output, *, bits: int = 0) -> str | None:
 
 
 def _native_weights(
-    config: ModelConfig, module: PreTrainedModel, checkpoint: Checkpoint | None, probe: _Probe, block_size: int
+    config: ModelConfig, module: PreTrainedModel, checkpoint: Checkpoint | None, probe: Probe, block_size: int
 ) -> NativeWeights | None:
     """The weights for the C++ decoder, if it is fast on this machine and computes what the model computes.
 
@@ -412,6 +521,7 @@ def _native_weights(
     segments = Segments(
         torch.tensor([[0, _PROBE_TOKENS, 0, 0]], dtype=torch.int32),
         torch.arange(-(-_PROBE_TOKENS // block_size), dtype=torch.int32),
+        _PROBE_TOKENS,
     )
 
     def logits(num_layers: int) -> torch.Tensor:

@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config, ViTConfig
 
 from app.config import ModelConfig
+from app.engine.batch import Batch
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model import attention, loader
-from app.model.attention import AttentionRules
-from app.model.loader import load_model, run_full_step
-from tests.tiny_models import VOCAB_SIZE
+from app.model.attention import AttentionRules, AttentionStep, TorchAttention
+from app.model.cpu.checkpoint import Checkpoint
+from app.model.inputs import ModelInputs
+from app.model.kv_cache import KVCache
+from app.model.loader import check_attention, load_model, run_full_step
+from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 
 def load(path: Path, **settings: object):  # type: ignore[no-untyped-def]
@@ -113,6 +119,98 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetup):
         load(tmp_path)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_go_to_a_device_layer_by_layer_and_are_those_that_transformers_loads(  # type: ignore[no-untyped-def]
+    tmp_path: Path, monkeypatch, architecture: str, *, is_tied: bool
+) -> None:
+    build_tiny_model(architecture, tie_word_embeddings=is_tied).save_pretrained(tmp_path)
+    held: list[int] = []
+    release = Checkpoint.release
+
+    def releases(checkpoint: Checkpoint) -> None:
+        held.append(sum(weight.nbytes for weight in checkpoint._used))
+        release(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "release", releases)
+    config = ModelConfig(path=str(tmp_path))
+    found = loader._check_architecture(config, str(tmp_path))
+    ours = loader._loaded_onto(torch.device("cpu"), config, found, str(tmp_path), torch.float32)
+    theirs = loader._from_pretrained(config, str(tmp_path), torch.float32).eval()
+    assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, ours.state_dict()[name]), name
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(buffer, dict(ours.named_buffers())[name]), name
+    assert len(held) >= 2 + theirs.config.num_hidden_layers
+    assert max(held) < sum(held) / 2
+    assert ours.generation_config.eos_token_id == theirs.generation_config.eos_token_id
+    assert not ours.training
+
+
+def test_models_with_other_names_of_weights_are_loaded_by_transformers(tiny_model_path, caplog) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO")
+    path = tiny_model_path("gpt2")
+    config = ModelConfig(path=str(path))
+    found = loader._check_architecture(config, str(path))
+    module = loader._loaded_onto(torch.device("cpu"), config, found, str(path), torch.float32)
+    assert "its weights are read into the host's memory first" in caplog.text
+    assert all(not weight.is_meta for weight in module.parameters())
+
+
+def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    asked: list[tuple[str, object]] = []
+
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision))
+        return str(tiny_model_path("llama"))
+
+    monkeypatch.setattr("transformers.utils.hub.snapshot_download", download)
+    config = ModelConfig(path="some/llama", revision="abc")
+    assert loader._folder_of(config, "some/llama") == tiny_model_path("llama")
+    assert asked == [("some/llama", "abc")]
+
+    def fails(hub_id: str, **_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("transformers.utils.hub.snapshot_download", fails)
+    assert loader._folder_of(config, "some/llama") is None
+
+
+class Poorly(TorchAttention):
+    """Reads the wrong blocks in a later piece of a prompt, or for single tokens."""
+
+    def __init__(self, cache: KVCache, *, wrong_at: int) -> None:
+        super().__init__(cache, torch.device("cpu"))
+        self._wrong_at = wrong_at
+
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+        [item] = batch.scheduled
+        if (item.start >= 16 and self._wrong_at == 16) or item.start == self._wrong_at:
+            item = structs.replace(item, block_ids=item.block_ids[::-1])
+        return super().begin_step(Batch((item,), ()), inputs)
+
+
+@pytest.mark.parametrize("wrong_at", [None, 8, 16])
+@pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
+def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # type: ignore[no-untyped-def]
+    tiny_model_path, architecture: str, wrong_at: int | None
+) -> None:
+    config = ModelConfig(path=str(tiny_model_path(architecture)), device="cpu", dtype="float32", backend="torch")
+    model = load_model(config, config.path)
+    assert model.module is not None
+    with torch.inference_mode():
+        model = replace(model, probe=loader._probe(config, model.module, model.device))
+    cache = KVCache(model.layers, num_blocks=8, block_size=4, dtype=model.dtype, device=model.device)
+    attention = Poorly(cache, wrong_at=-1 if wrong_at is None else wrong_at)
+    if wrong_at is None:
+        check_attention(config, model, attention, max_blocks=8)
+        check_attention(config, model, attention, max_blocks=2)  # of a context of 8 tokens
+    else:
+        with pytest.raises(UnsupportedModel, match=r"with Poorly, of .*: the first layer's output"):
+            check_attention(config, model, attention, max_blocks=8)
 
 
 def test_a_step_of_full_size_runs_before_memory_is_sized(tiny_model_path) -> None:  # type: ignore[no-untyped-def]

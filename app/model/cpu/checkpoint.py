@@ -105,18 +105,44 @@ def _renamed(key: str) -> str:
 
 def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
     """Give each part of a Llama-like model on the meta device its weights while it computes, and no longer."""
-    module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)  # its numbers are no weights
-    names = {part: name for name, part in module.named_modules()}
-    for part in (module.model.embed_tokens, *module.model.layers, module.model.norm, module.lm_head):
-        part.register_forward_pre_hook(partial(_fill, checkpoint, names[part]))
+    _add_positions(module)
+    for name, part in _parts(module):
+        part.register_forward_pre_hook(partial(_fill, checkpoint, name))
         part.register_forward_hook(partial(_empty, checkpoint))
 
 
-def _fill(checkpoint: Checkpoint, name: str, part: nn.Module, _arguments: Any) -> None:
+def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.device) -> None:
+    """Give a Llama-like model on the meta device its weights on a device; the host has those of one layer at a time."""
+    _add_positions(module)
+    module.model.rotary_emb.to(device)
+    for name, part in _parts(module):
+        if part is module.lm_head and module.config.tie_word_embeddings:
+            part.weight = module.model.embed_tokens.weight
+        else:
+            _fill(checkpoint, name, part, device=device)
+        checkpoint.release()
+
+
+def _add_positions(module: PreTrainedModel) -> None:
+    """The numbers of rotary positions are computed from the configuration; they are no weights."""
+    module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
+
+
+def _parts(module: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """All that has weights, one layer at a time, with names."""
+    names = {part: name for name, part in module.named_modules()}
+    parts = (module.model.embed_tokens, *module.model.layers, module.model.norm, module.lm_head)
+    return [(names[part], part) for part in parts]
+
+
+def _fill(
+    checkpoint: Checkpoint, name: str, part: nn.Module, _arguments: Any = (), *, device: torch.device | None = None
+) -> None:
     weights = {}
     for own, weight in part.state_dict().items():
         found = checkpoint(f"{name}.{own}")
-        weights[own] = _joined(checkpoint, f"{name}.{own}", weight) if found is None else found
+        found = _joined(checkpoint, f"{name}.{own}", weight) if found is None else found
+        weights[own] = found if device is None else found.to(device, copy=True)  # not the file's own pages
     part.load_state_dict(weights, assign=True)
 
 

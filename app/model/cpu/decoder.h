@@ -43,12 +43,13 @@ struct LayerWeights {  // norms in the model's type, matrices packed, biases in 
 struct DecoderStep {
     int64_t num_tokens, num_segments, num_rows, num_logits;
     const int64_t* token_ids;  // [num_tokens]
+    const int64_t* positions;  // [num_tokens]
     const int64_t* slots;      // [num_tokens]
     const Segment* segments;
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
-    const void *cosine, *sine;   // [num_tokens][rotary_dim]
+    const void *cosine, *sine;   // [num_positions][rotary_dim]
     float* logits;               // [num_logits][vocab_size]
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
@@ -107,19 +108,22 @@ class Decoder {
                 keep_rows(step);
                 num_rows = step.num_rows;
             }
-            add_projection(attended_.data(), num_rows,
-                           {layers_[layer].output, query_size_, shape_.hidden_size},
-                           layers_[layer].output_bias);
+            const LayerWeights& own = layers_[layer];
+            add_projection(attended_.data(), num_rows, output(own), own.output_bias,
+                           own.router ? Matrix{} : gate_up(own.mlps[0]));
             watch.spent(&DecoderTimes::linear);
-            feed_forward(layers_[layer], num_rows, watch);
+            feed_forward(own, num_rows, watch,
+                         layer + 1 < shape_.num_layers ? query_key_value(layers_[layer + 1]) : head());
         }
-        normalise(final_norm_, num_rows);
+        normalise(final_norm_, num_rows, 0);
         if (step.hidden) {
             give_hidden(step);
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), num_rows, head(), shape_.weight_bits ? HEAD_BITS : 0,
+        const int64_t head_bits = shape_.weight_bits ? HEAD_BITS : 0;
+        prepare(normed_.data(), num_rows, shape_.hidden_size, head_bits);
+        linear(normed_.data(), num_rows, head(), head_bits, Matrix{},
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    float* to = step.logits + row * shape_.vocab_size + column;
                    const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
@@ -133,6 +137,14 @@ class Decoder {
     }
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+    Matrix query_key_value(const LayerWeights& layer) const {
+        return {layer.query_key_value, shape_.hidden_size, projected_size_};
+    }
+    Matrix output(const LayerWeights& layer) const { return {layer.output, query_size_, shape_.hidden_size}; }
+    Matrix gate_up(const MlpWeights& mlp) const {
+        return {mlp.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size};
+    }
+    Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
 
     void embed(int64_t token, float* to) const {
         if (!embedding_) return read_column<HEAD_BITS>(head(), token, to);
@@ -148,10 +160,10 @@ class Decoder {
     void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
-        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
+        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
-               shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
+        linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                });
@@ -169,8 +181,8 @@ class Decoder {
 
     // Rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const T* cosine = static_cast<const T*>(step.cosine) + token * shape_.rotary_dim;
-        const T* sine = static_cast<const T*>(step.sine) + token * shape_.rotary_dim;
+        const int64_t turn = step.positions[token] * shape_.rotary_dim;
+        const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
         T* heads = projected(token);
         for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
             T* own = heads + head * shape_.head_dim;
@@ -183,13 +195,13 @@ class Decoder {
                         heads + query_size_ + kv_size_ + head * shape_.head_dim);
     }
 
-    static void rotate(T* own, const T* cosine, const T* sine, int64_t half) {
+    void rotate(T* own, const T* cosine, const T* sine, int64_t half) const {
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = std::min<int64_t>(LANES, half - at);
             const auto part = [&](const T* from) { return load_some(from + at, count); };
             const Vector x = part(own), y = part(own + half);
-            const Vector left = rounded(x * part(cosine)) - rounded(y * part(sine));
-            const Vector right = rounded(y * part(cosine + half)) + rounded(x * part(sine + half));
+            const Vector left = kept(x * part(cosine)) - kept(y * part(sine));
+            const Vector right = kept(y * part(cosine + half)) + kept(x * part(sine + half));
             store_some(rounded(left), own + at, count);
             store_some(rounded(right), own + half + at, count);
         }
@@ -222,28 +234,29 @@ class Decoder {
         });
     }
 
-    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch) {
-        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
+    // next: the matrix that is read afterwards.
+    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next) {
+        // Rows of experts are rounded in the order of the experts.
+        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows, layer.router ? 0 : shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
         if (layer.router)
             mix_experts(layer, num_rows);
         else
-            run_mlp(layer.mlps[0], num_rows);
+            run_mlp(layer.mlps[0], num_rows, next);
         watch.spent(&DecoderTimes::linear);
     }
 
-    void run_mlp(const MlpWeights& mlp, int64_t num_rows) {
-        const int64_t size = shape_.intermediate_size;
-        linear(normed_.data(), num_rows, {mlp.gate_up, shape_.hidden_size, 2 * size}, shape_.weight_bits,
+    void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next) {
+        linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                   store(activated(gate, up), activated_.data() + row * size + column / 2);
+                   store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
                });
-        add_projection(activated_.data(), num_rows, {mlp.down, size, shape_.hidden_size}, nullptr);
+        add_projection(activated_.data(), num_rows, down(mlp), nullptr, next);
     }
 
-    static Vector activated(Vector gate, Vector up) {
-        gate = rounded(gate);
-        return rounded(rounded(gate / (1.0f + exponential(-gate))) * rounded(up));
+    Vector activated(Vector gate, Vector up) const {
+        gate = kept(gate);
+        return rounded(kept(gate / (1.0f + exponential(-gate))) * kept(up));
     }
 
     // residual += the experts' outputs times their weights, in the order of the weights.
@@ -304,21 +317,37 @@ class Decoder {
         });
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. bits: of the weights; 0: not quantised.
+    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. The inputs are prepared already.
+    // bits: of the weights; 0: not quantised. next: the matrix that is read afterwards.
     template <typename Finish>
-    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, Finish&& finish) {
-        prepare(inputs, num_rows, matrix.num_inputs, bits);
+    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
+                Finish&& finish) {
+        fetch_in_pauses(next, num_rows);
         multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish);
+    }
+
+    // With few rows the time of a step is that of reading the weights, so a thread that waits for others goes on reading:
+    // what it multiplies first of the next matrix comes into its cache.
+    void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
+        constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
+        const bool is_head = next.panels == head_;
+        const int64_t bits = shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits;
+        const int64_t units = bits == 8   ? panel_units<8>(next.num_inputs)
+                              : bits == 4 ? panel_units<4>(next.num_inputs)
+                                          : next.num_inputs / PER_UNIT<T>;
+        const Team::Part part = team_.own_run((next.num_columns + PANEL - 1) / PANEL);
+        const int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
+        team_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
     }
 
     // Rounds the inputs of a quantised matrix.
     void prepare(const T* inputs, int64_t num_rows, int64_t size, int64_t bits) {
         if (bits == 0) return;
-        const QuantisedRows rows = quantised_rows();
-        team_.share(num_rows, [&](int64_t row) {
-            bits == 8 ? quantise<8>(inputs + row * size, size, rows, row)
-                      : quantise<4>(inputs + row * size, size, rows, row);
-        });
+        team_.share(num_rows, [&](int64_t row) { prepare_row(inputs, row, size, bits); });
+    }
+    void prepare_row(const T* inputs, int64_t row, int64_t size, int64_t bits) {
+        if (bits == 8) quantise<8>(inputs + row * size, size, quantised_rows(), row);
+        if (bits == 4) quantise<4>(inputs + row * size, size, quantised_rows(), row);
     }
 
     // The rows from `first` on of what was prepared.
@@ -337,11 +366,13 @@ class Decoder {
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
     // residual += inputs × matrix
-    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
-        linear(inputs, num_rows, matrix, shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
-            add(left, bias, residual(row), column);
-            add(right, bias, residual(row), column + LANES);
-        });
+    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next) {
+        prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
+        linear(inputs, num_rows, matrix, shape_.weight_bits, next,
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   add(left, bias, residual(row), column);
+                   add(right, bias, residual(row), column + LANES);
+               });
     }
 
     void add(Vector sums, const float* bias, float* row, int64_t column) const {
@@ -356,10 +387,11 @@ class Decoder {
         store(round_to(sums, T{}), row + column);
     }
 
-    // residual → normed
-    void normalise(const T* weight, int64_t num_rows) {
+    // residual → normed, prepared for a matrix of so many bits.
+    void normalise(const T* weight, int64_t num_rows, int64_t bits) {
         team_.share(num_rows, [&](int64_t row) {
             normalise_row(residual(row), weight, shape_.hidden_size, normed_.data() + row * shape_.hidden_size);
+            prepare_row(normed_.data(), row, shape_.hidden_size, bits);
         });
     }
 
@@ -370,12 +402,13 @@ class Decoder {
         for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
         const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
         for (int64_t at = 0; at < size; at += LANES)
-            store(round_to(load(weight + at) * rounded(load(row + at) * scale), T{}), to + at);
+            store(round_to(load(weight + at) * kept(load(row + at) * scale), T{}), to + at);
     }
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    // With quantised weights, residuals and logits keep float32: rounding would cost as much again as the weights do.
+    // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
+    // much again as the weights do.
     Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }

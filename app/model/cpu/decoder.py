@@ -59,6 +59,7 @@ class NativeDecoder:
         )  # fmt: skip
         weakref.finalize(self, getattr(team.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()
+        self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
@@ -66,8 +67,7 @@ class NativeDecoder:
         return self.compute(inputs, segments, batch.matchers)
 
     def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
-        cosine, sine = self._weights.rotary(inputs.positions)
-        cosine, sine = cosine.contiguous(), sine.contiguous()
+        self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
         logits = torch.empty(num_logits, self._weights.settings.vocab_size)
         likeliest = torch.empty(num_logits, dtype=torch.long)
@@ -75,14 +75,21 @@ class NativeDecoder:
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
         step = DecoderStep(
             inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
-            inputs.token_ids.data_ptr(), inputs.slots.data_ptr(), segments.segments.data_ptr(),
-            segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(), cosine.data_ptr(),
-            sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(), None if hidden is None else hidden.data_ptr(),
+            inputs.token_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slots.data_ptr(),
+            segments.segments.data_ptr(), segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(),
+            self._cosine.data_ptr(), self._sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(),
+            None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(matchers):
             self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
+
+    def _provide_rotary(self, num_positions: int) -> None:
+        """Make the tables of cosines and sines long enough. To compute a step's own took a dozen operators."""
+        if num_positions > len(self._cosine):
+            size = 1 << (num_positions - 1).bit_length()  # a power of two, so that it seldom grows
+            self._cosine, self._sine = self._weights.rotary(torch.arange(size))
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent in C++ so far: linear, head (the output layer), attention, rest."""

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "quantised.h"
 #include "team.h"
@@ -27,133 +28,167 @@ inline void pack(Team& team, const uint32_t* rows, int64_t num_outputs, int64_t 
     });
 }
 
-// The values that a group's weights are rounded to: `least` and whole multiples of `scale` above it, both in bfloat16's
-// precision.
+// The values that a group of weights of LANES outputs, one in each lane, is rounded to: `least` and whole multiples of
+// `scale` above it.
 struct Grid {
-    float scale, least;
+    Vector scale, least;
 
-    uint32_t pair() const {
-        uint32_t bits[2];
-        std::memcpy(bits, this, sizeof(bits));
-        return bits[0] >> 16 | (bits[1] & 0xffff0000u);
+    // In the precision of their storage, bfloat16.
+    Grid stored() const { return {round_to(scale, bf16{}), round_to(least, bf16{})}; }
+
+    // Both moved by so many of bfloat16's numbers: up, where `up` is positive.
+    Grid moved(int scale_up, int least_up) const {
+        const Integers away = least < 0.0f ? Integers{} - least_up : Integers{} + least_up;  // from zero
+        return {(Vector)((Integers)scale + scale_up * 0x10000), (Vector)((Integers)least + away * 0x10000)};
     }
+
+    Words pair() const { return (Words)scale >> 16 | ((Words)least & 0xffff0000u); }
 };
 
-inline float to_bf16(float x) { return round_to(Vector{} + x, bf16{})[0]; }
+// Weights of LANES outputs in a group, and of the grids that were tried the one with the least squared error for each.
+template <int BITS>
+class Fit {
+  public:
+    static constexpr int SIZE = Grouping<BITS>::SIZE;
+    static constexpr float MOST = (1 << BITS) - 1;
 
-template <int PARTS, typename Merge>
-inline float merged(const Vector (&group)[PARTS], Merge merge) {
-    Vector all = group[0];
-    for (int part = 1; part < PARTS; ++part) all = merge(all, group[part]);
-    all = merge(all, swapped<8>(all)), all = merge(all, swapped<4>(all));
-    all = merge(all, swapped<2>(all)), all = merge(all, swapped<1>(all));
-    return all[0];
-}
-template <int PARTS>
-inline float least_of(const Vector (&group)[PARTS]) {
-    return merged(group, [](Vector a, Vector b) { return a < b ? a : b; });
-}
-template <int PARTS>
-inline float greatest_of(const Vector (&group)[PARTS]) {
-    return merged(group, [](Vector a, Vector b) { return a > b ? a : b; });
-}
-template <int PARTS>
-inline float total_of(const Vector (&group)[PARTS]) {
-    return merged(group, [](Vector a, Vector b) { return a + b; });
-}
+    explicit Fit(const Vector (&weights)[SIZE]) : weights_(weights), least_(weights[0]), greatest_(weights[0]) {
+        for (const Vector& x : weights) {
+            least_ = x < least_ ? x : least_;
+            greatest_ = x > greatest_ ? x : greatest_;
+            mean_ += x * (1.0f / SIZE);
+        }
+        search(std::integral_constant<int, BITS>{});
+    }
 
-// The numbers from 0 to `most` whose values on the grid are nearest, as floats.
-template <int PARTS>
-inline void number(const Vector (&group)[PARTS], Grid grid, float most, Vector (&numbers)[PARTS]) {
-    const float step = std::max(grid.scale, std::numeric_limits<float>::min());
-    for (int part = 0; part < PARTS; ++part) {
-        Vector x = (group[part] - grid.least) / step;
+    const Grid& best() const { return best_; }
+
+    // The number from 0 to MOST whose value on the best grid is nearest.
+    Words number(int at) const { return (Words)__builtin_convertvector(nearest(at, best_, steps(best_)), Integers); }
+
+  private:
+    // From the least weight to the greatest, then grids that begin and end close by. Each rounds weights in its own way,
+    // and of many some have a good deal less error.
+    void search(std::integral_constant<int, 8>) {
+        const Vector least = round_to(least_, bf16{});
+        const Grid plain = Grid{(greatest_ - least) / MOST, least}.stored();
+        try_grid(plain);
+        for (int least_up = -1; least_up <= 2; ++least_up)
+            for (int scale_up = -1; scale_up <= 2; ++scale_up)
+                if (least_up != 0 || scale_up != 0) try_grid(plain.moved(scale_up, least_up));
+    }
+
+    // Ranges from that of the weights to some narrower ones, in the middle and to both sides, each after regressions.
+    void search(std::integral_constant<int, 4>) {
+        const Vector range = greatest_ - least_;
+        try_grid(Grid{range / MOST, least_}.stored());
+        try_regressions({range / MOST, least_});
+        for (const float share : {0.93f, 0.86f, 0.79f})
+            for (const float below : {0.1f, 0.5f, 0.9f})
+                try_regressions({range * (share / MOST), least_ + range * ((1.0f - share) * below)});
+    }
+
+    // The grids of a regression of the weights on their numbers, and of another one after that.
+    void try_regressions(Grid grid) {
+        for (int again = 0; again < 2; ++again) {
+            const Vector per_step = steps(grid);
+            Vector sum = {}, squares = {}, products = {};
+            for (int at = 0; at < SIZE; ++at) {
+                const Vector number = nearest(at, grid, per_step);
+                sum += number;
+                squares += number * number;
+                products += number * (weights_[at] - mean_);
+            }
+            const Vector spread = squares - sum * sum * (1.0f / SIZE);
+            grid.scale = round_to(products / (spread > 1.0f ? spread : Vector{} + 1.0f), bf16{});
+            grid.least = round_to(mean_ - grid.scale * sum * (1.0f / SIZE), bf16{});
+            try_grid(grid);
+        }
+    }
+
+    void try_grid(const Grid& grid) {
+        const Vector per_step = steps(grid);
+        Vector error = {};
+        for (int at = 0; at < SIZE; ++at) {
+            const Vector off = nearest(at, grid, per_step) * grid.scale + grid.least - weights_[at];
+            error += off * off;
+        }
+        const Integers is_better = error < error_;  // not where the grid is no number
+        best_.scale = is_better ? grid.scale : best_.scale;
+        best_.least = is_better ? grid.least : best_.least;
+        error_ = is_better ? error : error_;
+    }
+
+    static Vector steps(const Grid& grid) {
+        const Vector smallest = Vector{} + std::numeric_limits<float>::min();
+        return 1.0f / (grid.scale > smallest ? grid.scale : smallest);
+    }
+
+    Vector nearest(int at, const Grid& grid, Vector per_step) const {
+        Vector x = (weights_[at] - grid.least) * per_step;
         x = x > 0.0f ? x : Vector{};
-        x = x < most ? x : Vector{} + most;
-        numbers[part] = (x + ROUNDER) - ROUNDER;
+        x = x < MOST ? x : Vector{} + MOST;
+        return (x + ROUNDER) - ROUNDER;
     }
+
+    const Vector (&weights_)[SIZE];
+    Vector least_, greatest_, mean_ = {}, error_ = Vector{} + std::numeric_limits<float>::infinity();
+    Grid best_ = {};
+};
+
+// The same turn as `rotate` for one group in each lane, [inputs].
+template <int SIZE>
+inline void rotate_lanes(Vector (&group)[SIZE]) {
+    for (int distance = 1; distance < SIZE; distance *= 2)
+        for (int at = 0; at < SIZE; ++at)
+            if ((at & distance) == 0) {
+                const Vector left = group[at], right = group[at + distance];
+                group[at] = left + right, group[at + distance] = left - right;
+            }
 }
 
-// From the least weight to the greatest.
-inline Grid on_grid(const Vector (&group)[4], Vector (&numbers)[4]) {
-    const float least = to_bf16(least_of(group));
-    const Grid grid{to_bf16((greatest_of(group) - least) / 255.0f), least};
-    number(group, grid, 255.0f, numbers);
-    return grid;
-}
-
-// Of some ranges, somewhat narrower than that of the weights, the one with the least squared error, each after a
-// regression of the weights on their numbers.
-inline Grid on_grid(const Vector (&group)[2], Vector (&numbers)[2]) {
-    constexpr float SIZE = 2 * LANES;
-    const float least = least_of(group), greatest = greatest_of(group), mean = total_of(group) / SIZE;
-    float least_error = std::numeric_limits<float>::infinity();
-    Grid best{};
-    for (const float share : {1.0f, 0.93f, 0.86f}) {
-        const float margin = (1.0f - share) / 2.0f * (greatest - least);
-        Vector tried[2], parts[2], squares[2];
-        number(group, {(greatest - least - 2.0f * margin) / 15.0f, least + margin}, 15.0f, tried);
-        const float mean_number = total_of(tried) / SIZE;
-        for (int part = 0; part < 2; ++part) {
-            const Vector steps = tried[part] - mean_number;
-            parts[part] = steps * group[part];
-            squares[part] = steps * steps;
-        }
-        const float scale = to_bf16(total_of(parts) / std::max(total_of(squares), 1e-9f));
-        const Grid grid{scale, to_bf16(mean - scale * mean_number)};
-        for (int part = 0; part < 2; ++part) {
-            const Vector error = tried[part] * grid.scale + grid.least - group[part];
-            squares[part] = error * error;
-        }
-        const float error = total_of(squares);
-        if (error >= least_error) continue;
-        least_error = error, best = grid;
-        numbers[0] = tried[0], numbers[1] = tried[1];
+// A group's units of LANES outputs: the pair, then the numbers. weights: [inputs], an output in each lane.
+template <int BITS>
+inline void pack_group(const Vector (&weights)[Grouping<BITS>::SIZE], uint32_t* to) {
+    constexpr int WORDS = GROUP_WORDS<BITS>, PER_WORD = PER_UNIT<int8_t>;
+    const Fit<BITS> fit(weights);
+    const Words pair = fit.best().pair();
+    std::memcpy(to, &pair, sizeof(pair));
+    for (int word = 0; word < WORDS; ++word) {
+        Words numbers = {};
+        for (int part = 0; part < 8 / BITS; ++part)
+            for (int byte = 0; byte < PER_WORD; ++byte)
+                numbers |= fit.number((part * WORDS + word) * PER_WORD + byte) << (byte * 8 + part * BITS);
+        std::memcpy(to += PANEL, &numbers, sizeof(numbers));
     }
-    return best;
-}
-
-// A group's words, below its pair: [1 + GROUP_WORDS][PANEL].
-template <int BITS, int PARTS>
-inline void pack_group(const Vector (&group)[PARTS], uint32_t* to) {
-    Vector numbers[PARTS];
-    *to = on_grid(group, numbers).pair();
-    UnsignedBytes bytes[PARTS * BITS / 8];
-    if constexpr (BITS == 8) {
-        for (int part = 0; part < PARTS; ++part) bytes[part] = __builtin_convertvector(numbers[part], UnsignedBytes);
-    } else {
-        bytes[0] = __builtin_convertvector(numbers[0] + numbers[1] * 16.0f, UnsignedBytes);
-    }
-    uint32_t words[GROUP_WORDS<BITS>];
-    static_assert(sizeof(words) == sizeof(bytes));
-    std::memcpy(words, bytes, sizeof(words));
-    for (const uint32_t word : words) *(to += PANEL) = word;
 }
 
 // Rows of `num_inputs`, one for each output, into the panels of quantised.h.
 template <int BITS, typename T>
 void pack_quantised(Team& team, const T* rows, int64_t num_outputs, int64_t num_inputs, uint32_t* panels) {
-    constexpr int64_t SIZE = Grouping<BITS>::SIZE, PARTS = SIZE / LANES;
+    constexpr int64_t SIZE = Grouping<BITS>::SIZE, UNITS = 1 + GROUP_WORDS<BITS>;
     team.run([&] {
         team.share((num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-            const int64_t height = std::min<int64_t>(PANEL, num_outputs - panel * PANEL);
             uint32_t* to = panels + panel * PANEL * panel_units<BITS>(num_inputs);
-            for (int64_t first = 0; first < num_inputs; first += SIZE) {
-                std::memset(to, 0, (1 + GROUP_WORDS<BITS>) * PANEL * sizeof(uint32_t));
-                for (int64_t row = 0; row < height; ++row) {
-                    const T* from = rows + (panel * PANEL + row) * num_inputs;
-                    Vector group[PARTS];
-                    for (int64_t part = 0; part < PARTS; ++part) {
-                        const int64_t at = first + part * LANES;
-                        group[part] = at < num_inputs ? load_some(from + at, num_inputs - at) : Vector{};
+            for (int64_t first = 0; first < num_inputs; first += SIZE, to += UNITS * PANEL) {
+                for (int64_t half = 0; half < PANEL; half += LANES) {
+                    float tile[SIZE][LANES] = {};
+                    const int64_t output = panel * PANEL + half;
+                    for (int64_t lane = 0; lane < std::min<int64_t>(LANES, num_outputs - output); ++lane) {
+                        const T* from = rows + (output + lane) * num_inputs;
+                        for (int64_t at = 0; at < SIZE && first + at < num_inputs; at += LANES) {
+                            const Vector x = load_some(from + first + at, num_inputs - first - at);
+                            for (int64_t part = 0; part < LANES; ++part) tile[at + part][lane] = x[part];
+                        }
                     }
+                    Vector group[SIZE];
+                    std::memcpy(group, tile, sizeof(group));
                     if constexpr (Grouping<BITS>::IS_ROTATED) {
-                        rotate(group);
-                        for (Vector& part : group) part *= 0.125f;  // by the root of the size
+                        rotate_lanes(group);
+                        for (Vector& x : group) x *= 0.125f;  // by the root of the size
                     }
-                    pack_group<BITS>(group, to + row);
+                    pack_group<BITS>(group, to + half);
                 }
-                to += (1 + GROUP_WORDS<BITS>) * PANEL;
             }
         });
     });

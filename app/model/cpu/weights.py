@@ -14,6 +14,7 @@ import torch
 
 from app.model.attention import AttentionRules
 from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, log_use_of_amx
+from app.model.positions import ROTARY_BY_LENGTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ _Pack = Callable[..., torch.Tensor]  # `_packed` with a team and bits
 # mixture of such MLPs.
 _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
 ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-_ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
@@ -103,7 +103,7 @@ class NativeWeights:
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines by which heads are turned, each [1, num_tokens, head_dim]. positions: [1, num_tokens]."""
+        """Cosines and sines by which heads are turned, each [num_positions, head_dim]. positions: [num_positions]."""
         angles = positions[..., None].float() * self.rotary_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         scaling = self.settings.rotary_scaling
@@ -117,8 +117,9 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     config = model.config
     if config.hidden_act != "silu":
         return f"its MLP is activated by {config.hidden_act}, not silu"
-    if model.model.rotary_emb.rope_type in _ROTARY_BY_LENGTH:
-        return f"its {model.model.rotary_emb.rope_type} rotary positions follow the longest sequence of a step"
+    kind = config.rope_parameters["rope_type"]
+    if kind in ROTARY_BY_LENGTH:
+        return f"its {kind} rotary positions follow the longest sequence there may be"
     sizes = (config.hidden_size, config.intermediate_size, _head_dim(model), _experts(model).intermediate_size)
     odd = [n for n in sizes if n % LANES]
     if odd:
