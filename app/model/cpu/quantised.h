@@ -179,6 +179,7 @@ inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][
                     for (int at = 0; at < DOT_WIDTH; ++at) {
                         IntegersPart& sum = own[HAS_HALVES ? part : 0][row][at];
                         sum = dot(sum, weights[part][at], input);
+                        if constexpr (DOT == Dot::SHORTS) keep_in_register(sum);
                     }
                 }
         }

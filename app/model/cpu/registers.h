@@ -169,6 +169,16 @@ inline IntegersPart widened(IntegersPart sums, [[maybe_unused]] int16_t factor) 
 #endif
 }
 
+// Between two operations on a sum: without it GCC unrolls loops over many sums further, and keeps them in memory.
+template <typename V>
+inline void keep_in_register([[maybe_unused]] V& sum) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(sum));
+#elif defined(__AVX__)
+    __asm__("" : "+x"(sum));
+#endif
+}
+
 // Rows and registers of columns whose sums stay in registers.
 constexpr int DOT_WIDTH = DOT == Dot::BYTES && PARTS == 1 ? 2 : 1;
 constexpr int DOT_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : DOT_WIDTH == 2 ? 8 : 12;
