@@ -35,8 +35,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     adjustments: LogitAdjustments | None = None  # as of this step; only where there are penalties or biases
     matcher: Matcher | None = None  # says which tokens may be drawn; None: all
-    # The draw depends on the token before it, which the step before still draws (`SamplingParams.looks_back`): penalties,
-    # bans and the matcher are not up to date. See `Scheduler.with_history`.
+    # The draw depends on the token before it (`SamplingParams.looks_back`), which is still being drawn: penalties, bans
+    # and matcher are brought up to date by `Scheduler.with_history`.
     lacks_history: bool = False
     # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
     # each, which predicts it, is computed in this step.
