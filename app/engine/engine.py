@@ -200,8 +200,6 @@ class Engine:
 
     def _fail_unmatched(self, batch: Batch) -> None:
         """End the requests for which the matcher could not say which tokens may be drawn in this step."""
-        if not batch.matchers:
-            return
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
             self._recorder.failed(FailureKind.MATCHERS, failed)
