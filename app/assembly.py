@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 from zlib import crc32
 
@@ -19,9 +20,9 @@ from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
-from app.engine.batch_builder import MAX_SCORED_TOKENS
 from app.engine.block_pool import BlockPool
 from app.engine.engine import Engine, LaunchingRunner, ModelRunner
+from app.engine.largest_batch import largest_batch
 from app.engine.matcher import Matchers
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import ModelFacts
@@ -30,8 +31,12 @@ from app.engine.trace.entries import Header
 from app.engine.trace.recorder import Recorder, StepRecorder
 from app.engine.trace.redaction import Redactor
 from app.engine.trace.step_log import LogFiles, StepLog
-from app.errors import InvalidSetup, described
+from app.errors import InvalidSetup, UnsupportedModel, described
 from app.versions import commit, versions
+
+if TYPE_CHECKING:
+    from app.model.loader import LoadedModel
+    from app.model.memory import MemoryNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +49,17 @@ _NUM_LOG_FILES = 16
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
-def build_engine(config: EngineConfig) -> AsyncEngine:
+def build_engine(config: EngineConfig, *, gpu_share: float = 1.0) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
+
+    gpu_share: the part of the GPU that is this engine's; others on the same card have the rest.
 
     Raises:
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
     limits = config.scheduler
-    engine = build_sync_engine(config)
+    engine = build_sync_engine(config, gpu_share=gpu_share)
     return AsyncEngine(
         engine,
         max_requests=limits.max_requests,
@@ -106,31 +113,35 @@ def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
     )
 
 
-def build_sync_engine(config: EngineConfig) -> Engine:
+def build_sync_engine(config: EngineConfig, *, gpu_share: float = 1.0) -> Engine:
     """The same engine without its thread, for callers that run each step themselves."""
-    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config)
+    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, gpu_share)
 
 
-def _build_torch(config: EngineConfig) -> Engine:
+def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
     import torch
 
     from app.model.backends import build_runner
     from app.model.kv_cache import num_blocks_that_fit
-    from app.model.loader import load_model, run_full_step
+    from app.model.loader import load_model
+    from app.model.memory import refusing_to_run_short
 
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
-    model = load_model(
-        config.model,
-        resolve_model_path(config.model.path),
-        block_size=config.cache.block_size,
-        checks=cache_folder(),
+    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+        model = load_model(
+            config.model,
+            resolve_model_path(config.model.path),
+            block_size=config.cache.block_size,
+            checks=cache_folder(),
+        )
+    is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
+    num_blocks = num_blocks_that_fit(
+        config.cache,
+        model.layers,
+        dtype=model.dtype,
+        gpu_bytes=_gpu_bytes_for_kv(config, model, gpu_share) if is_measured else None,
     )
-    if model.device.type == "cuda" and config.cache.num_blocks is None:
-        limits = config.scheduler
-        num_rows = limits.max_running + MAX_SCORED_TOKENS
-        run_full_step(model, num_tokens=limits.max_step_tokens, num_rows=num_rows)
-    num_blocks = num_blocks_that_fit(config.cache, model.layers, dtype=model.dtype, device=model.device)
     logger.info(
         "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
@@ -146,6 +157,64 @@ def _build_torch(config: EngineConfig) -> Engine:
         facts=model.facts,
         # On a GPU the KV memory was sized by what such a step leaves of it.
         largest_step=config.scheduler if model.device.type == "cuda" else None,
+    )
+
+
+def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
+    """What weights, the largest step and everything else leave of the engine's share of its GPU."""
+    from app.model.kv_cache import block_bytes
+    from app.model.largest_step import needs_of
+    from app.model.memory import GIB, gpu_memory, refusing_to_run_short
+
+    limits, block_size = config.scheduler, config.cache.block_size
+    fix = (
+        f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
+    )
+    with refusing_to_run_short("the weights and a step of the largest size", fix):
+        needs = needs_of(config, model, largest_batch(limits, model.facts, block_size=block_size))
+    gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
+    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
+    left = gpu.left_for_kv(needs)
+    logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
+                gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
+    return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """What a replica would take of a GPU's memory, in bytes, and what its KV memory consists of."""
+
+    needs: MemoryNeeds
+    block_bytes: int
+    block_size: int
+    context: int  # tokens of the longest sequence
+
+
+def planned_memory(config: EngineConfig) -> PlannedMemory:
+    """The same sizes as those of a replica at its start, from the model's config.json alone. Needs no GPU.
+
+    Raises:
+        InvalidSetup: there is no such model, or nothing says how long its context is.
+        UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
+    """
+    import torch
+
+    from app.model.kv_cache import block_bytes
+    from app.model.largest_step import needs_of
+    from app.model.loader import model_of_config
+
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype)
+    block_size = config.cache.block_size
+    try:
+        needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))
+    except RuntimeError as error:  # of an operator that the meta device does not have
+        raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
+    return PlannedMemory(
+        needs=needs,
+        block_bytes=block_bytes(config.cache, model.layers, dtype=dtype),
+        block_size=block_size,
+        context=model.facts.max_model_len,
     )
 
 

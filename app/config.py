@@ -354,6 +354,11 @@ class ReplicasConfig(Settings):
         return self
 
     @property
+    def gpu_share(self) -> float:
+        """The part of a GPU's memory that is one replica's: two with `num_gpus: 0.5` have half a card each."""
+        return min(1.0, self.num_gpus or 1.0)
+
+    @property
     def max_replicas(self) -> int:
         """As many as there can ever be."""
         return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas

@@ -8,8 +8,7 @@ import torch
 
 from app.config import CacheConfig
 from app.errors import InvalidSetup
-
-GIB = 1024**3
+from app.model.memory import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,36 +65,30 @@ class KVCache:
         return keys.flatten(start, start + 1), values.flatten(start, start + 1)
 
 
+def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
+    """What one block takes in all layers together. dtype: of the model."""
+    stored = torch.int8 if config.dtype == "int8" else dtype
+    return config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
+
+
 def num_blocks_that_fit(
-    config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, device: torch.device
+    config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype, gpu_bytes: int | None = None
 ) -> int:
     """The pool's size: as configured, or what the memory settings leave room for. dtype: of the model.
 
-    On CUDA call it after a step of full size has run, so that the allocator's peak is known.
+    gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
 
     Raises:
         InvalidSetup: not even one block fits.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    dtype = torch.int8 if config.dtype == "int8" else dtype
-    block_bytes = config.block_size * sum(layer.bytes_per_token(dtype) for layer in layers.values())
-    if device.type == "cuda":
-        setting, memory_bytes = f"gpu_memory_fraction={config.gpu_memory_fraction}", _cuda_bytes_left(config, device)
-    else:
-        setting, memory_bytes = f"memory_gib={config.memory_gib}", int(config.memory_gib * GIB)
-    num_blocks = memory_bytes // block_bytes
+    memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
+    of_block = block_bytes(config, layers, dtype=dtype)
+    num_blocks = memory_bytes // of_block
     if num_blocks < 1:
         raise InvalidSetup(
-            f"cache.{setting} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of {config.block_size} "
-            f"tokens needs {block_bytes / GIB:.6f} GiB. Raise it, or serve a smaller model"
+            f"cache.memory_gib={config.memory_gib} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of "
+            f"{config.block_size} tokens needs {of_block / GIB:.6f} GiB. Raise it, or serve a smaller model"
         )
     return num_blocks
-
-
-def _cuda_bytes_left(config: CacheConfig, device: torch.device) -> int:
-    """What the configured share of the GPU leaves after weights and the largest step seen so far."""
-    free, total = torch.cuda.mem_get_info(device)
-    used_by_others = total - free - torch.cuda.memory_reserved(device)
-    peak_of_ours = torch.cuda.max_memory_allocated(device)
-    return max(0, int(total * config.gpu_memory_fraction) - used_by_others - peak_of_ours)

@@ -218,20 +218,44 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
 
 
 @torch.inference_mode()
-def run_full_step(model: LoadedModel, *, num_tokens: int, num_rows: int) -> None:
-    """Compute a step of the largest size, so that the allocator's peak is known before KV memory is sized.
+def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -> LoadedModel:
+    """A model on the meta device, from its config.json alone: it has sizes and no weights.
 
-    `num_rows`: of logits.
+    Raises:
+        InvalidSetup: there is no such model, or nothing says how long its context is.
+        UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
-    assert model.module is not None, "native code has no such step"
-    num_tokens = min(num_tokens, model.facts.max_model_len)
-    token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=model.device)
-    model.module(
-        input_ids=token_ids,
-        position_ids=torch.arange(num_tokens, device=model.device)[None],
-        use_cache=False,
-        logits_to_keep=min(num_rows, num_tokens),
-        paged=ProbeStep(),
+    found = _check_architecture(config, location)
+    if getattr(found, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
+        )
+    limit = getattr(found.get_text_config(), "max_position_embeddings", None)
+    longest = max_model_len(config, limit)
+    module = _without_weights(found, location, dtype)
+    # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
+    tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
+    token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
+    step = ProbeStep()
+    try:
+        output = _run(tried, token_ids, token_ids, step)
+    except (UnknownAttention, TypeError) as error:
+        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {_first_line(error)}") from error
+    except RuntimeError as error:  # an operator whose result has a size that follows from numbers
+        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {_first_line(error)}") from error
+    num_embeddings = module.get_input_embeddings().weight.shape[0]
+    return LoadedModel(
+        module=module,
+        native=None,
+        facts=ModelFacts(
+            max_model_len=longest,
+            vocab_size=min(output.logits.shape[-1], num_embeddings),
+            eos_token_ids=eos_token_ids(module),
+            embedding_size=None if module.base_model is module else output.first_layer.shape[-1],
+        ),
+        layers=step.layers,
+        dtype=dtype,
+        device=torch.device("meta"),
     )
 
 

@@ -87,6 +87,14 @@ class GpuMemory:
         )
 
 
+def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMemory:
+    """The memory of a CUDA device as it is now. What torch keeps without using it is given back first."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    return GpuMemory(total=total, fraction=fraction, share=share, used_by_others=used_by_others)
+
+
 def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
     """Memory of captured decode steps.
 

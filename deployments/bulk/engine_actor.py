@@ -21,14 +21,15 @@ class EngineActor:
     What has been given to it and has not come back is lost when it dies; its caller knows what that is.
     """
 
-    def __init__(self, config: EngineConfig, threads: AskedThreads) -> None:
-        """`threads`: of all engines that run beside it, itself included."""
+    def __init__(self, config: EngineConfig, threads: AskedThreads, gpu_share: float = 1.0) -> None:
+        """`threads`: of all engines that run beside it, itself included. `gpu_share`: see `build_engine`."""
+        self._gpu_share = gpu_share
         self._config = with_threads(config, threads)
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
-        engine = build_sync_engine(self._config)
+        engine = build_sync_engine(self._config, gpu_share=self._gpu_share)
         model = self._config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
         self._worker = EngineWorker(engine, tokenizer, build_matchers(self._config, engine.facts))

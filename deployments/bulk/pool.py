@@ -105,7 +105,7 @@ class EnginePool(Executor[PreparedItem]):
             num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD",  # by default Ray fills one machine first
         )  # fmt: skip
-        return remote.remote(self._served.engine, self._threads)
+        return remote.remote(self._served.engine, self._threads, replicas.gpu_share)
 
     async def _load(self, actor: Any) -> None:
         facts = actor.load.remote()

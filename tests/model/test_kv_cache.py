@@ -19,20 +19,21 @@ def test_int8_counts_its_scales() -> None:
     assert layer.bytes_per_token(torch.int8) == 3 * (64 + 64 + 2 * 4)
     one_block = CacheConfig(memory_gib=16 * 30 * 408 * 10 / 2**30, dtype="int8")
     for dtype in (torch.bfloat16, torch.float32):
-        assert num_blocks_that_fit(one_block, dict.fromkeys(range(30), layer), dtype=dtype, device=CPU) == 10
+        assert num_blocks_that_fit(one_block, dict.fromkeys(range(30), layer), dtype=dtype) == 10
 
 
 def test_memory_becomes_blocks() -> None:
     layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
     config = CacheConfig(memory_gib=1, block_size=16)
-    assert num_blocks_that_fit(config, layers, dtype=torch.float16, device=CPU) == 128
-    assert num_blocks_that_fit(CacheConfig(num_blocks=7), layers, dtype=torch.float16, device=CPU) == 7
+    assert num_blocks_that_fit(config, layers, dtype=torch.float16) == 128
+    assert num_blocks_that_fit(config, layers, dtype=torch.float16, gpu_bytes=2**31) == 256
+    assert num_blocks_that_fit(CacheConfig(num_blocks=7), layers, dtype=torch.float16) == 7
 
 
 def test_memory_for_less_than_a_block_is_refused_with_the_numbers() -> None:
     layers = dict.fromkeys(range(32), LayerShape(num_kv_heads=32, key_dim=128, value_dim=128))
     with pytest.raises(InvalidSetup, match=r"memory_gib=0.001 leaves 0.001 GiB .* one block of 16 tokens needs 0.0078"):
-        num_blocks_that_fit(CacheConfig(memory_gib=0.001), layers, dtype=torch.float16, device=CPU)
+        num_blocks_that_fit(CacheConfig(memory_gib=0.001), layers, dtype=torch.float16)
 
 
 def test_what_was_written_is_read_in_token_order() -> None:

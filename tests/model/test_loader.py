@@ -18,7 +18,7 @@ from app.model.attention import AttentionRules, AttentionStep, TorchAttention
 from app.model.cpu.checkpoint import Checkpoint
 from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
-from app.model.loader import check_attention, load_model, run_full_step
+from app.model.loader import check_attention, load_model
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 
@@ -211,11 +211,6 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
     else:
         with pytest.raises(UnsupportedModel, match=r"with Poorly, of .*: the first layer's output"):
             check_attention(config, model, attention, max_blocks=8)
-
-
-def test_a_step_of_full_size_runs_before_memory_is_sized(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    for architecture in ("mistral", "gpt2"):
-        run_full_step(load(tiny_model_path(architecture), backend="attention"), num_tokens=10_000, num_rows=500)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

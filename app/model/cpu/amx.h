@@ -83,7 +83,7 @@ struct Registers {
     Shapes shapes;
     alignas(64) uint32_t tiles[8][ROWS][UNITS];
 };
-static thread_local Registers registers;
+inline thread_local Registers registers;
 
 inline void load_shapes(const Shapes& shapes) { registers.shapes = shapes; }
 inline void drop_shapes() { registers.shapes = Shapes(); }
@@ -143,8 +143,8 @@ inline void dot() {
 #endif
 
 // 0 where tiles can be used. NOT_BUILT, or the error number with which the kernel refuses them: it is asked once, before
-// other threads begin. Static: two builds in one process have answers of their own.
-static int refusal() {
+// other threads begin.
+inline int refusal() {
 #if defined(CAROUSEL_AMX) || defined(CAROUSEL_PLAIN_AMX)
     static const int answer = ask_kernel();
     return answer;
@@ -159,7 +159,7 @@ inline bool fits(int64_t num_numbers) {
     return std::is_same_v<T, bf16> && num_numbers % (UNITS * PER_UNIT<bf16>) == 0 && refusal() == 0;
 }
 
-static thread_local Shapes configured{0};  // palette 0: none
+inline thread_local Shapes configured{0};  // palette 0: none
 
 // Sets the shapes of this thread's tiles.
 inline void configure(const Shapes& shapes) {

@@ -108,19 +108,22 @@ class Decoder {
                 keep_rows(step);
                 num_rows = step.num_rows;
             }
-            add_projection(attended_.data(), num_rows,
-                           {layers_[layer].output, query_size_, shape_.hidden_size},
-                           layers_[layer].output_bias);
+            const LayerWeights& own = layers_[layer];
+            add_projection(attended_.data(), num_rows, output(own), own.output_bias,
+                           own.router ? Matrix{} : gate_up(own.mlps[0]));
             watch.spent(&DecoderTimes::linear);
-            feed_forward(layers_[layer], num_rows, watch);
+            feed_forward(own, num_rows, watch,
+                         layer + 1 < shape_.num_layers ? query_key_value(layers_[layer + 1]) : head());
         }
-        normalise(final_norm_, num_rows);
+        normalise(final_norm_, num_rows, 0);
         if (step.hidden) {
             give_hidden(step);
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), num_rows, head(), shape_.weight_bits ? HEAD_BITS : 0,
+        const int64_t head_bits = shape_.weight_bits ? HEAD_BITS : 0;
+        prepare(normed_.data(), num_rows, shape_.hidden_size, head_bits);
+        linear(normed_.data(), num_rows, head(), head_bits, Matrix{},
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    float* to = step.logits + row * shape_.vocab_size + column;
                    const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
@@ -134,6 +137,14 @@ class Decoder {
     }
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+    Matrix query_key_value(const LayerWeights& layer) const {
+        return {layer.query_key_value, shape_.hidden_size, projected_size_};
+    }
+    Matrix output(const LayerWeights& layer) const { return {layer.output, query_size_, shape_.hidden_size}; }
+    Matrix gate_up(const MlpWeights& mlp) const {
+        return {mlp.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size};
+    }
+    Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
 
     void embed(int64_t token, float* to) const {
         if (!embedding_) return read_column<HEAD_BITS>(head(), token, to);
@@ -149,10 +160,10 @@ class Decoder {
     void attention(const DecoderStep& step, const LayerWeights& layer, Watch& watch) {
         const AttentionShape shape = attention_shape(layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
-        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens);
+        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
-        linear(normed_.data(), step.num_tokens, {layer.query_key_value, shape_.hidden_size, projected_size_},
-               shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
+        linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
                    put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
                    put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
                });
@@ -223,23 +234,24 @@ class Decoder {
         });
     }
 
-    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch) {
-        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows);
+    // next: the matrix that is read afterwards.
+    void feed_forward(const LayerWeights& layer, int64_t num_rows, Watch& watch, const Matrix& next) {
+        // Rows of experts are rounded in the order of the experts.
+        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows, layer.router ? 0 : shape_.weight_bits);
         watch.spent(&DecoderTimes::rest);
         if (layer.router)
             mix_experts(layer, num_rows);
         else
-            run_mlp(layer.mlps[0], num_rows);
+            run_mlp(layer.mlps[0], num_rows, next);
         watch.spent(&DecoderTimes::linear);
     }
 
-    void run_mlp(const MlpWeights& mlp, int64_t num_rows) {
-        const int64_t size = shape_.intermediate_size;
-        linear(normed_.data(), num_rows, {mlp.gate_up, shape_.hidden_size, 2 * size}, shape_.weight_bits,
+    void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next) {
+        linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                   store(activated(gate, up), activated_.data() + row * size + column / 2);
+                   store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
                });
-        add_projection(activated_.data(), num_rows, {mlp.down, size, shape_.hidden_size}, nullptr);
+        add_projection(activated_.data(), num_rows, down(mlp), nullptr, next);
     }
 
     Vector activated(Vector gate, Vector up) const {
@@ -305,21 +317,37 @@ class Decoder {
         });
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. bits: of the weights; 0: not quantised.
+    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. The inputs are prepared already.
+    // bits: of the weights; 0: not quantised. next: the matrix that is read afterwards.
     template <typename Finish>
-    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, Finish&& finish) {
-        prepare(inputs, num_rows, matrix.num_inputs, bits);
+    void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
+                Finish&& finish) {
+        fetch_in_pauses(next, num_rows);
         multiply_prepared(team_, inputs, 0, num_rows, matrix, bits, finish);
+    }
+
+    // With few rows the time of a step is that of reading the weights, so a thread that waits for others goes on reading:
+    // what it multiplies first of the next matrix comes into its cache.
+    void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
+        constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
+        const bool is_head = next.panels == head_;
+        const int64_t bits = shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits;
+        const int64_t units = bits == 8   ? panel_units<8>(next.num_inputs)
+                              : bits == 4 ? panel_units<4>(next.num_inputs)
+                                          : next.num_inputs / PER_UNIT<T>;
+        const Team::Part part = team_.own_run((next.num_columns + PANEL - 1) / PANEL);
+        const int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
+        team_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
     }
 
     // Rounds the inputs of a quantised matrix.
     void prepare(const T* inputs, int64_t num_rows, int64_t size, int64_t bits) {
         if (bits == 0) return;
-        const QuantisedRows rows = quantised_rows();
-        team_.share(num_rows, [&](int64_t row) {
-            bits == 8 ? quantise<8>(inputs + row * size, size, rows, row)
-                      : quantise<4>(inputs + row * size, size, rows, row);
-        });
+        team_.share(num_rows, [&](int64_t row) { prepare_row(inputs, row, size, bits); });
+    }
+    void prepare_row(const T* inputs, int64_t row, int64_t size, int64_t bits) {
+        if (bits == 8) quantise<8>(inputs + row * size, size, quantised_rows(), row);
+        if (bits == 4) quantise<4>(inputs + row * size, size, quantised_rows(), row);
     }
 
     // The rows from `first` on of what was prepared.
@@ -338,11 +366,13 @@ class Decoder {
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
     // residual += inputs × matrix
-    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias) {
-        linear(inputs, num_rows, matrix, shape_.weight_bits, [&](int64_t row, int64_t column, Vector left, Vector right) {
-            add(left, bias, residual(row), column);
-            add(right, bias, residual(row), column + LANES);
-        });
+    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next) {
+        prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
+        linear(inputs, num_rows, matrix, shape_.weight_bits, next,
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   add(left, bias, residual(row), column);
+                   add(right, bias, residual(row), column + LANES);
+               });
     }
 
     void add(Vector sums, const float* bias, float* row, int64_t column) const {
@@ -357,10 +387,11 @@ class Decoder {
         store(round_to(sums, T{}), row + column);
     }
 
-    // residual → normed
-    void normalise(const T* weight, int64_t num_rows) {
+    // residual → normed, prepared for a matrix of so many bits.
+    void normalise(const T* weight, int64_t num_rows, int64_t bits) {
         team_.share(num_rows, [&](int64_t row) {
             normalise_row(residual(row), weight, shape_.hidden_size, normed_.data() + row * shape_.hidden_size);
+            prepare_row(normed_.data(), row, shape_.hidden_size, bits);
         });
     }
 

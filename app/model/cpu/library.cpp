@@ -1,10 +1,8 @@
 // The functions that Python calls through ctypes, which releases the interpreter lock. No torch here: plain pointers,
-// so that it compiles in seconds.
+// so that it compiles in seconds. Those that exist for each type of numbers stand in typed.cpp.
 
 #include <algorithm>
 
-#include "attention.h"
-#include "decoder.h"
 #include "logprobs.h"
 #include "pack.h"
 #include "sampling.h"
@@ -19,35 +17,9 @@ constexpr int64_t WORTH_SHARING = 1 << 17;  // numbers: fewer are read before th
 // The row with index `at` of a call; without a list, the rows are all in order.
 int64_t row_of(const int64_t* rows, int64_t at) { return rows ? rows[at] : at; }
 
-struct Strides {  // in elements; the innermost stride is 1
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
-};
-
-// Writes the new tokens' keys and values, then attends.
-template <typename T>
-void attention_step(Team& team, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
-                    const T* value, const int64_t* slots, int64_t num_tokens, const Pages<T>& pages,
-                    const Segment* segments, int64_t num_segments, const int32_t* tables, T* output) {
-    const Heads<const T> queries{query, strides.query_token, strides.query_head};
-    const Heads<const T> keys{key, strides.key_token, strides.key_head};
-    const Heads<const T> values{value, strides.value_token, strides.value_head};
-    const Heads<T> outputs{output, shape.num_heads * shape.value_dim, shape.value_dim};
-    Groups groups;
-    groups.find(segments, num_segments, tables, shape, rows_together<T>(shape).most, team.size());
-    team.run([&] {
-        team.share(num_tokens, [&](int64_t token) {
-            for (int64_t head = 0; head < shape.num_kv_heads; ++head)
-                pages.write(slots[token], head, keys.at(token, head), values.at(token, head));
-        });
-        team.share(groups.size() * shape.num_kv_heads, [&](int64_t task) {
-            const Group& group = groups[task / shape.num_kv_heads];
-            attend<T>(shape, pages, groups, group, tables, task % shape.num_kv_heads, queries, outputs);
-        });
-    });
-}
-
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void* carousel_team_new(int32_t size) { return new Team(size); }
@@ -133,37 +105,5 @@ void carousel_adjust(void* team, const float* logits, int64_t vocab_size, const 
     });
 }
 
-#define EXPORT(NAME, T)                                                                                               \
-    void carousel_attention_step_##NAME(void* team, const AttentionShape* shape, const Strides* strides,              \
-                                        const void* query, const void* key, const void* value, const int64_t* slots,  \
-                                        int64_t num_tokens, void* keys, void* values, float* scales,                  \
-                                        const Segment* segments, int64_t num_segments, const int32_t* tables,         \
-                                        void* output) {                                                               \
-        attention_step<T>(*static_cast<Team*>(team), *shape, *strides, static_cast<const T*>(query),                  \
-                          static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,                \
-                          Pages<T>(*shape, keys, values, scales), segments, num_segments, tables,                     \
-                          static_cast<T*>(output));                                                                   \
-    }                                                                                                                 \
-    void* carousel_decoder_new_##NAME(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,   \
-                                      const void* final_norm, const uint32_t* head, void* team) {                     \
-        return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<Team*>(team));                \
-    }                                                                                                                 \
-    void carousel_decoder_run_##NAME(void* decoder, const DecoderStep* step) {                                        \
-        static_cast<Decoder<T>*>(decoder)->run(*step);                                                                \
-    }                                                                                                                 \
-    void carousel_decoder_times_##NAME(void* decoder, DecoderTimes* times) {                                          \
-        *times = static_cast<Decoder<T>*>(decoder)->times();                                                          \
-    }                                                                                                                 \
-    void carousel_decoder_delete_##NAME(void* decoder) { delete static_cast<Decoder<T>*>(decoder); }                  \
-    void carousel_pack_in_8_bits_##NAME(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,        \
-                                        uint32_t* panels) {                                                           \
-        pack_quantised<8>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);   \
-    }                                                                                                                 \
-    void carousel_pack_in_4_bits_##NAME(void* team, const void* rows, int64_t num_outputs, int64_t num_inputs,        \
-                                        uint32_t* panels) {                                                           \
-        pack_quantised<4>(*static_cast<Team*>(team), static_cast<const T*>(rows), num_outputs, num_inputs, panels);   \
-    }
-
-EXPORT(f32, float)
-EXPORT(bf16, bf16)
 }
+#pragma GCC visibility pop

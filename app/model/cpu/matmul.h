@@ -23,10 +23,12 @@ struct Matrix {
     int64_t num_columns;  // outputs
 };
 
-template <typename T, int ROWS, typename Finish>
-inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+// sums: of the two halves of the panel for each row. A function of its own: there are many that call it, and compiling
+// it takes long.
+template <typename T, int ROWS>
+[[gnu::noinline]] void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel,
+                                     Vector (*sums)[2]) {
     constexpr int WIDTH = TILE_WIDTH;
-    Vector sums[2 / WIDTH][ROWS][WIDTH] = {};
 #pragma GCC unroll 2
     for (int pass = 0; pass < 2 / WIDTH; ++pass) {
         const uint32_t *places[WIDTH], *ahead[WIDTH];
@@ -34,18 +36,20 @@ inline void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint3
             places[at] = panel + (pass * WIDTH + at) * LANES;
             ahead[at] = places[at] + AHEAD * PANEL;
         }
-        add_products<T, ROWS, WIDTH>(sums[pass], places, ahead, PANEL, inputs, num_units, num_units);
-    }
+        Vector own[ROWS][WIDTH] = {};
+        add_products<T, ROWS, WIDTH>(own, places, ahead, PANEL, inputs, num_units, num_units);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) finish(row, sums[0][row][0], sums[2 / WIDTH - 1][row][WIDTH - 1]);
+        for (int row = 0; row < ROWS; ++row) std::memcpy(sums[row] + pass * WIDTH, own[row], sizeof(own[row]));
+    }
 }
 
-template <typename T, typename Finish>
-inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
+template <typename T>
+inline void multiply_rows(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel,
+                          Vector (*sums)[2]) {
     switch (rows) {
 #define CASE(ROWS) \
     case ROWS:     \
-        if constexpr (ROWS <= TILE_ROWS) return multiply_tile<T, ROWS>(inputs, num_units, panel, finish);
+        if constexpr (ROWS <= TILE_ROWS) return multiply_tile<T, ROWS>(inputs, num_units, panel, sums);
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
@@ -99,19 +103,14 @@ inline void sum_in_amx(int rows, const uint32_t* inputs, int64_t stride, int64_t
         sum_in_amx<T, 1>(inputs, stride, num_units, panel, sums);
 }
 
-template <typename Finish>
-void multiply_in_amx(int rows, const uint32_t* inputs, int64_t num_units, const uint32_t* panel, Finish&& finish) {
-    alignas(64) float sums[2 * amx::ROWS * PANEL];
-    configure_products(rows);
-    sum_in_amx<bf16>(rows, inputs, num_units, num_units, panel, sums);
-    for (int row = 0; row < rows; ++row) finish(row, load(sums + row * PANEL), load(sums + row * PANEL + LANES));
-}
-
-// Calls tile(rows, first, column, panel) for every panel, which begins with `column`, and all rows in tiles of at most
-// `max_rows`, which have whole blocks of rows as far as there are. panel_units: of PANEL columns.
-template <typename Sharing, typename Tile>
-void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const Matrix& matrix, int64_t panel_units,
-                 Tile&& tile) {
+// Calls finish(row, column, left, right) for every row and every panel, which begins with `column`. tile(rows, first,
+// panel, sums) computes the sums of at most MAX_ROWS rows from `first` on; tiles have whole blocks of rows as far as there
+// are. panel_units: of PANEL columns.
+//
+// `team` is a Team, or a LoopPart of the columns.
+template <int MAX_ROWS, typename Sharing, typename Tile, typename Finish>
+void share_tiles(Sharing& team, int64_t num_rows, int block, const Matrix& matrix, int64_t panel_units, Tile&& tile,
+                 Finish&& finish) {
     const int64_t num_panels = (matrix.num_columns + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + CHUNK_ROWS - 1) / CHUNK_ROWS, num_blocks = (num_rows + block - 1) / block;
     team.share_runs(num_chunks * num_panels, [&](int64_t task) {
@@ -120,10 +119,12 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
         const int64_t chunk = task / num_panels;
         const int64_t end = std::min(num_rows, num_blocks * (chunk + 1) / num_chunks * block);
         int64_t first = num_blocks * chunk / num_chunks * block;
-        for (int64_t num_tiles = (end - first + max_rows - 1) / max_rows; num_tiles > 0; --num_tiles) {
+        for (int64_t num_tiles = (end - first + MAX_ROWS - 1) / MAX_ROWS; num_tiles > 0; --num_tiles) {
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
-            tile(rows, first, column, panel);
+            Vector sums[MAX_ROWS][2];
+            tile(rows, first, panel, sums);
+            for (int row = 0; row < rows; ++row) finish(first + row, column, sums[row][0], sums[row][1]);
             first += rows;
         }
     });
@@ -131,25 +132,25 @@ void share_tiles(Sharing& team, int64_t num_rows, int max_rows, int block, const
 
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
 // [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs].
-//
-// `team` is a Team, or a LoopPart of the columns.
 template <typename T, typename Sharing, typename Finish>
 void multiply(Sharing& team, const T* inputs, int64_t num_rows, const Matrix& matrix, Finish&& finish) {
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs);
     const int64_t num_units = matrix.num_inputs / PER_UNIT<T>;
-    const auto share = [&](int max_rows, int block, auto&& multiply_tiles) {
-        share_tiles(team, num_rows, max_rows, block, matrix, num_units,
-                    [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                        const auto finish_row = [&](int row, Vector left, Vector right) {
-                            finish(first + row, column, left, right);
-                        };
-                        multiply_tiles(rows, units + first * num_units, num_units, panel, finish_row);
-                    });
-    };
     if (amx::fits<T>(matrix.num_inputs))
-        share(2 * amx::ROWS, amx::ROWS, [](auto&&... given) { multiply_in_amx(given...); });
-    else
-        share(TILE_ROWS, 1, [](auto&&... given) { multiply_rows<T>(given...); });
+        return share_tiles<2 * amx::ROWS>(
+            team, num_rows, amx::ROWS, matrix, num_units,
+            [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+                configure_products(rows);
+                sum_in_amx<bf16>(rows, units + first * num_units, num_units, num_units, panel,
+                                 reinterpret_cast<float*>(sums));
+            },
+            finish);
+    share_tiles<TILE_ROWS>(
+        team, num_rows, 1, matrix, num_units,
+        [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+            multiply_rows<T>(rows, units + first * num_units, num_units, panel, sums);
+        },
+        finish);
 }
 
 }  // namespace carousel

@@ -32,8 +32,6 @@ constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
 
 constexpr int HEAD_BITS = 8;  // of the output layer, whatever the layers have
 
-constexpr int QUANTISED_TILE_ROWS = PARTS == 1 ? 8 : 2;  // 2 × 8 sums of a group stay in registers
-
 template <int BITS>
 constexpr int64_t num_groups(int64_t num_inputs) {
     return (num_inputs + Grouping<BITS>::SIZE - 1) / Grouping<BITS>::SIZE;
@@ -111,8 +109,16 @@ inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int
     }
 }
 
-inline Vector lower_bf16(Words pair) { return (Vector)(pair << 16); }
-inline Vector upper_bf16(Words pair) { return (Vector)(pair & 0xffff0000u); }
+template <typename W>
+inline auto lower_bf16(W pairs) {
+    typedef float Floats __attribute__((vector_size(sizeof(W))));
+    return (Floats)(pairs << 16);
+}
+template <typename W>
+inline auto upper_bf16(W pairs) {
+    typedef float Floats __attribute__((vector_size(sizeof(W))));
+    return (Floats)(pairs & 0xffff0000u);
+}
 
 // The weights of a column, [num_inputs].
 template <int BITS>
@@ -137,12 +143,54 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
 }
 
 // Adds the sums of a group's whole numbers to those of a row. pairs: of scales and least weights.
-inline void add_group(Vector (&totals)[2], Integers left, Integers right, const Words (&pairs)[2], float scale,
-                      float sum) {
-    totals[0] += upper_bf16(pairs[0]) * sum;
-    totals[0] += __builtin_convertvector(left, Vector) * (lower_bf16(pairs[0]) * scale);
-    totals[1] += upper_bf16(pairs[1]) * sum;
-    totals[1] += __builtin_convertvector(right, Vector) * (lower_bf16(pairs[1]) * scale);
+template <typename F, typename I, typename W>
+inline void add_group(F& totals, I sums, W pairs, float scale, float sum) {
+    totals += upper_bf16(pairs) * sum;
+    totals += __builtin_convertvector(sums, F) * (lower_bf16(pairs) * scale);
+}
+
+// The sums of a group's whole numbers for ROWS rows, `stride` units apart, with DOT_WIDTH registers of columns.
+template <int BITS, int ROWS>
+inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][DOT_WIDTH], const uint32_t* units,
+                                                     int64_t stride, const uint32_t* words, int64_t ahead) {
+    constexpr bool HAS_HALVES = BITS == 8 && (DOT == Dot::HALVES || DOT == Dot::SHORTS);  // of a weight, each with sums
+    constexpr int SUMS = HAS_HALVES ? 2 : 1, WEIGHTS = HAS_HALVES || BITS == 4 ? 2 : 1;
+    constexpr int64_t WORDS = GROUP_WORDS<BITS>, TOGETHER = DOT == Dot::SHORTS ? BITS : WORDS;  // 8 units of inputs
+#pragma GCC unroll 1
+    for (int64_t first = 0; first < WORDS; first += TOGETHER) {
+        IntegersPart own[SUMS][ROWS][DOT_WIDTH] = {};
+        for (int64_t word = first; word < first + TOGETHER; ++word) {
+            WordsPart weights[WEIGHTS][DOT_WIDTH];
+#pragma GCC unroll 2
+            for (int at = 0; at < DOT_WIDTH; ++at) {
+                const uint32_t* from = words + word * PANEL + at * PART_LANES;
+                __builtin_prefetch(from + ahead);
+                std::memcpy(&weights[0][at], from, sizeof(weights[0][at]));
+                if constexpr (WEIGHTS == 2) {
+                    weights[1][at] = weights[0][at] >> 4 & 0x0f0f0f0fu;
+                    weights[0][at] &= 0x0f0f0f0fu;
+                }
+            }
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+                for (int part = 0; part < WEIGHTS; ++part) {
+                    const WordsPart input = WordsPart{} + units[row * stride + word + (BITS == 4 ? part * WORDS : 0)];
+#pragma GCC unroll 2
+                    for (int at = 0; at < DOT_WIDTH; ++at) {
+                        IntegersPart& sum = own[HAS_HALVES ? part : 0][row][at];
+                        sum = dot(sum, weights[part][at], input);
+                    }
+                }
+        }
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+            for (int at = 0; at < DOT_WIDTH; ++at) {
+                sums[row][at] += widened(own[0][row][at], 1);
+                if constexpr (HAS_HALVES) sums[row][at] += widened(own[1][row][at], 16);
+            }
+    }
 }
 
 // inputs: of the first row. results: the sums of the two halves of the panel for each row. A function of its own: there
@@ -150,36 +198,26 @@ inline void add_group(Vector (&totals)[2], Integers left, Integers right, const 
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
                                                int64_t ahead, Vector (*results)[2]) {
-    constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
+    constexpr int64_t UNITS = GROUP_UNITS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
-    Vector totals[ROWS][2] = {};
-    for (int64_t group = 0; group < groups; ++group, units += UNITS) {
-        const Words pairs[2] = {load_units(panel), load_units(panel + LANES)};
-        Integers sums[ROWS][2] = {};
-        panel += PANEL;
-        for (int64_t word = 0; word < WORDS; ++word, panel += PANEL) {
-            __builtin_prefetch(panel + ahead);
-            __builtin_prefetch(panel + ahead + LANES);
-            const Words both[2] = {load_units(panel), load_units(panel + LANES)};
+    FloatPart totals[ROWS][2 * PARTS] = {};
+    for (int64_t group = 0; group < groups; ++group, units += UNITS, panel += (1 + GROUP_WORDS<BITS>) * PANEL)
+#pragma GCC unroll 1
+        for (int part = 0; part < 2 * PARTS; part += DOT_WIDTH) {
+            const uint32_t* from = panel + part * PART_LANES;
+            IntegersPart sums[ROWS][DOT_WIDTH] = {};
+            sum_group<BITS, ROWS>(sums, units, groups * UNITS, from + PANEL, ahead);
 #pragma GCC unroll 2
-            for (int part = 0; part < 8 / BITS; ++part) {
-                const auto weights = [&](Words packed) { return BITS == 8 ? packed : packed >> 4 * part & 0x0f0f0f0fu; };
-                const Words left = weights(both[0]), right = weights(both[1]);
+            for (int at = 0; at < DOT_WIDTH; ++at) {
+                WordsPart pairs;
+                std::memcpy(&pairs, from + at * PART_LANES, sizeof(pairs));
 #pragma GCC unroll 16
-                for (int row = 0; row < ROWS; ++row) {
-                    const Words input = broadcast(units[row * groups * UNITS + part * WORDS + word]);
-                    sums[row][0] = multiply_add_bytes(sums[row][0], left, input);
-                    sums[row][1] = multiply_add_bytes(sums[row][1], right, input);
-                }
+                for (int row = 0; row < ROWS; ++row)
+                    add_group(totals[row][part + at], sums[row][at], pairs, inputs.scales[row * groups + group],
+                              inputs.sums[row * groups + group]);
             }
         }
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; ++row)
-            add_group(totals[row], sums[row][0], sums[row][1], pairs, inputs.scales[row * groups + group],
-                      inputs.sums[row * groups + group]);
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) results[row][0] = totals[row][0], results[row][1] = totals[row][1];
+    std::memcpy(results, totals, sizeof(totals));
 }
 
 // The same in the matrix unit.
@@ -212,8 +250,9 @@ template <int BITS>
         for (int row = 0; row < rows; ++row) {
             Integers both[2];
             std::memcpy(both, sums[group % 2] + row * PANEL, sizeof(both));
-            add_group(results[row], both[0], both[1], pairs, inputs.scales[row * groups + group],
-                      inputs.sums[row * groups + group]);
+            for (const int half : {0, 1})
+                add_group(results[row][half], both[half], pairs[half], inputs.scales[row * groups + group],
+                          inputs.sums[row * groups + group]);
         }
     }
 }
@@ -225,31 +264,30 @@ void multiply_quantised(Sharing& team, const QuantisedRows& inputs, int64_t num_
     const int64_t groups = num_groups<BITS>(matrix.num_inputs);
     const int64_t units = panel_units<BITS>(matrix.num_inputs);
     if (amx::refusal() == 0)
-        return share_tiles(team, num_rows, 2 * amx::ROWS, amx::ROWS, matrix, units,
-                           [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                               const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                               Vector sums[2 * amx::ROWS][2];
-                               multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
-                               for (int row = 0; row < rows; ++row)
-                                   finish(first + row, column, sums[row][0], sums[row][1]);
-                           });
-    share_tiles(team, num_rows, QUANTISED_TILE_ROWS, 1, matrix, units,
-                [&](int rows, int64_t first, int64_t column, const uint32_t* panel) {
-                    const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
-                    // Later rows find the panel in the cache; fetching the next one would push it out.
-                    const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
-                    Vector sums[QUANTISED_TILE_ROWS][2];
-                    switch (rows) {
+        return share_tiles<2 * amx::ROWS>(
+            team, num_rows, amx::ROWS, matrix, units,
+            [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+                const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+                multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
+            },
+            finish);
+    share_tiles<DOT_ROWS>(
+        team, num_rows, 1, matrix, units,
+        [&](int rows, int64_t first, const uint32_t* panel, Vector (*sums)[2]) {
+            const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
+            // Later rows find the panel in the cache; fetching the next one would push it out.
+            const int64_t ahead = first == 0 ? AHEAD * PANEL : 0;
+            switch (rows) {
 #define CASE(ROWS)                                                                 \
     case ROWS:                                                                     \
-        if constexpr (ROWS <= QUANTISED_TILE_ROWS)                                 \
+        if constexpr (ROWS <= DOT_ROWS)                                            \
             multiply_quantised_tile<BITS, ROWS>(from, groups, panel, ahead, sums); \
         break;
-                        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
-                    }
-                    for (int row = 0; row < rows; ++row) finish(first + row, column, sums[row][0], sums[row][1]);
-                });
+            }
+        },
+        finish);
 }
 
 }  // namespace carousel

@@ -1,4 +1,4 @@
-// The innermost loop of matrices and of attention: sums that stay in the registers of the CPU that it is built for.
+// The innermost loops of matrices and of attention: sums that stay in the registers of the CPU that it is built for.
 #pragma once
 
 #include <type_traits>
@@ -21,6 +21,7 @@ constexpr int MOST_SUMS = 6;
 constexpr int PARTS = LANES / PART_LANES;
 typedef float FloatPart __attribute__((vector_size(PART_LANES * 4)));
 typedef uint32_t WordsPart __attribute__((vector_size(PART_LANES * 4)));
+typedef int32_t IntegersPart __attribute__((vector_size(PART_LANES * 4)));
 
 #ifdef __AVX512BF16__
 constexpr bool MULTIPLIES_BF16 = true;
@@ -100,5 +101,64 @@ inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&pl
     else
         add_parts<T, ROWS, WIDTH>(sums, places, ahead, stride, rows, row_stride, num_units, mask);
 }
+
+// Four bytes × four bytes, unsigned weights and signed inputs from -127 to 127, summed in 32 bits. All ways are exact, so
+// all give the same bits.
+enum class Dot {
+    BYTES,   // one instruction
+    HALVES,  // one instruction for weights of 4 bits
+    SHORTS,  // two for weights of 4 bits, with sums in 16 bits; eight fit: 8 × 2 × 15 × 127 < 2^15
+    PLAIN,
+};
+#if defined(__AVX512VNNI__) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::BYTES;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
+}
+#elif defined(__AVX512BW__) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::SHORTS;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs));
+}
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::BYTES;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::SHORTS;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs));
+}
+#elif defined(__ARM_FEATURE_MATMUL_INT8) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::BYTES;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, (int8x16_t)inputs);
+}
+#elif defined(__ARM_FEATURE_DOTPROD) && !defined(CAROUSEL_PLAIN_INT8)
+constexpr Dot DOT = Dot::HALVES;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return (IntegersPart)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)inputs);
+}
+#else
+constexpr Dot DOT = Dot::PLAIN;
+inline IntegersPart dot(IntegersPart sums, WordsPart weights, WordsPart inputs) {
+    return multiply_add_bytes(sums, weights, inputs);
+}
+#endif
+
+// Sums of `dot` in 32 bits, times a factor.
+inline IntegersPart widened(IntegersPart sums, [[maybe_unused]] int16_t factor) {
+    if constexpr (DOT != Dot::SHORTS) return sums * factor;
+#if defined(__AVX512BW__)
+    return (IntegersPart)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(factor));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (IntegersPart)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(factor));
+#endif
+}
+
+// Rows and registers of columns whose sums stay in registers.
+constexpr int DOT_WIDTH = DOT == Dot::BYTES && PARTS == 1 ? 2 : 1;
+constexpr int DOT_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : DOT_WIDTH == 2 ? 8 : 12;
 
 }  // namespace carousel

@@ -71,6 +71,10 @@ class Team {
         barrier();
     }
 
+    struct Part {
+        int64_t first, end;
+    };
+
     // The same, with a run of neighbouring indices for each member, so that what it fetches ahead is its own. A member that
     // has done its run takes what is left of the others'.
     template <typename Body>
@@ -78,22 +82,36 @@ class Team {
         const int now = runs_[member_].num_loops++ % 2;
         runs_[member_].next[1 - now].store(0, std::memory_order_relaxed);  // of the next loop; the barrier publishes it
         for (int step = 0; step < size_; ++step) {
-            const int64_t owner = (member_ + step) % size_;
-            const int64_t first = count * owner / size_, end = count * (owner + 1) / size_;
+            const int owner = (member_ + step) % size_;
+            const Part run = run_of(owner, count);
             for (;;) {
-                const int64_t index = first + runs_[owner].next[now].fetch_add(1, std::memory_order_relaxed);
-                if (index >= end) break;
+                const int64_t index = run.first + runs_[owner].next[now].fetch_add(1, std::memory_order_relaxed);
+                if (index >= run.end) break;
                 body(index);
             }
         }
         barrier();
     }
 
+    // The run with which this member begins when it shares so many.
+    Part own_run(int64_t count) const { return run_of(member_, count); }
+
+    // From now on, this member fetches some memory into its cache while it waits for the others.
+    void fetch_in_pauses(const void* from, int64_t num_bytes) {
+        runs_[member_].fetched = static_cast<const char*>(from);
+        runs_[member_].fetch_end = runs_[member_].fetched + num_bytes;
+    }
+
   private:
     struct alignas(64) Run {
         std::atomic<int64_t> next[2] = {};  // of its member's run, for every other loop
-        uint32_t num_loops = 0;
+        uint32_t num_loops = 0;             // the rest is the member's own
+        const char *fetched = nullptr, *fetch_end = nullptr;
     };
+
+    Part run_of(int64_t member, int64_t count) const {
+        return {count * member / size_, count * (member + 1) / size_};
+    }
 
     void barrier() {
         if (size_ == 1) {
@@ -107,7 +125,13 @@ class Team {
             turn_.store(turn + 1, std::memory_order_release);
             return;
         }
-        for (int tries = 0; turn_.load(std::memory_order_acquire) == turn; ++tries) pause(tries);
+        Run& own = runs_[member_];
+        for (int tries = 0; turn_.load(std::memory_order_acquire) == turn;) {
+            if (own.fetched < own.fetch_end)
+                __builtin_prefetch(own.fetched), own.fetched += 64;
+            else
+                pause(tries++);
+        }
     }
 
     void serve() {

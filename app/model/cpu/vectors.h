@@ -9,14 +9,17 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace carousel {
 
 constexpr int LANES = 16;
 
+using f32 = float;
 struct bf16 {
     uint16_t bits;
 };
@@ -26,7 +29,6 @@ typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
 
@@ -96,17 +98,15 @@ inline Words broadcast(uint32_t unit) {
     return Words{} + unit;
 }
 
-// sums + four bytes × four bytes: unsigned weights, signed inputs. Both ways give the same bits: the sums are exact.
-inline Integers multiply_add_bytes(Integers sums, Words weights, Words inputs) {
-#if defined(__AVX512VNNI__) && !defined(CAROUSEL_PLAIN_INT8)
-    return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
-#else
+// sums + four bytes × four bytes: unsigned weights, signed inputs; in vectors of any size.
+template <typename I, typename W>
+inline I multiply_add_bytes(I sums, W weights, W inputs) {
+    typedef int16_t Shorts __attribute__((vector_size(sizeof(W))));
     // A product fits into 16 bits, the sum of two does not.
-    const auto widened = [](Shorts products) { return ((Integers)products << 16 >> 16) + ((Integers)products >> 16); };
+    const auto widened = [](Shorts products) { return ((I)products << 16 >> 16) + ((I)products >> 16); };
     const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)inputs << 8 >> 8);
     const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)inputs >> 8);
     return sums + widened(even) + widened(odd);
-#endif
 }
 
 // Each lane's number goes to the lane DISTANCE away, a power of two.

@@ -70,7 +70,7 @@ class TritonAttention:
         self.split_tokens = split_tokens
         self.max_splits = max_splits
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
-        _kernels()  # so that a failing import fails here
+        self.kernels = _NoKernels() if device.type == "meta" else _kernels()
 
     @staticmethod
     def fits(device: torch.device) -> bool:
@@ -210,7 +210,7 @@ class _Launch:
 
     def write(self, slots: torch.Tensor) -> None:
         key, value = self._key, self._value
-        _kernels().write_kernel[(key.shape[0],)](
+        self._attention.kernels.write_kernel[(key.shape[0],)](
             key, value, slots, self._keys, self._values, *key.stride()[:2], *value.stride()[:2],
             heads_padded=_padded(self.num_kv_heads, 1), **self._shape,
         )  # fmt: skip
@@ -225,12 +225,12 @@ class _Launch:
         highest, total = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
         weighted = torch.empty(*parts, self._value.shape[-1], dtype=torch.float32, device=query.device)
         num_lanes = min(attention.max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
-        _kernels().decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
+        attention.kernels.decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
             query, self._keys, self._values, attention.tables.tensor, segments, highest, total, weighted,
             *query.stride()[:2], num_rows=_padded(self.group, _MIN_DOT), num_warps=4, num_stages=2,
             **(self._attend | splits),
         )  # fmt: skip
-        _kernels().reduce_kernel[(num_segments, self.num_heads)](
+        attention.kernels.reduce_kernel[(num_segments, self.num_heads)](
             highest, total, weighted, segments, self._sinks, self.output, self._window,
             value_dim=self._shape["value_dim"], value_padded=self._shape["value_padded"],
             has_window=self._attend["has_window"], has_sinks=self._has_sinks, **splits,
@@ -238,7 +238,7 @@ class _Launch:
 
     def prefill(self, segments: torch.Tensor) -> None:
         query = self._query
-        _kernels().prefill_kernel[(segments.shape[1], self.num_kv_heads)](
+        self._attention.kernels.prefill_kernel[(segments.shape[1], self.num_kv_heads)](
             query, self._keys, self._values, self._attention.tables.tensor, segments, self._sinks, self.output,
             *query.stride()[:2], num_rows=self._prefill_rows, has_sinks=self._has_sinks, num_warps=4, num_stages=2,
             **self._attend,
@@ -251,6 +251,16 @@ def _kernels() -> Any:
     from app.model.cuda import kernels
 
     return kernels
+
+
+class _NoKernels:
+    """For a model on the meta device, where tensors have sizes and nothing is computed. Needs no Triton."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *arguments, **options: None
 
 
 def _columns(segments: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:

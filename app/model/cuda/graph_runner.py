@@ -193,10 +193,18 @@ class GraphModelRunner:
         logger.info("decode steps of up to %d sequences run from %d CUDA graphs", self._sizes[-1], len(graphs))
 
     def _captured(self, size: int, capture: Capture) -> _Graph:
-        facts = torch.tensor(
-            columns_of([], [], size=size, attention=self._attention), dtype=torch.long, device=self._model.device
-        )
+        facts = self._padding(size)
         return _Graph(facts, capture(lambda: self._static_logits(facts)))
+
+    @torch.inference_mode()
+    def compute_padding(self, size: int) -> torch.Tensor:
+        """Once the work that a graph of this size repeats, for its memory. Returns the logits, [size, vocab_size]."""
+        return self._static_logits(self._padding(size))
+
+    def _padding(self, size: int) -> torch.Tensor:
+        """Inputs of a captured step in which no column is of a sequence: [6, size], rows as in `columns_of`."""
+        columns = columns_of([], [], size=size, attention=self._attention)
+        return torch.tensor(columns, dtype=torch.long, device=self._model.device)
 
     def _static_logits(self, facts: torch.Tensor) -> torch.Tensor:
         """The captured work: from inputs on the device to logits on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,29 @@ def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     """By a compiler that only notes its calls. Every test of native code uses what the real one builds."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
-    compiler.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n')
+    compiler.write_text(f"""#!/bin/sh
+echo "$*" >> {calls}
+while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done
+""")
     compiler.chmod(0o755)
     built = library._built(str(compiler))
-    assert built.exists()
     assert library._built(str(compiler)) == built
-    assert [call == "--version" for call in calls.read_text().splitlines()] == [True, False, True]
+    assert list(built.parent.iterdir()) == [built]
+    first, *units, linked, last = calls.read_text().splitlines()
+    assert first == last == "--version"
+    assert all("-c -o" in call for call in units)
+    assert sorted(call.rsplit("/", 1)[1] for call in units) == ["library.cpp", "typed.cpp", "typed.cpp"]
+    assert linked.count(".o") == 3
+
+
+@pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
+def test_libraries_in_one_process_share_nothing_of_their_own() -> None:
+    """A symbol of the kind that is unique in a process would be one for all builds: which thread has which tiles."""
+    code = library.library()
+    assert code is not None
+    symbols = subprocess.run(["nm", "-D", "--defined-only", code._name], check=True, capture_output=True, text=True)
+    kinds = {name: kind for _, kind, name in map(str.split, symbols.stdout.splitlines())}
+    assert "u" not in kinds.values()
+    assert {name for name in kinds if not name.startswith("_Z")} == {
+        f"carousel_{pattern.format(suffix)}" for pattern in library._FUNCTIONS for suffix in library.DTYPES.values()
+    }

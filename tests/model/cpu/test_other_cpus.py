@@ -80,14 +80,56 @@ def test_a_build_says_in_which_types_it_is_fast(flags: tuple[str, ...], fast: tu
         assert body.split() == ["return", "1;" if suffix in fast else "0;"]
 
 
+PLAIN, V4 = "-DCAROUSEL_PLAIN_INT8", "-march=x86-64-v4"  # AVX-512 without VNNI
+BYTES, HALVES, SHORTS, ANY = 0, 1, 2, 3  # as in `Dot`
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed", "way"),
+    [
+        (("-march=native",), set(), None),
+        (("-march=native", PLAIN), set(), ANY),
+        (AVX2, {"avx2", "fma"}, SHORTS),
+        ((V4,), {"avx512bw", "avx512vl"}, SHORTS),
+        (("-march=x86-64-v3", "-mavxvnni"), {"avx_vnni"}, BYTES),
+    ],
+    ids=["native", "plain", "avx2", "avx512", "avx-vnni"],
+)
+def test_sums_of_products_of_bytes_are_exact(
+    flags: tuple[str, ...], needed: set[str], way: int | None, tmp_path: Path
+) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("needs g++ on x86")
+    program = byte_products(compiler, *flags, to=tmp_path)
+    if not needed <= set(native._cpu().split()):
+        pytest.skip(f"compiled, but this CPU has no {', '.join(needed)}")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert done.returncode in (range(4) if way is None else (way,)), done.stdout
+
+
+@pytest.mark.parametrize(("march", "way"), [("armv8-a", ANY), ("armv8.2-a+dotprod", HALVES), ("armv8.6-a+i8mm", BYTES)])
+def test_sums_of_products_of_bytes_are_exact_on_arm(march: str, way: int, tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("there is no aarch64-linux-gnu-g++ or no qemu-aarch64")
+    program = byte_products(compiler, f"-march={march}", "-static", to=tmp_path)
+    done = subprocess.run([emulator, "-cpu", "max", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == way, done.stdout
+
+
+def byte_products(compiler: str, *flags: str, to: Path) -> Path:
+    source, program = Path(__file__).with_name("byte_products.cpp"), to / "products"
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", *flags, "-pthread", f"-I{native._SOURCES}", str(source), "-o", str(program)],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    return program
+
+
 def test_it_compiles_for_arm(tmp_path: Path) -> None:
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:
         pytest.skip("there is no aarch64-linux-gnu-g++")
-    target = tmp_path / "native.so"
     flags = [flag for flag in native._FLAGS if not flag.startswith(("-m", "-O"))]  # optimised it takes a minute
-    subprocess.run(
-        [compiler, *flags, "-O0", "-o", str(target), str(native._SOURCES / "library.cpp")],
-        check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert target.stat().st_size > 0
+    assert native._build(compiler, [*flags, "-O0"], tmp_path / "native.so").stat().st_size > 0

@@ -1,0 +1,107 @@
+"""What a model needs of a GPU's memory beside its KV: found by computing the largest step once.
+
+On a GPU its memory is that of torch's allocator. On any other device it is counted operator by operator, also on the
+meta device, where it is a prediction from the model's configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.batch import Batch
+from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.attention import TorchAttention
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.graph_runner import GraphModelRunner, graph_sizes
+from app.model.forward import TransformersForward
+from app.model.kv_cache import KVCache
+from app.model.loader import LoadedModel
+from app.model.memory import MemoryNeeds, graph_bytes, workspace_bytes
+from app.model.runner import TorchModelRunner
+
+# cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
+# thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
+_NUM_WORKSPACES = 3
+_KERNELS_OF_ATTENTION = 3  # of ours in a layer of a decode step; they are no operators of torch
+
+
+def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> MemoryNeeds:
+    """Measured on a GPU; elsewhere counted. largest: the batch that takes most.
+
+    The KV memory is a single block here: sizes of steps do not depend on what it holds.
+    """
+    assert model.module is not None, "native code is for CPUs"
+    is_cuda = model.device.type == "cuda"
+    weights = num_bytes_of([*model.module.parameters(), *model.module.buffers()])
+    if is_cuda and not TritonAttention.fits(model.device):
+        return MemoryNeeds(
+            weights=weights,
+            step=_peak_of(lambda: _without_triton(config, model).run(largest), model.device),
+            graphs=0,
+            workspaces=workspace_bytes(num_streams=1, sorted_numbers=0),
+        )
+    runner = with_one_block(config, model)
+    step = _peak_of(lambda: runner.launch(largest), model.device)
+    logits = len(largest.sampled) * model.facts.vocab_size
+    return MemoryNeeds(
+        weights=weights,
+        step=step,
+        graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
+        workspaces=workspace_bytes(
+            num_streams=_NUM_WORKSPACES - is_cuda,
+            sorted_numbers=0 if is_cuda else logits,  # on a GPU it is inside of the step that was computed
+        ),
+    )
+
+
+def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
+    sizes = graph_sizes(config.scheduler.max_running)
+    runner = with_one_block(config, model)
+    step = _peak_of(lambda: runner.compute_padding(sizes[-1]), model.device)
+    with AllocatedBytes(model.device) as counted:
+        runner.compute_padding(1)
+    num_kernels = counted.num_kernels + _KERNELS_OF_ATTENTION * len(model.layers)
+    return graph_bytes(step=step, num_kernels=num_kernels, num_graphs=len(sizes))
+
+
+def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that some work had allocated at once, what it leaves behind included."""
+    if device.type != "cuda":
+        counted = AllocatedBytes(device)
+        with torch.inference_mode(), counted:
+            compute()
+        return counted.peak
+    before: int = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    compute()
+    torch.cuda.synchronize(device)
+    peak: int = torch.cuda.max_memory_allocated(device)
+    return peak - before
+
+
+def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
+    """A runner with KV memory of a single block, in which all sequences may be at once."""
+    block_size, max_rows = config.cache.block_size, config.scheduler.max_running
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=1,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_blocks=-(-model.facts.max_model_len // block_size),
+        dtype=model.dtype,
+        device=model.device,
+        # On the meta device no kernel runs; those that keep the order of sums take no other memory.
+        batch_invariant=config.model.batch_invariant and model.device.type != "meta",
+    )
+    return GraphModelRunner(model, attention, max_rows=max_rows, capture=None)
+
+
+def _without_triton(config: EngineConfig, model: LoadedModel) -> TorchModelRunner:
+    assert model.module is not None, "native code is for CPUs"
+    cache = KVCache(
+        model.layers, num_blocks=1, block_size=config.cache.block_size, dtype=model.dtype, device=model.device
+    )
+    return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)

@@ -1,0 +1,1 @@
+"""Plans made before anything is started: `python -m deployments.plan`."""

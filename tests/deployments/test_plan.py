@@ -1,0 +1,73 @@
+"""`python -m deployments.plan memory`: from a config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deployments.plan.__main__ import main
+
+# Qwen3-8B without its layers but two, so that a walk through a step takes a moment.
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}  # fmt: skip
+NUM_PARAMETERS = 2 * 151936 * 4096 + 2 * (4096 * (4096 * 2 + 1024 * 2 + 12288 * 3) + 2 * 4096 + 2 * 128) + 4096
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def plan(model: Path, *options: str) -> int:
+    return main(["memory", "--model", str(model), "--max-running", "8", "--max-step-tokens", "64", *options])
+
+
+def test_the_table_says_what_fits(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "h200", "--context", "8192") == 0
+    shown = capsys.readouterr().out
+    assert f"weights       {2 * NUM_PARAMETERS / 2**30:>9.2f} GiB" in shown
+    assert "8,192 bytes of KV a token" in shown  # 2 layers x 8 heads x 128 x (key and value) x 2 bytes
+    assert "sequences of 8,192" in shown
+    assert "at 4,800 GB/s" in shown
+    assert "not yet measured on a GPU" in shown
+
+
+def test_half_a_card_has_half_of_its_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "80GiB", "--num-gpus", "0.5") == 0
+    assert "36.00 GiB, 0.9 of 40.00 GiB" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_names_the_smallest_card_that_holds_it(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--gpu", "3GiB") == 1
+    refused = capsys.readouterr().err
+    assert "GiB are missing for one sequence of 40,960 tokens" in refused
+    assert "The smallest card that holds it is T4 (14.5 GiB)" in refused
+
+
+def test_an_unknown_card_is_refused_with_the_known_ones(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "H9000") == 1
+    refused = capsys.readouterr().err
+    assert "got 'H9000'" in refused
+    assert "L4" in refused
+    assert "H200" in refused
+
+
+def test_a_config_without_a_context_asks_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(bloom))
+    assert plan(tmp_path, "--gpu", "T4") == 1
+    assert "does not say how long its context is" in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_models_own_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "H200", "--context", "50000") == 1
+    assert "accepts at most 40,960 tokens" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""The memory that is predicted on the meta device, beside what the same work takes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from app.config import EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import Batch
+from app.engine.largest_batch import largest_batch
+from app.engine.request import ModelFacts
+from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.cuda.attention import _NoKernels
+from app.model.largest_step import needs_of, with_one_block
+from app.model.loader import LoadedModel, load_model, model_of_config
+from app.model.sampler import sample
+from tests.tiny_models import ARCHITECTURES, build_tiny_model
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+LIMITS = SchedulerConfig(max_running=6, max_step_tokens=40, prefill_chunk_tokens=40)
+META = torch.device("meta")
+
+
+def config_of(path: Path) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), scheduler=LIMITS)
+
+
+def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> Batch:
+    return largest_batch(limits, model.facts, block_size=16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
+    tiny_model_path: Callable[[str], Path], architecture: str
+) -> None:
+    path = tiny_model_path(architecture)
+    planned = model_of_config(ModelConfig(path=str(path)), str(path), dtype=torch.float32)
+    loaded = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32", backend="torch"), str(path))
+    assert planned.layers == loaded.layers
+    assert planned.facts == loaded.facts
+    assert loaded.module is not None
+    assert planned.module is not None
+    real = sum(weight.nbytes for weight in loaded.module.parameters())  # each once, also if it is tied
+    assert num_bytes_of(planned.module.parameters()) == real
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_tiny_model(architecture, vocab_size=5000).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32", backend="torch")
+    planned = model_of_config(model, str(tmp_path), dtype=torch.float32)
+    loaded = load_model(model, str(tmp_path))
+    config = config_of(tmp_path)
+    on_meta, on_cpu = (needs_of(config, each, batch_for(each)) for each in (planned, loaded))
+    assert on_meta.step == pytest.approx(on_cpu.step, rel=0.05)
+    assert on_meta.weights == on_cpu.weights
+    runner = with_one_block(config, loaded)
+    runner.launch(batch_for(loaded))  # what is kept is there
+    assert on_meta.step == pytest.approx(_peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
+    monkeypatch.setattr("app.model.cuda.attention._kernels", _NoKernels)  # the interpreter allocates for itself
+    of_graph = _peak_of_cpu(lambda: with_one_block(config, loaded).compute_padding(6))
+    with AllocatedBytes(META) as counted:
+        with_one_block(config, planned).compute_padding(6)
+    assert counted.peak == pytest.approx(of_graph, rel=0.05)
+
+
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
+    """By the allocator's own records; of a sort, without the memory that its implementation takes inside."""
+    limits = SchedulerConfig(max_running=num_rows, max_step_tokens=num_rows)
+    facts = ModelFacts(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
+    items = largest_batch(limits, facts, block_size=16).sampled
+    with torch.inference_mode(), AllocatedBytes(META) as counted:
+        sample(torch.zeros(num_rows, facts.vocab_size, device=META), items)
+    logits = torch.randn(num_rows, facts.vocab_size)
+    with torch.inference_mode():
+        sample(logits, items)  # tables that are kept
+        real = _peak_of_cpu(lambda: sample(logits, items))
+    own_logits = logits.nbytes
+    assert counted.peak - own_logits == pytest.approx(real, rel=0.05)
+
+
+def _peak_of_cpu(compute: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compute()
+    now = peak = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
