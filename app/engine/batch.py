@@ -35,7 +35,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
     adjustments: LogitAdjustments | None = None  # as of this step; only where there are penalties or biases
     matcher: Matcher | None = None  # says which tokens may be drawn; None: all
-    looks_back: bool = False  # the draw depends on the tokens drawn before, see `SamplingParams`
+    # The draw depends on the token before it (`SamplingParams.looks_back`), which is still being drawn: penalties, bans
+    # and matcher are brought up to date by `Scheduler.with_history`.
+    lacks_history: bool = False
     # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
     # each, which predicts it, is computed in this step.
     targets: tuple[int, ...] = ()
@@ -117,9 +119,9 @@ class Batch:
         return tuple([item.matcher for item in self.scheduled if item.matcher is not None])
 
     @cached_property
-    def needs_history(self) -> bool:
-        """Whether a drawn token of this step depends on the tokens drawn before; that of the next step will, too."""
-        return any(item.looks_back for item in self.sampled)
+    def lacks_history(self) -> bool:
+        """Whether a draw depends on a token that is not known yet."""
+        return any(item.lacks_history for item in self.scheduled)
 
     def part(self, which: slice) -> Batch:
         """A batch of some of its sequences."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence
@@ -82,7 +84,7 @@ class BatchBuilder:
                 (),
                 None,
                 sequence.matcher,
-                sequence.looks_back,
+                sequence.lacks_history,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -115,6 +117,7 @@ class BatchBuilder:
         start = sequence.num_computed_tokens
         sampling = sequence.request.sampling
         samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
+        knows_all = samples and not sequence.lacks_history
         first_target, targets = self._targets(sequence, start + num_tokens) if sequence.is_scoring else (0, ())
         scheduled = ScheduledSequence(
             sequence.request.request_id,
@@ -123,13 +126,13 @@ class BatchBuilder:
             sequence.block_ids,
             samples,
             sampling,
-            banned_token_ids=self._banned_token_ids(sequence) if samples else (),
-            adjustments=sequence.current_adjustments() if samples else None,
+            banned_token_ids=banned_token_ids(sequence, self._eos_token_ids) if knows_all else (),
+            adjustments=sequence.current_adjustments() if knows_all else None,
             targets=targets,
             first_target=first_target,
             pooling=_pooling(sequence, start + num_tokens),
             matcher=sequence.matcher if samples else None,
-            looks_back=samples and sequence.looks_back,
+            lacks_history=samples and sequence.lacks_history,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True
@@ -144,14 +147,29 @@ class BatchBuilder:
         self._num_scored_tokens_left -= len(targets)
         return first, targets
 
-    def _banned_token_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        sampling = sequence.request.sampling
-        banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
-        if sequence.num_generated_tokens < sampling.min_tokens:
-            return (*banned, *self._eos_token_ids, *sampling.stop_token_ids)
-        if sampling.ignore_eos and sampling.grammar is not None:  # only a grammar that is complete may draw them
-            return (*banned, *self._eos_token_ids)
-        return banned
+
+def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: frozenset[int]) -> ScheduledSequence:
+    """An item that lacked history, once the token before its draw is known. Of a sequence that ended with that token,
+    any draw will do: it is discarded."""
+    if sequence.is_finished:
+        return structs.replace(item, lacks_history=False, matcher=None)
+    return structs.replace(
+        item,
+        lacks_history=False,
+        banned_token_ids=banned_token_ids(sequence, eos_token_ids),
+        adjustments=sequence.current_adjustments(),
+    )
+
+
+def banned_token_ids(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """The tokens that may not be drawn next; all tokens before it must be known."""
+    sampling = sequence.request.sampling
+    banned = _ends_of_bad_words(sampling.bad_words, sequence.generated_token_ids) if sampling.bad_words else ()
+    if sequence.num_generated_tokens < sampling.min_tokens:
+        return (*banned, *eos_token_ids, *sampling.stop_token_ids)
+    if sampling.ignore_eos and sampling.grammar is not None:  # only a grammar that is complete may draw them
+        return (*banned, *eos_token_ids)
+    return banned
 
 
 def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:

@@ -37,8 +37,12 @@ class ModelRunner(Protocol):
 class PendingStep(Protocol):
     """A step that the device may still be computing."""
 
+    def draw(self, batch: Batch) -> None:
+        """Draw the tokens of a step that was launched without. `batch` is the step's, with all that draws need."""
+        ...
+
     def result(self) -> StepResult:
-        """Wait for the step. Called once."""
+        """Wait for the step. Called once, after its tokens are drawn."""
         ...
 
 
@@ -52,7 +56,10 @@ class LaunchingRunner(ModelRunner, Protocol):
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start computing the batch. A negative token id -1 - n in it is the placeholder of the n-th token that the
-        step launched before draws."""
+        step launched before draws.
+
+        Where `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
+        """
         ...
 
 
@@ -193,8 +200,6 @@ class Engine:
 
     def _fail_unmatched(self, batch: Batch) -> None:
         """End the requests for which the matcher could not say which tokens may be drawn in this step."""
-        if not batch.needs_history:
-            return
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
             self._recorder.failed(FailureKind.MATCHERS, failed)

@@ -3,6 +3,9 @@
     host      schedule 1, launch | schedule 2, launch, wait for 1, deliver | schedule 3, launch, wait for 2, deliver
     device                       | compute 1 ............................. | compute 2 .............................
 
+Penalties and grammars need those tokens on the host: of a step with any, the forward pass is launched like the others,
+and its tokens are drawn as soon as those of the step before have arrived, while it is computed.
+
 The tokens of step 1 are the input of step 2 without a copy to the host: step 2 reads them on the device. The host finds
 out one step late that a sequence has drawn an end token; the token drawn for it meanwhile is discarded. (The
 "zero-overhead" scheduling of SGLang 0.4 and vLLM's asynchronous scheduling do the same.)
@@ -79,8 +82,7 @@ class OverlappedEngine(Engine):
             self._has_failed = False
             return super().step()
         self._recorder.step_began()
-        # Penalties and grammars need the tokens on the host: after such a batch the engine waits before it schedules.
-        must_wait = before is not None and (before.batch.needs_history or self._has_failed)
+        must_wait = before is not None and self._has_failed
         self._launched = None if must_wait else self._launch(is_ahead=before is not None)
         return self._deltas_without_step() if before is None else self._settle(before)
 
@@ -96,8 +98,22 @@ class OverlappedEngine(Engine):
         except Exception as error:  # nothing has advanced: the same is scheduled again
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
-        self._scheduler.advance(batch)
+        if not batch.lacks_history:
+            self._scheduler.advance(batch)
         return _Launched(batch, step)
+
+    def _draw(self, launched: _Launched) -> _Launched | None:
+        """Draw the tokens of a launched step, now that those of the step before are known."""
+        batch = self._scheduler.with_history(launched.batch)
+        try:
+            launched.step.draw(batch)
+        except DeviceLost:
+            raise
+        except Exception as error:  # as when it could not be launched
+            self._retry_after(FailureKind.LAUNCH, batch, error)
+            return None
+        self._scheduler.advance(batch)
+        return _Launched(batch, launched.step)
 
     def _settle(self, launched: _Launched) -> list[TokenDelta]:
         try:
@@ -112,13 +128,16 @@ class OverlappedEngine(Engine):
         self._recorder.sampled(launched.batch, result.token_ids)
         ended_at = self._clock()
         deltas = self._scheduler.settle(launched.batch, result, now=ended_at)
+        ahead = self._launched
+        if ahead is not None and ahead.batch.lacks_history:
+            self._launched = self._draw(ahead)
         self._recorder.step_ended(deltas, at=ended_at)
         return deltas
 
     def _take_back(self, failed: _Launched) -> None:
         """Undo the failed step, and the one that was launched after it with the tokens of the failed one."""
         ahead, self._launched = self._launched, None
-        if ahead is not None:
+        if ahead is not None and not ahead.batch.lacks_history:  # else it has neither drawn nor advanced
             with suppress(Exception):
                 ahead.step.result()  # the device must have finished it; its tokens are discarded
             self._scheduler.retreat(ahead.batch)

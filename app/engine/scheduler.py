@@ -8,10 +8,11 @@ al., 2023), prefix hits, preempted and decoding sequences are one code path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, SchedulingDecision, StepResult, WaitReason
-from app.engine.batch_builder import BatchBuilder
+from app.engine.batch_builder import BatchBuilder, with_history
 from app.engine.block_pool import BlockPool
 from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.length_predictor import LengthPredictor
@@ -343,6 +344,14 @@ class Scheduler:
         With an empty batch only the deltas of sequences that ended without a step are returned.
         """
         return self._process(batch, result, now, self._results.process)
+
+    def with_history(self, batch: Batch) -> Batch:
+        """A batch that lacked history when it was scheduled, after the step before is settled and before `advance`."""
+        scheduled = [
+            with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
+            for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
+        ]
+        return replace(batch, scheduled=tuple(scheduled))
 
     def advance(self, batch: Batch) -> None:
         """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.

@@ -117,6 +117,11 @@ class Sequence:
         return bool(generated) and generated[-1] < 0
 
     @property
+    def lacks_history(self) -> bool:
+        """Whether its next draw depends on its last token, which is not known."""
+        return self.looks_back and self.has_unknown_token
+
+    @property
     def is_running(self) -> bool:
         return self.status is SequenceStatus.RUNNING
 

@@ -455,7 +455,7 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
     assert model.probe is not None, "a CPU's kernels are compared when the model is loaded, or take no part in it"
     assert model.module is not None, "native code is for CPUs"
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
-    third = len(token_ids) // 3
+    third = max(1, len(token_ids) // 3)
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
 
     def computed(start: int, end: int) -> _Output:
@@ -464,11 +464,13 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
         inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
         return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
 
-    for what, first, end, size in (
+    for what, first, end, size in (  # of a context of one or two tokens there is no more than the first
         ("the beginning of a prompt", 0, third, third),
         ("a later piece of a prompt", third, 2 * third, third),
         ("single tokens", 2 * third, len(token_ids), 1),
     ):
+        if first >= len(token_ids):
+            continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
         _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
 

@@ -115,12 +115,15 @@ class ReenactingLauncher(ReenactingRunner):
         return item if first >= 0 else structs.replace(item, token_ids=(self._drawn[-1 - first],))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A launched step."""
 
     runner: ReenactingLauncher
     batch: Batch
+
+    def draw(self, batch: Batch) -> None:
+        self.batch = batch
 
     def result(self) -> StepResult:
         return self.runner.compute(self.batch)

@@ -116,6 +116,9 @@ class _LoggedStep:
     step: PendingStep
     end: Callable[[], None]
 
+    def draw(self, batch: Batch) -> None:
+        self.step.draw(batch)
+
     def result(self) -> StepResult:
         result = self.step.result()
         self.end()

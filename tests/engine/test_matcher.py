@@ -35,7 +35,7 @@ class LateMatchedRunner(LateRunner):
     def run(self, batch: Batch) -> StepResult:
         drawn = super().run(batch)
         for item in batch.sampled:
-            assert not item.looks_back or min(item.token_ids) >= 0, "a grammar needs known tokens"
+            assert not item.lacks_history, "a grammar needs known tokens"
         tokens = [_drawn(token, item) for token, item in zip(drawn.token_ids, batch.sampled, strict=True)]
         return drawn._replace(token_ids=tokens)
 

@@ -27,6 +27,7 @@ class LateRunner(FailingOnDemand):
     """
 
     fails_next = False
+    fails_drawing = False  # of the next step of which the tokens are drawn after its launch
 
     def __init__(self, clock: FakeClock | None = None, *, block_size: int = 4) -> None:
         super().__init__(clock or FakeClock(), block_size=block_size)
@@ -50,6 +51,9 @@ class LateRunner(FailingOnDemand):
         self._launched.append(step)
         assert len(self._launched) <= 2, "more than one step ahead"
         return step
+
+    def forget(self, step: LateStep) -> None:
+        self._launched.remove(step)
 
     def compute(self, step: LateStep) -> StepResult:
         assert self._launched.popleft() is step, "steps are waited for in their order"
@@ -84,7 +88,17 @@ class LateStep:
         self.batch, self.fails = batch, fails
         self._runner = runner
 
+    def draw(self, batch: Batch) -> None:
+        assert self.batch.lacks_history
+        assert not batch.lacks_history
+        if self._runner.fails_drawing:
+            self._runner.fails_drawing = False
+            self._runner.forget(self)
+            raise RuntimeError("asked to fail when tokens are drawn")
+        self.batch = batch
+
     def result(self) -> StepResult:
+        assert not self.batch.lacks_history, "its tokens were never drawn"
         return self._runner.compute(self)
 
 
@@ -95,13 +109,14 @@ class OverlappedMachine(EngineMachine):
     runner: LateRunner
 
     @precondition(lambda self: self.engine.has_work)
-    @rule(is_late=st.booleans())
-    def fail_a_step(self, is_late: bool) -> None:
-        self.runner.fails_next, self.runner.fails_later = not is_late, is_late
+    @rule(when=st.sampled_from(["launch", "draw", "result"]))
+    def fail_a_step(self, when: str) -> None:
+        self.runner.fails_next, self.runner.fails_later = when == "launch", when == "result"
+        self.runner.fails_drawing = when == "draw"
         for _ in range(3):
             if self.engine.has_work:
                 self.outcome.book(self.engine.step())
-        self.runner.fails_next = self.runner.fails_later = False
+        self.runner.fails_next = self.runner.fails_later = self.runner.fails_drawing = False
 
 
 TestOverlappedMachine = OverlappedMachine.TestCase
@@ -164,11 +179,29 @@ def test_the_runner_is_prepared_with_its_engine() -> None:
     assert runner.num_prepared == 1
 
 
-def test_penalties_are_waited_for_and_nothing_else_is() -> None:
-    for penalty, num_ahead in ((0.5, 0), (0.0, 5)):
-        runner = LateRunner()
-        run_to_end(build_fake_engine(runner=runner), make_request(max_tokens=6, presence_penalty=penalty))
-        assert runner.num_ahead == num_ahead
+@pytest.mark.parametrize("fails_drawing", [False, True])
+def test_a_penalty_stops_no_launch_and_its_draws_know_all_tokens_before_them(*, fails_drawing: bool) -> None:
+    """The runner checks what is deducted at every draw."""
+    runner = LateRunner()
+    runner.fails_drawing = fails_drawing
+    engine = build_fake_engine(runner=runner)
+    penalised = make_request((5, 6, 7), max_tokens=6, presence_penalty=0.5)
+    others = [make_request((5, 6, 8 + n), max_tokens=6) for n in range(3)]
+    outcome = run_to_end(engine, penalised, *others)
+    assert not outcome.errors
+    for request in (penalised, *others):
+        assert outcome.token_ids[request.request_id] == expected_tokens(request.prompt_token_ids, 6)
+    assert runner.num_ahead == 5 - fails_drawing
+    assert len(runner.deductions) >= 6
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_request_that_ends_is_drawn_for_once_more_without_its_penalties() -> None:
+    tokens = expected_tokens((5, 6, 7), 4)
+    engine = build_fake_engine(runner=LateRunner())
+    request = make_request((5, 6, 7), max_tokens=9, presence_penalty=0.5, stop_token_ids=(tokens[2],))
+    assert run_to_end(engine, request).token_ids[request.request_id] == tokens[:3]
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_a_step_that_fails_once_is_computed_again_with_the_same_tokens() -> None:

@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,13 +101,19 @@ class GraphModelRunner:
         graph = self._graph_for(batch)
         logits, _, hidden = self._eagerly(batch) if graph is None else Prediction(self._replayed_logits(graph, batch))
         pooled = None if hidden is None else PooledStates(batch, hidden)
+        step = LaunchedStep(partial(self._draw, logits), self._finding_loss, pooled)
+        if not batch.lacks_history:
+            step.draw(batch)
+        return step
+
+    @torch.inference_mode()
+    def _draw(self, logits: torch.Tensor, batch: Batch) -> _Drawn:
         if not batch.has_logprobs:
             self._drawn = sample(logits, batch.sampled)
-            return LaunchedStep(self._drawn, self._finding_loss, pooled=pooled)
+            return _Drawn(self._drawn)
         wanted = WantedLogprobs(batch)
         self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
-        logprobs = wanted.compute(logits, self._drawn, compute_logprobs)
-        return LaunchedStep(self._drawn, self._finding_loss, wanted, logprobs, pooled)
+        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -214,38 +221,55 @@ class GraphModelRunner:
         return self._logits[: logits.shape[0]].copy_(logits)
 
 
-class LaunchedStep:
-    """A step that may still run, with the copy of its results to the host."""
+class _Drawn:
+    """The results of a step on their way to the host."""
 
     def __init__(
-        self,
-        token_ids: torch.Tensor,
-        finding_loss: AbstractContextManager[None],
-        wanted: WantedLogprobs | None = None,
-        logprobs: Logprobs | None = None,
-        pooled: PooledStates | None = None,
+        self, token_ids: torch.Tensor, wanted: WantedLogprobs | None = None, logprobs: Logprobs | None = None
     ) -> None:
         """token_ids: [num_sampled]; `logprobs` are the `wanted` ones."""
         self._token_ids = _copy_to_host(token_ids)
-        self._finding_loss = finding_loss
         self._wanted = wanted
         self._logprobs = None if logprobs is None else Logprobs(*map(_copy_to_host, logprobs))
+        self.copied = None
+        if token_ids.is_cuda:
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+
+    def result(self) -> StepResult:
+        token_ids: list[int] = self._token_ids.tolist()
+        if self._wanted is None or self._logprobs is None:
+            return StepResult(token_ids)
+        return self._wanted.result(token_ids, self._logprobs)
+
+
+class LaunchedStep:
+    """A step that may still run."""
+
+    def __init__(
+        self,
+        draw: Callable[[Batch], _Drawn],
+        finding_loss: AbstractContextManager[None],
+        pooled: PooledStates | None = None,
+    ) -> None:
+        """draw: queues the draws of a batch after its forward pass."""
+        self._draw = draw
+        self._finding_loss = finding_loss
+        self._drawn: _Drawn | None = None
         self._pooled = pooled
         self._sums = None if pooled is None else _copy_to_host(pooled.sums)
-        self._copied = None
-        if token_ids.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+
+    def draw(self, batch: Batch) -> None:
+        with self._finding_loss:
+            self._drawn = self._draw(batch)
 
     def result(self) -> StepResult:
         """Wait for this step, not for those launched after it."""
-        if self._copied is not None:
+        assert self._drawn is not None, "its tokens were never drawn"
+        if self._drawn.copied is not None:
             with self._finding_loss:
-                self._copied.synchronize()
-        token_ids: list[int] = self._token_ids.tolist()
-        result = StepResult(token_ids)
-        if self._wanted is not None and self._logprobs is not None:
-            result = self._wanted.result(token_ids, self._logprobs)
+                self._drawn.copied.synchronize()
+        result = self._drawn.result()
         if self._pooled is not None and self._sums is not None:
             result = result._replace(pooled=self._pooled.result(self._sums))
         return result

@@ -14,4 +14,5 @@ def test_both_memories_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert kv_memory.main(["--model", "models/demo", "--sequences", "1", "3", "--length", "40", "--steps", "3"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures.keys() >= {"bf16_mib", "int8_mib", "1", "3"}
-    assert figures["3"]["step_int8_ms"] > figures["3"]["attention_int8_ms"] > 0
+    # Attention may be 0: its time is that of one thread, and another may have done all of so little.
+    assert figures["3"]["step_int8_ms"] > figures["3"]["attention_int8_ms"] >= 0

@@ -89,6 +89,9 @@ class _Launched:
     def __init__(self, clock: FakeClock, result: StepResult) -> None:
         self._clock, self._result = clock, result
 
+    def draw(self, batch: Batch) -> None:
+        raise AssertionError("no draw here looks back")
+
     def result(self) -> StepResult:
         self._clock.advance(STEP_S)
         return self._result

@@ -23,7 +23,7 @@ from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request, SamplingParams
 from app.errors import InvalidSetup
-from app.model.cuda.graph_runner import GraphModelRunner, coarse_sizes, columns_of, graph_sizes
+from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep, coarse_sizes, columns_of, graph_sizes
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
 from tests.fakes import make_request, run_to_end
@@ -99,6 +99,39 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[
     assert engine.stats().total_preemptions > 0
     assert {1, 2, 4} <= set(capture.replayed)
     assert 3 not in capture.replayed
+
+
+def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_their_tokens_were_known(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, capture = tiny_model_path("llama"), RunAgain()
+    changes: list[dict[str, object]] = [{"presence_penalty": 1.5}, {}, {"bad_words": ((40, 41),)}, {"logprobs": 1}]
+    requests = [
+        replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
+        for request, change in zip(some_requests(), changes, strict=True)
+    ]
+    late: list[Batch] = []
+    draw = LaunchedStep.draw
+    monkeypatch.setattr(LaunchedStep, "draw", lambda step, batch: (late.append(batch), draw(step, batch)))
+    monkeypatch.setattr(GraphModelRunner, "launch", _noting_what_is_late(late))
+    engine = engine_with(load(path), capture)
+    outcome = run_to_end(engine, *requests)
+    assert outcome.token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert capture.replayed
+    assert late
+
+
+def _noting_what_is_late(late: list[Batch]) -> Callable[..., LaunchedStep]:
+    """A launch after which `late` has only batches of which the tokens are drawn after it."""
+    launch = GraphModelRunner.launch
+
+    def launches(runner: GraphModelRunner, batch: Batch) -> LaunchedStep:
+        before = len(late)
+        step = launch(runner, batch)
+        del late[before:]
+        return step
+
+    return launches
 
 
 def test_embeddings_beside_replayed_steps(tiny_model_path: Callable[[str], Path]) -> None:
@@ -378,7 +411,8 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
         launched = partial(runner.launch, Batch((item,), ()))
     else:
         step = runner.launch(Batch((item,), ()))
-        step._copied = SimpleNamespace(synchronize=fails)  # type: ignore[assignment]
+        assert step._drawn is not None
+        step._drawn.copied = SimpleNamespace(synchronize=fails)
         launched = step.result
     with pytest.raises(DeviceLost if is_lost else torch.OutOfMemoryError):
         launched()
