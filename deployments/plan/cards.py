@@ -1,4 +1,4 @@
-"""GPUs by name, with their memory and bandwidth. Makers' figures; nothing here has been measured by this project."""
+"""GPUs by name, with their memory and bandwidth. Nothing here has been measured by this project."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Card(NamedTuple):
         return int(self.memory_gib * _GIB)
 
 
-# Memory: the "total capacity" in torch's own messages in public reports, the least seen for each card; B200, RTX 5090,
-# H100-NVL and A10 from the maker's size less 0.5 GiB. Bandwidth: NVIDIA's data sheets of the cards (SXM where not said
-# otherwise).
+# Memory: of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 the "total capacity" in torch's messages in
+# public reports; of the others an estimate from the size on the label. Bandwidth: as commonly published, not checked
+# against the data sheets.
 CARDS = (
     Card("T4", 14.5, 320),
     Card("L4", 22.0, 300),
