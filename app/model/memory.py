@@ -1,7 +1,7 @@
 """How the memory of a GPU is divided: what a replica needs beside its KV memory, and what is left for that.
 
-The same functions size a replica when it starts and predict it from a model's configuration (`planning.py`). They work
-on numbers alone and run on any machine. None of the constants has been measured by this project on a GPU yet.
+The same functions size a replica when it starts and predict it from a model's configuration (`deployments/plan`).
+They work on numbers alone and run on any machine. None of the constants has been measured by this project on a GPU yet.
 """
 
 from __future__ import annotations
