@@ -38,6 +38,7 @@ from app.model.cpu.weights import (
     why_attention_is_not_native,
     why_not_native,
 )
+from app.model.cuda.attention import TritonAttention
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
@@ -69,7 +70,7 @@ class LoadedModel:
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
     device: torch.device
-    probe: Probe | None = None  # on a GPU, where it is compared again: with kernels that need the whole KV memory
+    probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
 
 
 @torch.inference_mode()
@@ -130,7 +131,7 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         layers=probe.layers,
         dtype=dtype,
         device=device,
-        probe=probe if device.type == "cuda" else None,
+        probe=probe if TritonAttention.fits(device) else None,
     )
 
 
@@ -452,7 +453,7 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
     Raises:
         UnsupportedModel: the results differ by more than rounding.
     """
-    assert model.probe is not None, "a CPU's kernels are compared when the model is loaded, or take no part in it"
+    assert model.probe is not None, "attention that is not Triton's is compared when the model is loaded"
     assert model.module is not None, "native code is for CPUs"
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
     third = max(1, len(token_ids) // 3)
