@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -41,3 +43,9 @@ def eventually(
         assert time.monotonic() < deadline, f"not within {timeout_s} s; at last: {found}"
         time.sleep(every_s)
     return found
+
+
+def stop_child(pid: int) -> None:
+    """Stop a child process, and wait until all its threads stand still; a signal alone returns before that."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)

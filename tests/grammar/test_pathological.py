@@ -22,7 +22,7 @@ from app.grammar.vocabulary import Vocabulary
 from tests.grammar.conftest import DEMO_VOCAB_SIZE
 from tests.grammar.documents import allowed_ids, request_for
 from tests.grammar.hostile_grammars import Case, cases
-from tests.waiting import eventually
+from tests.waiting import eventually, stop_child
 
 TIMEOUT_S = 1.0
 
@@ -134,7 +134,7 @@ def test_a_grammar_is_not_to_blame_for_a_process_that_had_died_before(vocabulary
 def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocabulary) -> None:
     with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
         process = worker_of(grammars)
-        process.send_signal(signal.SIGSTOP)  # so that it is killed over this grammar
+        stop_child(process.pid)  # so that it is killed over this grammar
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "once more")))
         eventually(tried.running)
         time.sleep(0.05)
@@ -145,7 +145,7 @@ def test_a_grammar_is_tried_again_where_its_process_was_killed(vocabulary: Vocab
 def test_where_the_process_is_killed_each_time_the_grammar_is_not_refused_for_ever(vocabulary: Vocabulary) -> None:
     with closing(Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)) as grammars:
         process = worker_of(grammars)
-        process.send_signal(signal.SIGSTOP)
+        stop_child(process.pid)
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "killed")))
         while not tried.done():
             process.kill()
@@ -163,7 +163,7 @@ def test_waiting_for_the_processor_is_no_fault_of_a_grammar(vocabulary: Vocabula
         process = worker_of(grammars)
         tried = grammars.matcher_of(request_for(Grammar(GrammarKind.JSON_SCHEMA, schema)))
         time.sleep(0.05)
-        process.send_signal(signal.SIGSTOP)
+        stop_child(process.pid)
         time.sleep(1.2)
         process.send_signal(signal.SIGCONT)
         assert tried.result(30) is not None
@@ -206,7 +206,7 @@ def test_one_tenant_does_not_take_all_places(vocabulary: Vocabulary) -> None:
 def test_at_the_end_those_that_wait_hear_of_it(vocabulary: Vocabulary) -> None:
     grammars = Grammars(lambda: vocabulary, vocab_size=DEMO_VOCAB_SIZE)
     process = worker_of(grammars)
-    process.send_signal(signal.SIGSTOP)
+    stop_child(process.pid)
     asked = [grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))) for text in ("now", "later")]
     eventually(asked[0].running)
     time.sleep(0.05)
