@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a mapped weight, whose pages are given back piece by piece."""
+    """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
