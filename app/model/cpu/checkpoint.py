@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
-from app.model.cpu.weights import EMBEDDING, HEAD, by_expert
+from app.model.llama import EMBEDDING, HEAD, by_expert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
