@@ -6,6 +6,7 @@ A weight is a view of its file, so its pages are in memory once however often it
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,17 @@ _PIECE = 2**22  # numbers that are converted at a time
 class Checkpoint:
     """The weights in a model's files, each read when it is asked for."""
 
-    def __init__(self, location: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, location: Path, dtype: torch.dtype, *, part: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         """dtype: of the weights as they are given; one that the files have as well is not copied.
+
+        part: of the weight of a name, a view of it; no more of it is read.
 
         Raises OSError if a file cannot be read.
         """
         self._dtype = dtype
+        self._part = part
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
         self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
@@ -50,11 +56,13 @@ class Checkpoint:
 
     def __call__(self, name: str) -> torch.Tensor | None:
         """The weight of this name. A head that is tied to the embedding is not in the files."""
-        weight = self._mapped(name)
-        if weight is None:
+        mapped = self._mapped(name)
+        if mapped is None:
             return None
+        weight = mapped if self._part is None else self._part(name, mapped)
+        if weight.dtype is self._dtype or not weight.is_contiguous():
+            self._used.append(mapped)
         if weight.dtype is self._dtype:
-            self._used.append(weight)
             return weight
         converted = self._converted.get(weight.data_ptr())
         if converted is None:  # else a tied head, while the embedding is there
@@ -91,6 +99,8 @@ class Checkpoint:
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
+    if not weight.is_contiguous():  # some of its columns
+        return converted.copy_(weight)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
         advise(piece, mmap.MADV_DONTNEED)
