@@ -115,6 +115,8 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     if type(model).__name__ not in ARCHITECTURES:
         return f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}"
     config = model.config
+    if getattr(model, "is_quantized", False):
+        return "its checkpoint is quantised, and transformers' own modules compute it"
     if config.hidden_act != "silu":
         return f"its MLP is activated by {config.hidden_act}, not silu"
     kind = config.rope_parameters["rope_type"]
