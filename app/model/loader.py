@@ -28,20 +28,12 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
-from app.model.cpu.weights import (
-    ARCHITECTURES,
-    BITS,
-    NativeWeights,
-    by_expert,
-    pack_weights,
-    settings_of,
-    why_attention_is_not_native,
-    why_not_native,
-)
+from app.model.cpu.weights import BITS, NativeWeights, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
+from app.model.llama import ARCHITECTURES, by_expert, settings_of, why_attention_is_not_llama_like
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.positions import fix_positions
@@ -578,7 +570,7 @@ def _native_weights(
     """
     reason = (
         why_not_native(module)
-        or why_attention_is_not_native(module, probe.rules)
+        or why_attention_is_not_llama_like(module, probe.rules)
         or NativeKVCache.why_not(probe.layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
     )
     if reason is not None:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
-from app.model.cpu.weights import EMBEDDING, HEAD, by_expert
+from app.model.llama import EMBEDDING, HEAD, by_expert
 from app.model.quantised import Quantised, can_be_multiplied, multiplied_out
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a mapped weight, whose pages are given back piece by piece."""
+    """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
