@@ -37,7 +37,7 @@ from app.model.llama import ARCHITECTURES, by_expert, settings_of, why_attention
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.positions import fix_positions
-from app.model.quantised import Quantised, loading_options
+from app.model.quantised_checkpoint import Quantised, loading_options
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -17,7 +17,7 @@ from torch import nn
 
 from app.model.cpu.library import advise
 from app.model.llama import EMBEDDING, HEAD, by_expert
-from app.model.quantised import Quantised, can_be_multiplied, multiplied_out
+from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from app.config import ModelConfig
 from app.errors import UnsupportedModel
 from app.model.cpu.library import library
 from app.model.loader import LoadedModel, load_model, model_of_config
-from app.model.quantised import Quantised, can_be_multiplied, multiplied_out
+from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
 from tests.model.cpu.test_decoder import PROMPT, chunk, decoder_of, step
 from tests.tiny_models import build_tiny_model
 
