@@ -94,9 +94,16 @@ def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str
         error = f"{error}: {log.read_text(encoding='utf-8', errors='replace')[-_LAST_CHARACTERS:].strip()}"
         tell(f"{stage.name} failed: {error}")
     return Result(
-        stage=stage.name, code=code, commit=commit(), device=device, at=f"{datetime.now(UTC):%Y-%m-%d %H:%M}", seconds=round(seconds, 1),
-        note=NO_CLAIM if given.stand_in else None, error=error, **_read(kept),
-    )  # fmt: skip
+        stage=stage.name,
+        code=code,
+        commit=commit(),
+        device=device,
+        at=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        seconds=round(seconds, 1),
+        note=NO_CLAIM if given.stand_in else None,
+        error=error,
+        **_read(kept),
+    )
 
 
 def _end_of(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
