@@ -57,7 +57,9 @@ class RankMemory:
             group.minimum(0)
             memory = mmap.mmap(file.fileno(), size)
             group.minimum(0)  # until then the file is open
-        return cls(settings, torch.frombuffer(memory, dtype=torch.uint8))
+        own_view = cls(settings, torch.frombuffer(memory, dtype=torch.uint8))
+        group.when_aborted(own_view.abort)
+        return own_view
 
     @staticmethod
     def num_bytes(settings: DecoderSettings) -> int:
