@@ -68,6 +68,8 @@ def why_not_llama_like(model: PreTrainedModel) -> str | None:
     """Why a model is none that is described here, by all but its attention; None when no reason is known."""
     if type(model).__name__ not in ARCHITECTURES:
         return f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}"
+    if getattr(model, "is_quantized", False):
+        return "its checkpoint is quantised, and transformers' own modules compute it"
     if model.config.hidden_act != "silu":
         return f"its MLP is activated by {model.config.hidden_act}, not silu"
     mlps = [layer.mlp for layer in _layers(model) if not hasattr(layer.mlp, "experts")]

@@ -43,8 +43,10 @@ from app.model.llama import (
     why_attention_is_not_llama_like,
     why_not_llama_like,
 )
+from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.positions import fix_positions
+from app.model.quantised_checkpoint import Quantised, loading_options
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,9 +67,9 @@ _MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8:
 class LoadedModel:
     """A model that can be served, and its measured facts."""
 
-    module: PreTrainedModel | None  # None where the weights are in `native`
+    module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
-    joined: JoinedWeights | None = None  # of the decoder for CUDA; one of the three has the weights
+    joined: JoinedWeights | None = None  # of the decoder for CUDA
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
@@ -105,9 +107,11 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     if checked is not None:
         return _load_checked(config, location, checked, dtype)
     found = _check_architecture(config, location)
-    checkpoint = _checkpoint(found, Path(location), dtype) if may_be_native and library() is not None else None
+    quantised = Quantised.of(read_config(config, location))
+    may_be_packed = may_be_native and library() is not None
+    checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
     if checkpoint is None:
-        module = _with_weights(device, config, found, location, dtype)
+        module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
@@ -116,17 +120,12 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     longest = max_model_len(config, limit)
     if checkpoint is None:
         _check_positions(config, module, probe, longest)
-    facts = ModelFacts(
-        max_model_len=longest,
-        vocab_size=probe.vocab_size,
-        eos_token_ids=eos_token_ids(module),
-        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
-    )
+    facts = _facts_of(module, probe, longest)
     native = _native_weights(config, module, checkpoint, probe, block_size) if may_be_native else None
     if native is None and checkpoint is not None:
-        module = _from_pretrained(config, location, dtype).eval()
-    may_be_packed = device.type == "cpu" and config.backend != "torch" and not uses_triton
-    if native is None and may_be_packed and pack_linear_layers(module):
+        module = _with_weights(device, config, found, location, dtype, quantised)
+    may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
+    if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     if native is not None and limit is not None and check is not None and checkpoint is not None:
         check.write(CheckedModel(settings=native.settings, facts=replace(facts, max_model_len=limit)))
@@ -142,8 +141,17 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     if not uses_triton or config.backend != "auto":
         return loaded
     del module, probe  # their memory is needed
-    again = partial(_with_weights, device, config, found, location, dtype)
+    again = partial(_with_weights, device, config, found, location, dtype, quantised)
     return _with_joined_weights(config, loaded, again, block_size=block_size)
+
+
+def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
+    return ModelFacts(
+        max_model_len=max_model_len,
+        vocab_size=probe.vocab_size,
+        eos_token_ids=eos_token_ids(module),
+        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
+    )
 
 
 def _limit_of(module: PreTrainedModel) -> int | None:
@@ -151,31 +159,42 @@ def _limit_of(module: PreTrainedModel) -> int | None:
     return getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> Checkpoint | None:
+def _checkpoint(
+    found: PreTrainedConfig, location: Path, dtype: torch.dtype, quantised: Quantised | None
+) -> Checkpoint | None:
     """The files of a model in a local folder, if it is one that the C++ decoder may compute, and they hold its weights.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
-    if not location.is_dir() or hasattr(found, "quantization_config"):
+    if not location.is_dir() or (quantised is not None and not quantised.has_scales):
         return None
     module = _without_weights(found, str(location), dtype)
     if why_not_native(module) is not None:
         return None
     try:
-        checkpoint = Checkpoint(location, dtype)
+        checkpoint = Checkpoint(location, dtype, quantised)
     except OSError:
         return None
-    return checkpoint if checkpoint.has_weights_of(module) else None
+    if not checkpoint.has_weights_of(module):
+        return None
+    if quantised is not None:
+        logger.info("%s: its weights, quantised by %s, are multiplied out to %s", location, quantised.method, dtype)
+    return checkpoint
 
 
 def _with_weights(
-    device: torch.device, config: ModelConfig, found: PreTrainedConfig, location: str, dtype: torch.dtype
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None,
 ) -> PreTrainedModel:
     """The model as transformers' code computes it, with positions that do not depend on what else is in a step."""
-    if device.type == "cuda":
-        module = _loaded_onto(device, config, found, location, dtype)
+    if device.type == "cuda" or (quantised is not None and quantised.has_scales):
+        module = _loaded_onto(device, config, found, location, dtype, quantised)
     else:
-        module = _from_pretrained(config, location, dtype).eval()
+        module = _from_pretrained(device, config, location, dtype, quantised)
     # A model that cannot be served at all is refused for that reason later.
     if known := config.max_model_len or _limit_of(module):
         fix_positions(module, known)
@@ -183,17 +202,22 @@ def _with_weights(
 
 
 def _loaded_onto(
-    device: torch.device, config: ModelConfig, found: PreTrainedConfig, location: str, dtype: torch.dtype
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
 ) -> PreTrainedModel:
     """The model with its weights on a device; straight from their files where those can be read as they are.
 
     Of other models all weights pass through the host's memory: transformers needs `accelerate` to avoid that.
     """
     folder = _folder_of(config, location)
-    checkpoint = None if folder is None else _checkpoint(found, folder, dtype)
+    checkpoint = None if folder is None else _checkpoint(found, folder, dtype, quantised)
     if checkpoint is None:
         logger.info("%s: its weights are read into the host's memory first", config.path)
-        return _from_pretrained(config, location, dtype).eval().to(device)
+        return _from_pretrained(device, config, location, dtype, quantised)
     module = _without_weights(found, str(folder), dtype)
     load_from(checkpoint, module, device)
     return module
@@ -237,7 +261,7 @@ def _kept_check(
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
     settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    weights = Checkpoint(Path(location), dtype)
+    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
     return LoadedModel(
         module=None,
         native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
@@ -257,7 +281,11 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
-    if getattr(found, "quantization_config", None) is not None:
+    quantised = Quantised.of(read_config(config, location))
+    # The weights that are multiplied out take as much as those of any other checkpoint.
+    if quantised is not None and not (
+        quantised.has_scales and ARCHITECTURES.issuperset(found.architectures or ["none"])
+    ):
         raise UnsupportedModel(
             f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
         )
@@ -390,21 +418,43 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     return found
 
 
-def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
+def _from_pretrained(
+    device: torch.device,
+    config: ModelConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
+) -> PreTrainedModel:
+    """As transformers loads it, with all its weights on a device.
+
+    Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        options = {} if quantised is None else loading_options(quantised, device)
+        module: PreTrainedModel
+        module, report = AutoModelForCausalLM.from_pretrained(
             location,
             revision=config.revision,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+        if missing := sorted(report["missing_keys"]):  # transformers would leave them random
+            raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+        return module.eval() if "device_map" in options else module.eval().to(device)
+    except Exception as error:  # each package of quantised weights has its own
+        if is_out_of_memory(error):
+            raise
+        if quantised is not None:
+            raise UnsupportedModel(quantised.why_not(config.path, _first_line(error), device)) from error
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            raise
         raise UnsupportedModel(f"{config.path} cannot be loaded: {_first_line(error)}") from error
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +507,13 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
         ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
         raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
+    except (RuntimeError, ImportError) as error:
+        if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised layers of {config.path} cannot be computed on {device.type}: {_first_line(error)}. Serve "
+            f"the checkpoint that is not quantised"
+        ) from error
     if not step.layers:
         raise UnsupportedModel(f"{config.path} ({name}) ignores the attention it is given, so its KV cannot be paged")
     module.set_attn_implementation("eager")
