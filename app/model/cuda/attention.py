@@ -21,6 +21,9 @@ from app.model.cuda.block_tables import BlockTables
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import KVCache, LayerShape
 
+# First token in the packed row, number of tokens, position of the first, row of the block table (`kernels.py`).
+Segment = tuple[int, int, int, int]
+
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
 # Tokens times query heads of one KV head in a prefill tile, by bytes of a number: 64 is what one wgmma takes. float32
@@ -78,32 +81,81 @@ class TritonAttention:
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
     def begin_step(self, batch: Batch, inputs: ModelInputs) -> TritonStep:
-        segments = self._segments(batch.scheduled)
-        single = [segment for segment in segments if segment[1] == 1]
+        single, longer = self.segments(batch.scheduled)
         return TritonStep(
             self,
             inputs.slots,
             single=_columns(single, self.device) if single else None,
-            longer=[segment for segment in segments if segment[1] > 1],
+            pieces=Pieces(longer, self.device) if longer else None,
         )
 
-    def begin_decode(self, slots: torch.Tensor, segments: torch.Tensor) -> TritonStep:
-        """A step of single tokens with inputs that are on the device already.
+    def begin_captured(self, slots: torch.Tensor, *, single: torch.Tensor, pieces: Pieces | None = None) -> TritonStep:
+        """A step with inputs that are on the device already.
 
-        slots: [num_tokens]; segments: [4, num_tokens] as in `kernels.py`; both int64. The work of the step
+        slots: [num_tokens]; single: [4, num_single] as in `kernels.py`; both int64. The work of the step
         depends on their sizes only; their content may change between replays of a CUDA graph.
         """
-        return TritonStep(self, slots, single=segments, longer=[])
+        return TritonStep(self, slots, single=single, pieces=pieces)
 
-    def _segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-        """Of each sequence: first token in the packed row, tokens, position of the first, row of its block table."""
+    def segments(self, items: Sequence[ScheduledSequence]) -> tuple[list[Segment], list[Segment]]:
+        """The sequences with one token, and those with several; brings their block tables up to date."""
         sizes = [len(item.token_ids) for item in items]
         starts = accumulate(sizes, initial=0)
         rows = self.tables.update(items)
-        return [
+        segments = [
             (first, size, item.start, row)
             for first, size, item, row in zip(starts, sizes, items, rows, strict=False)  # starts has the end too
         ]
+        return [each for each in segments if each[1] == 1], [each for each in segments if each[1] > 1]
+
+
+class Pieces:
+    """The sequences with several tokens in a step, cut up into what a prefill tile takes."""
+
+    def __init__(self, longer: Sequence[Segment], device: torch.device) -> None:
+        self._longer = longer
+        self._device = device
+        self._cut: dict[int, torch.Tensor] = {}  # by tokens in a piece: [4, num_pieces]
+
+    def of(self, max_tokens: int) -> torch.Tensor:
+        """[4, num_pieces], each of at most `max_tokens` tokens; the same for all layers of a shape."""
+        pieces = self._cut.get(max_tokens)
+        if pieces is None:
+            pieces = self._cut[max_tokens] = _columns(self._columns_of(max_tokens), self._device)
+        return pieces
+
+    def _columns_of(self, max_tokens: int) -> list[Segment]:
+        return [
+            (first + offset, min(max_tokens, size - offset), start + offset, row)
+            for first, size, start, row in self._longer
+            for offset in range(0, size, max_tokens)
+        ]
+
+
+class PaddedPieces(Pieces):
+    """Pieces of a captured step: as many in every replay, at addresses that stay."""
+
+    def __init__(self, device: torch.device, *, num_tokens: int, max_longer: int, scratch_row: int) -> None:
+        """Room for `num_tokens` tokens of at most `max_longer` sequences with several tokens."""
+        super().__init__((), device)
+        self._num_tokens, self._max_longer, self._scratch_row = num_tokens, max_longer, scratch_row
+        self._first_spare = 0
+
+    def fill(self, longer: Sequence[Segment], *, first_spare: int) -> None:
+        """Take another step's sequences. The tokens from `first_spare` on are of no sequence."""
+        self._longer, self._first_spare = longer, first_spare
+        for max_tokens, pieces in self._cut.items():
+            columns = list(zip(*self._columns_of(max_tokens), strict=True))
+            pieces.copy_(torch.tensor(columns, pin_memory=pieces.is_cuda), non_blocking=True)
+
+    def _columns_of(self, max_tokens: int) -> list[Segment]:
+        pieces = super()._columns_of(max_tokens)
+        # Before position 0 nothing is seen: the outputs of spare tokens are zeros, not what lies in their memory.
+        for first in range(self._first_spare, self._num_tokens, max_tokens):
+            size = min(max_tokens, self._num_tokens - first)
+            pieces.append((first, size, -size, self._scratch_row))
+        room = self._num_tokens // max_tokens + self._max_longer + 1  # each sequence's last piece may be short
+        return pieces + [(0, 0, 0, self._scratch_row)] * (room - len(pieces))
 
 
 class TritonStep:
@@ -115,13 +167,12 @@ class TritonStep:
         slots: torch.Tensor,
         *,
         single: torch.Tensor | None,
-        longer: list[tuple[int, int, int, int]],
+        pieces: Pieces | None,
     ) -> None:
         self._attention = attention
         self.slots = slots  # [num_tokens]
         self._single = single  # [4, num_segments]
-        self._longer = longer
-        self._pieces: dict[int, torch.Tensor] = {}  # `longer` cut up, by tokens in a piece: [4, num_segments]
+        self._pieces = pieces
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -140,21 +191,9 @@ class TritonStep:
                 launch.prefill(self._single)
             else:
                 launch.decode(self._single)
-        if self._longer:
-            launch.prefill(self._cut(launch.tokens_per_piece))
+        if self._pieces is not None:
+            launch.prefill(self._pieces.of(launch.tokens_per_piece))
         return launch.output
-
-    def _cut(self, max_tokens: int) -> torch.Tensor:
-        """The longer segments in pieces that a tile takes; the same for all layers of a shape."""
-        pieces = self._pieces.get(max_tokens)
-        if pieces is None:
-            cut = [
-                (first + offset, min(max_tokens, size - offset), start + offset, row)
-                for first, size, start, row in self._longer
-                for offset in range(0, size, max_tokens)
-            ]
-            pieces = self._pieces[max_tokens] = _columns(cut, self._attention.device)
-        return pieces
 
 
 class _Launch:
@@ -267,7 +306,7 @@ class NoKernels:
         return lambda *arguments, **options: None
 
 
-def _columns(segments: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
     """Segments as the kernels read them: [4, num_segments] int64."""
     return to_device(list(zip(*segments, strict=True)), device)
 
