@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, invariant_kernels
+from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels
+from app.model.cuda import decoder as triton_decoder
 from app.model.cuda import kernels as attention_kernels
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
@@ -146,6 +148,25 @@ def launch_invariant(dtype: torch.dtype) -> None:
         torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
 
 
+def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool) -> None:
+    """The kernels between the products and the attention of one layer."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.bfloat16, device="meta")
+
+    head_dim = 128
+    layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
+    settings = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6)
+    weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
+    cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
+    decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
+    states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
+    decoder._add_norm(states, states, zeros(hidden_size))
+    heads = zeros(4, num_heads + 2 * num_kv_heads, head_dim)
+    decoder._rotate_and_write(0, layer, heads, numbers, numbers)  # type: ignore[arg-type]
+    decoder._gated(zeros(4, 2 * inner_size))
+
+
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
     return ScheduledSequence("r", (0,) * num_tokens, start, block_ids, True, SamplingParams(max_tokens=1))
 
@@ -169,9 +190,19 @@ CASES = {
     },
 }  # fmt: skip
 
+DECODERS = {
+    "llama8b": {
+        "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
+    },
+    "qwen0.6b": {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "inner_size": 3072, "has_norm": True},
+}  # fmt: skip
+
 
 def compile_all() -> list[Compiled]:
     results: list[Compiled] = []
+    for shape_name, decoder in DECODERS.items():
+        with compiling(triton_decoder, decoder_kernels, shape_name, results):
+            launch_decoder(**decoder)  # type: ignore[arg-type]
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
             launch_invariant(dtype)
