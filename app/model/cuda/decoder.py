@@ -18,6 +18,7 @@ from torch.nn import functional
 from app.model.cuda.attention import NoKernels, TritonAttention, TritonStep, padded
 from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
+from app.model.parallel.group import Group
 
 KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them; the final norm is one more
 _GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
@@ -29,8 +30,19 @@ _NORM_NUMBERS_PER_WARP = 512
 class CudaDecoder:
     """A DeviceForward with joined weights and paged attention."""
 
-    def __init__(self, weights: JoinedWeights, attention: TritonAttention, *, num_layers: int = 0) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all."""
+    def __init__(
+        self,
+        weights: JoinedWeights,
+        attention: TritonAttention,
+        *,
+        num_layers: int = 0,
+        group: Group | None = None,
+    ) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all.
+
+        group: the ranks, where the weights are those of one of several. All compute every step and have its logits.
+        """
+        self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
         self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
@@ -54,26 +66,35 @@ class CudaDecoder:
             addend = self._mlp_output(layer, normed)
         hidden = self._add_norm(addend, residual, self._weights.final_norm)
         wanted = hidden if logits_indices is None else hidden[logits_indices]
+        logits = functional.linear(wanted, self._weights.head)
+        if self._group is not None and logits.shape[1] < self._settings.vocab_size:
+            logits = self._group.gather_columns(logits)
         return Prediction(
-            functional.linear(wanted, self._weights.head),
+            logits,
             hidden=None if hidden_indices is None else hidden[hidden_indices],
         )
 
     def _attention_output(
         self, index: int, layer: JoinedLayer, normed: torch.Tensor, positions: torch.Tensor, step: TritonStep
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size]. Of weights sliced by heads it is a partial sum: to be added over the slices."""
+        """[num_tokens, hidden_size]"""
         num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
         joined = functional.linear(normed, layer.query_key_value, layer.query_key_value_bias)
         heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
         self._rotate_and_write(index, layer, heads, positions, step.slots)
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
-        return functional.linear(attended.flatten(1), layer.output, layer.output_bias)
+        return self._summed(functional.linear(attended.flatten(1), layer.output, layer.output_bias))
 
     def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size]. Of weights sliced by inner outputs it is a partial sum, as above."""
+        """[num_tokens, hidden_size]"""
         gate_up = functional.linear(normed, layer.gate_up)
-        return functional.linear(self._gated(gate_up), layer.down)
+        return self._summed(functional.linear(self._gated(gate_up), layer.down))
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """Of ranks with some heads, or some inner numbers of an MLP each, the sum over all of them."""
+        if self._group is not None:
+            self._group.all_reduce(part)
+        return part
 
     def _add_norm(self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Add to the residual in place; returns its norm. All [num_tokens, hidden_size]."""
