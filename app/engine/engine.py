@@ -63,6 +63,15 @@ class LaunchingRunner(ModelRunner, Protocol):
         ...
 
 
+@runtime_checkable
+class ClosingRunner(ModelRunner, Protocol):
+    """A model runner with other processes."""
+
+    def close(self) -> None:
+        """End them. The runner must not be used afterwards."""
+        ...
+
+
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
@@ -232,8 +241,10 @@ class Engine:
         self._recorder.cache_cleared()
 
     def close(self) -> None:
-        """Let the recorder write what it has. The engine must not be used afterwards."""
+        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         self._recorder.close()
+        if isinstance(self.runner, ClosingRunner):
+            self.runner.close()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

@@ -74,6 +74,10 @@ class Group:
         self._processes.allreduce([least], ReduceOp.MIN).wait()
         return int(least.item())
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long an exchange waits for the other ranks from now on."""
+        self._processes.set_timeout(timedelta(seconds=timeout_s))
+
     def abort(self) -> None:
         """End what this rank waits for in another thread, with an error there. Any thread may call it."""
         self._processes.abort()
