@@ -56,7 +56,7 @@ def _follow(channel: Channel) -> None:
     group.set_timeout(settings["load_timeout_s"])
     loaded = load_runner(config, group=group)
     group.set_timeout(settings["step_timeout_s"])
-    follow(channel, loaded.runner)
+    follow(channel, loaded.runner, group)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,10 @@ class LaunchingRunner(ModelRunner, Protocol):
 class ClosingRunner(ModelRunner, Protocol):
     """A model runner with other processes."""
 
+    def check(self) -> None:
+        """Raise DeviceLost if one of them has ended. Any thread may call."""
+        ...
+
     def close(self) -> None:
         """End them. The runner must not be used afterwards."""
         ...
@@ -92,6 +96,7 @@ class Engine:
         self.facts = facts
         self._scheduler = scheduler
         self.runner = runner
+        self._processes = runner if isinstance(runner, ClosingRunner) else None
         self._clock = clock
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
@@ -243,8 +248,13 @@ class Engine:
     def close(self) -> None:
         """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         self._recorder.close()
-        if isinstance(self.runner, ClosingRunner):
-            self.runner.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def check_health(self) -> None:
+        """Raise DeviceLost if no step can be computed any more. Any thread may call."""
+        if self._processes is not None:
+            self._processes.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

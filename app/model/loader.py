@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,21 +24,31 @@ from app.model.attention import (
     UnknownAttention,
     paged_attention,
 )
-from app.model.cpu.checkpoint import Checkpoint, compute_from, load_from
+from app.model.cpu.checkpoint import Checkpoint, add_positions, compute_from, load_from
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.weights import BITS, NativeWeights, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
+from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.llama import ARCHITECTURES, by_expert, settings_of, why_attention_is_not_llama_like
+from app.model.llama import (
+    ARCHITECTURES,
+    by_expert,
+    settings_of,
+    why_attention_is_not_llama_like,
+    why_not_llama_like,
+)
+from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import Group
 from app.model.parallel.plan import SplitPlan, check_divisible
 from app.model.positions import fix_positions
+from app.model.quantised_checkpoint import Quantised, loading_options
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -58,13 +69,21 @@ _MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8:
 class LoadedModel:
     """A model that can be served, and its measured facts."""
 
-    module: PreTrainedModel | None  # None where the weights are in `native`
+    module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
+    joined: JoinedWeights | None = None  # of the decoder for CUDA
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights on a GPU, and what else is kept there; those that are tied more than once."""
+        if self.joined is not None:
+            yield from self.joined.tensors()
+        if self.module is not None:
+            yield from (*self.module.parameters(), *self.module.buffers())
 
 
 @torch.inference_mode()
@@ -91,24 +110,22 @@ def load_model(
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     _check_quantization(config, device)
-    may_be_native = device.type == "cpu" and config.backend == "auto" and group is None
+    uses_triton = TritonAttention.fits(device)
+    may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton and group is None
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
         return _load_checked(config, location, checked, dtype)
     found = _check_architecture(config, location)
-    checkpoint = _checkpoint(found, Path(location), dtype) if may_be_native and library() is not None else None
-    if device.type == "cuda":
-        module = _loaded_onto(device, config, found, location, dtype)
-    elif checkpoint is None:
-        module = _from_pretrained(config, location, dtype).eval()
+    quantised = Quantised.of(read_config(config, location))
+    may_be_packed = may_be_native and library() is not None
+    checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
+    if checkpoint is None:
+        module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    # Native code takes no such positions. A model that cannot be served at all is refused for that reason, below.
-    if checkpoint is None and (known := config.max_model_len or limit):
-        fix_positions(module, known)
+    limit = _limit_of(module)
     whole = None if group is None else _split(config, module, group, device)
     probe = _probe(config, module, device)
     if whole is not None:
@@ -116,59 +133,104 @@ def load_model(
     longest = max_model_len(config, limit)
     if checkpoint is None:
         _check_positions(config, module, probe, longest)
-    facts = ModelFacts(
-        max_model_len=longest,
-        vocab_size=probe.vocab_size,
-        eos_token_ids=eos_token_ids(module),
-        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
-    )
+    facts = _facts_of(module, probe, longest)
     native = _native_weights(config, module, checkpoint, probe, block_size) if may_be_native else None
     if native is None and checkpoint is not None:
-        module = _from_pretrained(config, location, dtype).eval()
-    if native is None and device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
+        module = _with_weights(device, config, found, location, dtype, quantised)
+    may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
+    if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     if native is not None and limit is not None and check is not None and checkpoint is not None:
         check.write(CheckedModel(settings=native.settings, facts=replace(facts, max_model_len=limit)))
-    return LoadedModel(
+    loaded = LoadedModel(
         module=module if native is None else None,
         native=native,
         facts=facts,
         layers=probe.layers,
         dtype=dtype,
         device=device,
-        probe=probe if TritonAttention.fits(device) else None,
+        probe=probe if uses_triton else None,
+    )
+    if not uses_triton or config.backend != "auto" or group is not None:
+        return loaded
+    del module, probe  # their memory is needed
+    again = partial(_with_weights, device, config, found, location, dtype, quantised)
+    return _with_joined_weights(config, loaded, again, block_size=block_size)
+
+
+def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
+    return ModelFacts(
+        max_model_len=max_model_len,
+        vocab_size=probe.vocab_size,
+        eos_token_ids=eos_token_ids(module),
+        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
     )
 
 
-def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> Checkpoint | None:
+def _limit_of(module: PreTrainedModel) -> int | None:
+    """The longest sequence that a model knows."""
+    return getattr(module.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _checkpoint(
+    found: PreTrainedConfig, location: Path, dtype: torch.dtype, quantised: Quantised | None
+) -> Checkpoint | None:
     """The files of a model in a local folder, if it is one that the C++ decoder may compute, and they hold its weights.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
-    if not location.is_dir() or hasattr(found, "quantization_config"):
+    if not location.is_dir() or (quantised is not None and not quantised.has_scales):
         return None
     module = _without_weights(found, str(location), dtype)
     if why_not_native(module) is not None:
         return None
     try:
-        checkpoint = Checkpoint(location, dtype)
+        checkpoint = Checkpoint(location, dtype, quantised)
     except OSError:
         return None
-    return checkpoint if checkpoint.has_weights_of(module) else None
+    if not checkpoint.has_weights_of(module):
+        return None
+    if quantised is not None:
+        logger.info("%s: its weights, quantised by %s, are multiplied out to %s", location, quantised.method, dtype)
+    return checkpoint
+
+
+def _with_weights(
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None,
+) -> PreTrainedModel:
+    """The model as transformers' code computes it, with positions that do not depend on what else is in a step."""
+    if device.type == "cuda" or (quantised is not None and quantised.has_scales):
+        module = _loaded_onto(device, config, found, location, dtype, quantised)
+    else:
+        module = _from_pretrained(device, config, location, dtype, quantised)
+    # A model that cannot be served at all is refused for that reason later.
+    if known := config.max_model_len or _limit_of(module):
+        fix_positions(module, known)
+    return module
 
 
 def _loaded_onto(
-    device: torch.device, config: ModelConfig, found: PreTrainedConfig, location: str, dtype: torch.dtype
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
 ) -> PreTrainedModel:
     """The model with its weights on a device; straight from their files where those can be read as they are.
 
     Of other models all weights pass through the host's memory: transformers needs `accelerate` to avoid that.
     """
     folder = _folder_of(config, location)
-    checkpoint = None if folder is None else _checkpoint(found, folder, dtype)
+    checkpoint = None if folder is None else _checkpoint(found, folder, dtype, quantised)
     if checkpoint is None:
         logger.info("%s: its weights are read into the host's memory first", config.path)
-        return _from_pretrained(config, location, dtype).eval().to(device)
+        return _from_pretrained(device, config, location, dtype, quantised)
     module = _without_weights(found, str(folder), dtype)
     load_from(checkpoint, module, device)
     return module
@@ -212,7 +274,7 @@ def _kept_check(
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
     settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    weights = Checkpoint(Path(location), dtype)
+    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
     return LoadedModel(
         module=None,
         native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
@@ -232,7 +294,11 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
-    if getattr(found, "quantization_config", None) is not None:
+    quantised = Quantised.of(read_config(config, location))
+    # The weights that are multiplied out take as much as those of any other checkpoint.
+    if quantised is not None and not (
+        quantised.has_scales and ARCHITECTURES.issuperset(found.architectures or ["none"])
+    ):
         raise UnsupportedModel(
             f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
         )
@@ -250,9 +316,14 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     except RuntimeError as error:  # an operator whose result has a size that follows from numbers
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {_first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
+    joined = None
+    if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
+        add_positions(module)
+        joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
     return LoadedModel(
-        module=module,
+        module=module if joined is None else None,
         native=None,
+        joined=joined,
         facts=ModelFacts(
             max_model_len=longest,
             vocab_size=min(output.logits.shape[-1], num_embeddings),
@@ -360,21 +431,43 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     return found
 
 
-def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
+def _from_pretrained(
+    device: torch.device,
+    config: ModelConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
+) -> PreTrainedModel:
+    """As transformers loads it, with all its weights on a device.
+
+    Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        options = {} if quantised is None else loading_options(quantised, device)
+        module: PreTrainedModel
+        module, report = AutoModelForCausalLM.from_pretrained(
             location,
             revision=config.revision,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+        if missing := sorted(report["missing_keys"]):  # transformers would leave them random
+            raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+        return module.eval() if "device_map" in options else module.eval().to(device)
+    except Exception as error:  # each package of quantised weights has its own
+        if is_out_of_memory(error):
+            raise
+        if quantised is not None:
+            raise UnsupportedModel(quantised.why_not(config.path, _first_line(error), device)) from error
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            raise
         raise UnsupportedModel(f"{config.path} cannot be loaded: {_first_line(error)}") from error
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +543,13 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
         ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
         raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
+    except (RuntimeError, ImportError) as error:
+        if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised layers of {config.path} cannot be computed on {device.type}: {_first_line(error)}. Serve "
+            f"the checkpoint that is not quantised"
+        ) from error
     if not step.layers:
         raise UnsupportedModel(f"{config.path} ({name}) ignores the attention it is given, so its KV cannot be paged")
     own = _own_output(module, token_ids, positions)
@@ -480,16 +580,13 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
         UnsupportedModel: the results differ by more than rounding.
     """
     assert model.probe is not None, "attention that is not Triton's is compared when the model is loaded"
-    assert model.module is not None, "native code is for CPUs"
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
     third = max(1, len(token_ids) // 3)
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
 
     def computed(start: int, end: int) -> _Output:
         piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
-        batch = Batch((piece,), ())
-        inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
-        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+        return _computed(model, attention, piece)
 
     for what, first, end, size in (  # of a context of one or two tokens there is no more than the first
         ("the beginning of a prompt", 0, third, third),
@@ -500,6 +597,22 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
             continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
         _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
+
+
+def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
+    """One piece of a sequence; of a decoder of ours with logits for the first layer's output."""
+    batch = Batch((piece,), ())
+    inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
+    if model.joined is None:
+        assert model.module is not None, "native code is for CPUs"
+        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+    assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
+    step = attention.begin_step(batch, inputs)
+    first, whole = (
+        CudaDecoder(model.joined, attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+        for num_layers in (1, 0)
+    )
+    return _Output(first.logits[None], whole.logits[None])
 
 
 def _joined(outputs: Sequence[_Output]) -> _Output:
@@ -553,10 +666,7 @@ def _native_weights(
             raise _not_quantised(config, reason)
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return None
-    # The decoder returns no layer's output, so the first layer's is compared after the model's norm and head.
-    first = probe.own.first_layer
-    first = first if len(probe.layers) == 1 else module.model.norm(first)
-    own = replace(probe.own, first_layer=module.lm_head(first))
+    own = _with_first_logits(module, probe)
     settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
     if checkpoint is None:
         weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
@@ -588,6 +698,61 @@ def _native_weights(
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
     return weights
+
+
+def _with_first_logits(module: PreTrainedModel, probe: Probe) -> _Output:
+    """A decoder of ours returns no layer's output, so the first layer's is compared after the model's norm and head."""
+    first = probe.own.first_layer
+    first = first if len(probe.layers) == 1 else module.model.norm(first)
+    return replace(probe.own, first_layer=module.lm_head(first))
+
+
+def _with_joined_weights(
+    config: ModelConfig, model: LoadedModel, read_again: Callable[[], PreTrainedModel], *, block_size: int
+) -> LoadedModel:
+    """The model for the decoder for CUDA, if that computes what the model computes; else as it is.
+
+    read_again: reads the module, which loses its weights here.
+    """
+    module, probe = model.module, model.probe
+    assert module is not None, "it is joined from transformers' weights"
+    assert probe is not None, "it is compared with them"
+    reason = _why_not_joined(module, probe.rules)
+    if reason is not None:
+        logger.info("%s runs on transformers' code: %s", config.path, reason)
+        return model
+    probe = replace(probe, own=_with_first_logits(module, probe))
+    settings = settings_of(module, probe.rules)
+    weights = join_weights(module, settings, num_positions=max(model.facts.max_model_len, _PROBE_TOKENS))
+    joined = replace(model, module=None, joined=weights, probe=probe)
+    difference = _difference(_computed_at_load(joined, probe, block_size), probe.own)
+    if difference is None:
+        return joined
+    logger.warning("%s runs on transformers' code, slower: in the decoder for CUDA %s", config.path, difference)
+    del weights, joined  # before the same weights are read again
+    return replace(model, module=read_again())
+
+
+def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
+    return reason or why_not_joined(module)
+
+
+def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:
+    """The probe's tokens in one piece, with KV memory of their own."""
+    num_blocks = -(-_PROBE_TOKENS // block_size)
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_rows=1,
+        max_blocks=num_blocks,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    token_ids = tuple(probe.token_ids[0].tolist())
+    piece = ScheduledSequence("check", token_ids, 0, list(range(num_blocks)), True, _GREEDY)
+    return _computed(model, attention, piece)
 
 
 def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool) -> float:

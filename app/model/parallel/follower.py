@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from app.engine.batch import Batch
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.steps import StepReader
+
+if TYPE_CHECKING:
+    from app.model.parallel.group import Group
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,12 +24,12 @@ class FollowingRunner(Protocol):
         """See `LaunchingRunner.prepare`."""
         ...
 
-    def follow(self, batch: Batch) -> None:
+    def follow(self, batch: Batch, group: Group) -> None:
         """Compute a step's forward pass: this rank's part of it."""
         ...
 
 
-def follow(channel: Channel, runner: FollowingRunner) -> None:
+def follow(channel: Channel, runner: FollowingRunner, group: Group) -> None:
     """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
     reader = StepReader()
     while True:
@@ -35,7 +38,7 @@ def follow(channel: Channel, runner: FollowingRunner) -> None:
         except EOFError:
             return
         if kind is Kind.STEP:
-            runner.follow(reader.batch(content))
+            runner.follow(reader.batch(content), group)
         elif kind is Kind.PREPARE:
             runner.prepare()
         else:

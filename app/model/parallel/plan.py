@@ -186,7 +186,8 @@ class _Summed(nn.Module):
 def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Copies, so that the memory of the whole is given back."""
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+    own_bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+    linear.register_parameter("bias", own_bias)
     linear.out_features, linear.in_features = linear.weight.shape
 
 

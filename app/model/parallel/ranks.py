@@ -107,21 +107,31 @@ class Ranks:
         """Have the other ranks compute a step; inside, this one does. Raises DeviceLost if any of them fails."""
         message = self._writer.message(batch)
         with self.watched():
-            for channel in self._channels:
-                channel.send(Kind.STEP, message)
-            yield
+            try:
+                for channel in self._channels:
+                    channel.send(Kind.STEP, message)
+                yield
+            except Exception as error:  # the others may be in the middle of an exchange that this rank does not come to
+                self._end(f"a step failed: {described(error)}")
+                raise
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around work that waits for the other ranks. Raises DeviceLost if any of them fails, or it takes too long."""
-        self._busy_since = time.monotonic()
+        """Around work that may wait for the other ranks. Raises DeviceLost if one has failed, or it takes too long."""
+        outer = self._busy_since
+        self._busy_since = time.monotonic() if outer is None else outer
         try:
             yield
         except Exception as error:
-            self._end(f"a step of several ranks failed: {described(error)}")
-            raise DeviceLost(self._loss) from error
+            if self._loss is not None:
+                raise DeviceLost(self._loss) from error
+            raise
         finally:
-            self._busy_since = None
+            self._busy_since = outer
+        self.check()
+
+    def check(self) -> None:
+        """Raises DeviceLost if the ranks have ended."""
         if self._loss is not None:
             raise DeviceLost(self._loss)
 
@@ -212,8 +222,11 @@ class Ranks:
 
     def _look(self, ends: Sequence[int]) -> None:
         timeout_s = self._step_timeout_s
+        waiting = select.poll()
+        for end in (*ends, self._wake.fileno()):
+            waiting.register(end, select.POLLIN)
         while not self._is_closing:
-            ready, _, _ = select.select([*ends, self._wake], [], [], timeout_s / _NUM_LOOKS)
+            ready = dict(waiting.poll(1000 * timeout_s / _NUM_LOOKS))
             if self._is_closing:
                 return
             dead = [rank for rank, end in enumerate(ends, start=1) if end in ready]

@@ -107,9 +107,9 @@ def compile_for(
         )
     ]  # fmt: skip
     step = triton_attention.TritonStep(
-        attention, inputs.slots, single=torch.zeros(4, 1, dtype=torch.long), longer=[(0, 40, 0, 0)]
-    )
-    step._pieces = {tokens: torch.zeros(4, 2, dtype=torch.long) for tokens in range(129)}
+        attention, inputs.slots, single=torch.zeros(4, 1, dtype=torch.long),
+        pieces=triton_attention.Pieces([(0, 40, 0, 0)], CPU),
+    )  # fmt: skip
     step.attend(0, *qkv, rules)
 
 
