@@ -23,7 +23,9 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 def measure(bench: Bench) -> None:
     rows = bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2))
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
-    config = engine_config(bench, max_running=max(rows), max_model_len=max(contexts) + BLOCK_SIZE)
+    config = engine_config(
+        bench, max_running=max(rows), max_step_tokens=max(rows), max_model_len=max(contexts) + BLOCK_SIZE
+    )
     model = made_model(config)
     weights = bytes_of_a_step(model)
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
