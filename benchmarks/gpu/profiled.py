@@ -81,7 +81,7 @@ def _of_launch(events: Sequence[Any]) -> Any:
 def _host_ms(events: Sequence[Any]) -> float:
     """With the profiler's own cost, which is several times that of a launch."""
     whole = _of_launch(events)
-    return round((whole.end - whole.start) / 1e3, 3)
+    return round(float(whole.end - whole.start) / 1e3, 3)
 
 
 def _kernels(events: Sequence[Any]) -> list[Any]:
