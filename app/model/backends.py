@@ -20,6 +20,7 @@ from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.sampler import TritonSampler
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel, check_attention
@@ -114,4 +115,7 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
     model = replace(model, probe=None)
     capture = CudaCapture(model.device) if config.model.backend != "torch" else None
     synchronize = partial(torch.cuda.synchronize, model.device)
-    return GraphModelRunner(model, attention, max_rows=max_rows, capture=capture, synchronize=synchronize)
+    return GraphModelRunner(
+        model, attention, max_rows=max_rows, capture=capture, synchronize=synchronize,
+        sample=TritonSampler(model.device),
+    )  # fmt: skip

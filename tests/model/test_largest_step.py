@@ -14,7 +14,7 @@ from app.engine.batch import Batch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import ModelFacts
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.cuda.attention import _NoKernels
+from app.model.cuda.attention import NoKernels
 from app.model.largest_step import needs_of, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
 from app.model.sampler import sample
@@ -64,7 +64,7 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     runner = with_one_block(config, loaded)
     runner.launch(batch_for(loaded))  # what is kept is there
     assert on_meta.step == pytest.approx(_peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
-    monkeypatch.setattr("app.model.cuda.attention._kernels", _NoKernels)  # the interpreter allocates for itself
+    monkeypatch.setattr("app.model.cuda.attention._kernels", NoKernels)  # the interpreter allocates for itself
     of_graph = _peak_of_cpu(lambda: with_one_block(config, loaded).compute_padding(6))
     with AllocatedBytes(META) as counted:
         with_one_block(config, planned).compute_padding(6)

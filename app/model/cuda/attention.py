@@ -70,7 +70,7 @@ class TritonAttention:
         self.split_tokens = split_tokens
         self.max_splits = max_splits
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
-        self.kernels = _NoKernels() if device.type == "meta" else _kernels()
+        self.kernels = NoKernels() if device.type == "meta" else _kernels()
 
     @staticmethod
     def fits(device: torch.device) -> bool:
@@ -253,7 +253,7 @@ def _kernels() -> Any:
     return kernels
 
 
-class _NoKernels:
+class NoKernels:
     """For a model on the meta device, where tensors have sizes and nothing is computed. Needs no Triton."""
 
     def __getattr__(self, name: str) -> Any:

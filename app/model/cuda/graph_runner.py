@@ -31,7 +31,7 @@ from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
 from app.model.pooling import LastHiddenStates, PooledStates
-from app.model.sampler import sample
+from app.model.sampler import Sample, sample
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class GraphModelRunner:
         max_rows: int,
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
+        sample: Sample = sample,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -61,6 +62,7 @@ class GraphModelRunner:
         """
         assert model.module is not None, "native code is for CPUs"
         self._model = model
+        self._sample = sample
         self._module = model.module
         self._last_hidden = LastHiddenStates(model.module)
         self._attention = attention
@@ -109,10 +111,10 @@ class GraphModelRunner:
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, batch: Batch) -> _Drawn:
         if not batch.has_logprobs:
-            self._drawn = sample(logits, batch.sampled)
+            self._drawn = self._sample(logits, batch.sampled)
             return _Drawn(self._drawn)
         wanted = WantedLogprobs(batch)
-        self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
+        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled)
         return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
