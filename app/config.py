@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+KvType = Literal["auto", "int8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
 
@@ -102,7 +103,7 @@ class CacheConfig(Settings):
     gpu_memory_fraction: float = Field(
         0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, step and KV"
     )
-    dtype: Literal["auto", "int8"] = Field(
+    dtype: KvType = Field(
         "auto",
         description="type of keys and values. auto: the model's. int8: with a scale for each token and KV head; "
         "by native attention on a CPU, refused elsewhere",

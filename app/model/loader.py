@@ -28,22 +28,16 @@ from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
-from app.model.cpu.weights import (
-    ARCHITECTURES,
-    BITS,
-    NativeWeights,
-    by_expert,
-    pack_weights,
-    settings_of,
-    why_attention_is_not_native,
-    why_not_native,
-)
+from app.model.cpu.weights import BITS, NativeWeights, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
+from app.model.llama import ARCHITECTURES, by_expert, settings_of, why_attention_is_not_llama_like
+from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.positions import fix_positions
+from app.model.quantised_checkpoint import Quantised, loading_options
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model with a kept check needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,11 +89,11 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     if checked is not None:
         return _load_checked(config, location, checked, dtype)
     found = _check_architecture(config, location)
-    checkpoint = _checkpoint(found, Path(location), dtype) if may_be_native and library() is not None else None
-    if device.type == "cuda":
-        module = _loaded_onto(device, config, found, location, dtype)
-    elif checkpoint is None:
-        module = _from_pretrained(config, location, dtype).eval()
+    quantised = Quantised.of(read_config(config, location))
+    may_be_packed = may_be_native and library() is not None
+    checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
+    if checkpoint is None:
+        module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
@@ -119,7 +113,7 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     )
     native = _native_weights(config, module, checkpoint, probe, block_size) if may_be_native else None
     if native is None and checkpoint is not None:
-        module = _from_pretrained(config, location, dtype).eval()
+        module = _with_weights(device, config, found, location, dtype, quantised)
     if native is None and device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     if native is not None and limit is not None and check is not None and checkpoint is not None:
@@ -135,35 +129,59 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     )
 
 
-def _checkpoint(found: PreTrainedConfig, location: Path, dtype: torch.dtype) -> Checkpoint | None:
+def _checkpoint(
+    found: PreTrainedConfig, location: Path, dtype: torch.dtype, quantised: Quantised | None
+) -> Checkpoint | None:
     """The files of a model in a local folder, if it is one that the C++ decoder may compute, and they hold its weights.
 
     None where transformers changes weights that it reads, or has to say what is wrong with them.
     """
-    if not location.is_dir() or hasattr(found, "quantization_config"):
+    if not location.is_dir() or (quantised is not None and not quantised.has_scales):
         return None
     module = _without_weights(found, str(location), dtype)
     if why_not_native(module) is not None:
         return None
     try:
-        checkpoint = Checkpoint(location, dtype)
+        checkpoint = Checkpoint(location, dtype, quantised)
     except OSError:
         return None
-    return checkpoint if checkpoint.has_weights_of(module) else None
+    if not checkpoint.has_weights_of(module):
+        return None
+    if quantised is not None:
+        logger.info("%s: its weights, quantised by %s, are multiplied out to %s", location, quantised.method, dtype)
+    return checkpoint
+
+
+def _with_weights(
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None,
+) -> PreTrainedModel:
+    if device.type == "cuda" or (quantised is not None and quantised.has_scales):
+        return _loaded_onto(device, config, found, location, dtype, quantised)
+    return _from_pretrained(device, config, location, dtype, quantised)
 
 
 def _loaded_onto(
-    device: torch.device, config: ModelConfig, found: PreTrainedConfig, location: str, dtype: torch.dtype
+    device: torch.device,
+    config: ModelConfig,
+    found: PreTrainedConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
 ) -> PreTrainedModel:
     """The model with its weights on a device; straight from their files where those can be read as they are.
 
     Of other models all weights pass through the host's memory: transformers needs `accelerate` to avoid that.
     """
     folder = _folder_of(config, location)
-    checkpoint = None if folder is None else _checkpoint(found, folder, dtype)
+    checkpoint = None if folder is None else _checkpoint(found, folder, dtype, quantised)
     if checkpoint is None:
         logger.info("%s: its weights are read into the host's memory first", config.path)
-        return _from_pretrained(config, location, dtype).eval().to(device)
+        return _from_pretrained(device, config, location, dtype, quantised)
     module = _without_weights(found, str(folder), dtype)
     load_from(checkpoint, module, device)
     return module
@@ -207,7 +225,7 @@ def _kept_check(
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
     settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    weights = Checkpoint(Path(location), dtype)
+    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
     return LoadedModel(
         module=None,
         native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
@@ -227,7 +245,11 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
-    if getattr(found, "quantization_config", None) is not None:
+    quantised = Quantised.of(read_config(config, location))
+    # The weights that are multiplied out take as much as those of any other checkpoint.
+    if quantised is not None and not (
+        quantised.has_scales and ARCHITECTURES.issuperset(found.architectures or ["none"])
+    ):
         raise UnsupportedModel(
             f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
         )
@@ -355,21 +377,43 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     return found
 
 
-def _from_pretrained(config: ModelConfig, location: str, dtype: torch.dtype) -> PreTrainedModel:
+def _from_pretrained(
+    device: torch.device,
+    config: ModelConfig,
+    location: str,
+    dtype: torch.dtype,
+    quantised: Quantised | None = None,
+) -> PreTrainedModel:
+    """As transformers loads it, with all its weights on a device.
+
+    Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        options = {} if quantised is None else loading_options(quantised, device)
+        module: PreTrainedModel
+        module, report = AutoModelForCausalLM.from_pretrained(
             location,
             revision=config.revision,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+        if missing := sorted(report["missing_keys"]):  # transformers would leave them random
+            raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+        return module.eval() if "device_map" in options else module.eval().to(device)
+    except Exception as error:  # each package of quantised weights has its own
+        if is_out_of_memory(error):
+            raise
+        if quantised is not None:
+            raise UnsupportedModel(quantised.why_not(config.path, _first_line(error), device)) from error
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            raise
         raise UnsupportedModel(f"{config.path} cannot be loaded: {_first_line(error)}") from error
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +466,13 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
         ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
         raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
+    except (RuntimeError, ImportError) as error:
+        if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised layers of {config.path} cannot be computed on {device.type}: {_first_line(error)}. Serve "
+            f"the checkpoint that is not quantised"
+        ) from error
     if not step.layers:
         raise UnsupportedModel(f"{config.path} ({name}) ignores the attention it is given, so its KV cannot be paged")
     module.set_attn_implementation("eager")
@@ -519,7 +570,7 @@ def _native_weights(
     """
     reason = (
         why_not_native(module)
-        or why_attention_is_not_native(module, probe.rules)
+        or why_attention_is_not_llama_like(module, probe.rules)
         or NativeKVCache.why_not(probe.layers, block_size=block_size, dtype=module.dtype, device=torch.device("cpu"))
     )
     if reason is not None:

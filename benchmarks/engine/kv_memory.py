@@ -67,13 +67,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def _fill(pages: NativeKVCache) -> int:
     """Returns the bytes."""
-    tensors = [*pages.keys.values(), *pages.values.values(), *pages.scales.values()]
-    for tensor in tensors:
+    for tensor in pages.tensors:
         if tensor.dtype is torch.int8:
             tensor.random_(-127, 128)
         else:
             tensor.view(torch.float32 if tensor.is_floating_point() else pages.dtype).fill_(0.01)
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.nbytes for tensor in pages.tensors)
 
 
 def _batch(number: int, *, length: int, num_tokens: int) -> Batch:

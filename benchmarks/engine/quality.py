@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from app.assembly import build_sync_engine, resolve_model_path
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
 from app.model.cpu.weights import BITS
@@ -44,7 +44,6 @@ TASKS = (
     "Write a dialogue of two people about {}.",
 )  # fmt: skip
 RUNNING = 32
-KvType = Literal["auto", "int8"]
 KINDS = [kind for kind, bits in BITS.items() if bits]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from app.config import EngineConfig, branches_of, leaves, names_of
 from benchmarks.harness.command import BenchmarkError, did_you_mean
@@ -21,7 +22,7 @@ class Assignment:
 
 
 def parse_assignments(texts: Iterable[str]) -> tuple[Assignment, ...]:
-    """Read `path=value` texts; `none` as a value stands for no value.
+    """Read `path=value` texts; `none` stands for no value, where it is no choice itself.
 
     Raises:
         BenchmarkError: one is no assignment, or its path is no setting; close names are in the message.
@@ -67,7 +68,9 @@ def _parse(text: str) -> Assignment:
         if below:
             raise BenchmarkError(f"--set {text}: {path} is a branch of the settings; below it are {', '.join(below)}")
         raise BenchmarkError(f"--set {text}: there is no setting {path!r}{did_you_mean(path, known)}")
-    return Assignment(path, None if value.strip().lower() in ("none", "null") else value.strip())
+    value = value.strip()
+    is_nothing = value.lower() in ("none", "null") and value not in _choices_of(known[path])
+    return Assignment(path, None if is_nothing else value)
 
 
 def _refusal(error: ValidationError) -> str:
@@ -82,7 +85,7 @@ def _refusal(error: ValidationError) -> str:
     field, given = known[path], first["input"]
     if len(branches_of(field)) > 1:
         return f"{path}: {first['msg'].removeprefix('Value error, ')}"
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    choices = _choices_of(field)
     if choices:
         return f"{path}={given}{did_you_mean(str(given), [str(choice) for choice in choices])}"
     return f"{path}={given}: {first['msg']} ({field.description})"
@@ -91,3 +94,7 @@ def _refusal(error: ValidationError) -> str:
 def _names_at(path: str) -> tuple[str, ...]:
     field = dict(leaves(EngineConfig)).get(path)
     return () if field is None else names_of(field)
+
+
+def _choices_of(field: FieldInfo) -> tuple[Any, ...]:
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from app.model.cpu.library import advise
-from app.model.cpu.weights import EMBEDDING, HEAD, by_expert
+from app.model.llama import EMBEDDING, HEAD, by_expert
+from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,18 +27,24 @@ _MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Names of a weight's scales: DeepSeek's, which is the scale itself and not its inverse, and compressed-tensors'. What
+# else a weight may have makes it more than its numbers times its scales.
+_SCALES = ("_scale_inv", "_scale")
+_NOT_BY_SCALES = ("zero_point", "g_idx")
 _PIECE = 2**22  # numbers that are converted at a time
 
 
 class Checkpoint:
     """The weights in a model's files, each read when it is asked for."""
 
-    def __init__(self, location: Path, dtype: torch.dtype) -> None:
+    def __init__(self, location: Path, dtype: torch.dtype, quantised: Quantised | None = None) -> None:
         """dtype: of the weights as they are given; one that the files have as well is not copied.
+        quantised: what config.json says of the files. Weights of 8 bits are given multiplied by their scales.
 
         Raises OSError if a file cannot be read.
         """
         self._dtype = dtype
+        self._quantised = quantised
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
         self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
@@ -56,6 +63,11 @@ class Checkpoint:
         if weight.dtype is self._dtype:
             self._used.append(weight)
             return weight
+        if (scales := self._scales(name)) is not None:
+            assert self._quantised is not None, "only then there are scales"
+            multiplied = multiplied_out(weight, scales, self._quantised.block, self._dtype)
+            advise(weight, mmap.MADV_DONTNEED)
+            return multiplied
         converted = self._converted.get(weight.data_ptr())
         if converted is None:  # else a tied head, while the embedding is there
             converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
@@ -74,9 +86,22 @@ class Checkpoint:
             if name == HEAD and name not in self._files and not is_tied:
                 return False
             mapped = self._mapped(name)
-            if mapped is None or mapped.shape != weight.shape or mapped.dtype not in _DTYPES:
+            if mapped is None or mapped.shape != weight.shape:
+                return False
+            if mapped.dtype not in _DTYPES and not self._can_multiply(name, mapped):
                 return False
         return True
+
+    def _can_multiply(self, name: str, weight: torch.Tensor) -> bool:
+        if self._quantised is None or any(f"{name}_{other}" in self._files for other in _NOT_BY_SCALES):
+            return False
+        return can_be_multiplied(weight, self._scales(name), self._quantised.block)
+
+    def _scales(self, name: str) -> torch.Tensor | None:
+        """What a weight is to be multiplied with, if it is quantised."""
+        if self._quantised is None or not self._quantised.has_scales:
+            return None
+        return next((found for suffix in _SCALES if (found := self._mapped(name + suffix)) is not None), None)
 
     def _mapped(self, name: str) -> torch.Tensor | None:
         if name == HEAD and name not in self._files:
@@ -89,7 +114,7 @@ class Checkpoint:
 
 
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a mapped weight, whose pages are given back piece by piece."""
+    """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)

@@ -89,7 +89,7 @@ class NativeDecoder:
         """Make the tables of cosines and sines long enough. To compute a step's own took a dozen operators."""
         if num_positions > len(self._cosine):
             size = 1 << (num_positions - 1).bit_length()  # a power of two, so that it seldom grows
-            self._cosine, self._sine = self._weights.rotary(torch.arange(size))
+            self._cosine, self._sine = self._weights.settings.rotary(torch.arange(size), self._weights.dtype)
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent in C++ so far: linear, head (the output layer), attention, rest."""

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.engine.request import ModelFacts
 from app.model.cpu.library import library
-from app.model.cpu.weights import DecoderSettings
+from app.model.llama import DecoderSettings
 
 logger = logging.getLogger(__name__)
 

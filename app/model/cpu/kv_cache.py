@@ -45,13 +45,17 @@ class NativeKVCache:
             if in_int8:
                 self.scales[index] = in_large_pages(*blocks, 2, block_size, dtype=torch.float32)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of its memory."""
+        return [*self.keys.values(), *self.values.values(), *self.scales.values()]
+
     def provide(self, team: Team) -> None:
         """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
 
         With a warning, it is left to be provided as it is used where the machine has less: it could swap.
         """
-        tensors = [*self.keys.values(), *self.values.values(), *self.scales.values()]
-        num_bytes, available = sum(tensor.nbytes for tensor in tensors), _available_bytes()
+        num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), _available_bytes()
         if available is not None and num_bytes > available:
             logger.warning(
                 "KV memory is %.2f GiB, of which the machine has %.2f GiB now; it will run out if all of it is used. "
@@ -59,7 +63,7 @@ class NativeKVCache:
                 num_bytes / GIB, available / GIB,
             )  # fmt: skip
             return
-        for tensor in tensors:
+        for tensor in self.tensors:
             team.code.carousel_touch(team.handle, tensor.data_ptr(), tensor.nbytes)
 
     @staticmethod

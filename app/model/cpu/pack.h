@@ -63,7 +63,7 @@ class Fit {
 
     const Grid& best() const { return best_; }
 
-    // The number from 0 to MOST whose value on the best grid is nearest.
+    // The number from 0 to MOST with the nearest value on the best grid.
     Words number(int at) const { return (Words)__builtin_convertvector(nearest(at, best_, steps(best_)), Integers); }
 
   private:

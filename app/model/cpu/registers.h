@@ -179,7 +179,7 @@ inline void keep_in_register([[maybe_unused]] V& sum) {
 #endif
 }
 
-// Rows and registers of columns whose sums stay in registers.
+// How many rows, and registers of columns, have their sums in registers.
 constexpr int DOT_WIDTH = DOT == Dot::BYTES && PARTS == 1 ? 2 : 1;
 constexpr int DOT_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : DOT_WIDTH == 2 ? 8 : 12;
 

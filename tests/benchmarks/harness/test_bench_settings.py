@@ -36,6 +36,11 @@ def test_the_last_assignment_counts_and_none_takes_a_value_away() -> None:
     assert config.scheduler.max_running == 5
 
 
+def test_none_is_a_value_where_it_is_a_choice() -> None:
+    base = {"model.quantization": "int8"}
+    assert engine_config(base, parse_assignments(["model.quantization=none"])).model.quantization == "none"
+
+
 @pytest.mark.parametrize(
     "texts",
     [

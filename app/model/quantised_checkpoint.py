@@ -1,0 +1,108 @@
+"""Checkpoints that were quantised before: how each is loaded here, and why one cannot be served.
+
+Weights of 8 bits with scales are multiplied out when they are read (`Checkpoint`). Others are left to transformers,
+which needs a package for most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+# Methods of which a weight is its numbers times its scale. Any other would be read wrongly without a word.
+_BY_SCALES = frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_ROWS_AT_ONCE = 1024  # a weight that is multiplied out has its float32 numbers in memory for no more than these
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """What a checkpoint's config.json says of its weights."""
+
+    method: str  # `quant_method`, such as gptq
+    block: tuple[int, int] | None = None  # rows and columns that share a scale, where that is said
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Quantised | None:
+        """described: a config.json. None: its weights are not quantised."""
+        text: Mapping[str, Any] = described.get("text_config") or {}
+        found = described.get("quantization_config") or text.get("quantization_config")
+        if not found:
+            return None
+        bits = next((f"_{n}bit" for n in (4, 8) if found.get(f"load_in_{n}bit")), "")
+        block = found.get("weight_block_size")
+        return cls(str(found.get("quant_method") or "unnamed") + bits, tuple(block) if block else None)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether a weight of 8 bits is its numbers times a scale."""
+        return self.method in _BY_SCALES
+
+    def why_not(self, path: str, reason: str, device: torch.device) -> str:
+        """The words of a refusal. reason: transformers' own, which names the package that it needs."""
+        fix = "with model.quantization: int8" if device.type == "cpu" else "in bfloat16"
+        return (
+            f"{path} is a checkpoint quantised by {self.method}, which cannot be loaded on {device.type} with what is "
+            f"installed: {reason}. Install what is missing, or serve the checkpoint that is not quantised, {fix}"
+        )
+
+
+def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any]:
+    """What transformers is told so that it loads such a checkpoint onto a device.
+
+    Raises ValueError if it does not know the method: it would then load the numbers without their scales.
+    """
+    from transformers import Mxfp4Config
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    known = {"bitsandbytes", *AUTO_QUANTIZER_MAPPING}
+    if quantised.method not in known:
+        raise ValueError(f"transformers does not know it; it knows {', '.join(sorted(known))}")
+    has_kernels = all(find_spec(package) is not None for package in ("kernels", "accelerate"))
+    if quantised.method == "mxfp4" and (device.type == "cpu" or not has_kernels):
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    # Most quantised modules refuse to be moved afterwards.
+    return {"device_map": {"": device}} if device.type == "cuda" else {}
+
+
+def can_be_multiplied(weight: torch.Tensor, scales: torch.Tensor | None, block: tuple[int, int] | None) -> bool:
+    """Whether `multiplied_out` takes them."""
+    return scales is not None and weight.dtype in _EIGHT_BITS and _sizes(weight, scales, block) is not None
+
+
+def multiplied_out(
+    weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight that numbers of 8 bits stand for, rounded once, to `dtype`.
+
+    weight: [out_features, in_features].
+    scales: one, one for each row, or one for each block.
+    """
+    sizes = _sizes(weight, scales, block)
+    assert sizes is not None, "`can_be_multiplied` was asked"
+    factors = _as_matrix(scales).float().repeat_interleave(sizes[1], dim=1)[:, : weight.shape[1]]
+    result = torch.empty_like(weight, dtype=dtype)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = torch.arange(first, min(first + _ROWS_AT_ONCE, len(weight)))
+        torch.mul(weight[rows[0] : rows[-1] + 1].float(), factors[rows // sizes[0]], out=result[rows[0] : rows[-1] + 1])
+    return result
+
+
+def _sizes(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None where the scales do not fit the weight."""
+    if weight.dim() != 2 or scales.dim() > 2 or not scales.is_floating_point():
+        return None
+    counts = tuple(_as_matrix(scales).shape)
+    if block is not None and counts == tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True)):
+        return block
+    if any(n % count for n, count in zip(weight.shape, counts, strict=True)):
+        return None
+    return weight.shape[0] // counts[0], weight.shape[1] // counts[1]
+
+
+def _as_matrix(scales: torch.Tensor) -> torch.Tensor:
+    return scales if scales.dim() == 2 else scales.reshape(-1, 1)
