@@ -37,7 +37,10 @@ class Sample(Protocol):
     def __call__(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """logits: [num_rows, vocab_size], unchanged → [num_rows] int64. likeliest: each row's argmax, if it is known."""
+        """logits: [num_rows, vocab_size], unchanged → [num_rows] int64.
+
+        likeliest: [num_rows] int64, each row's argmax, if it is known already.
+        """
         ...
 
 

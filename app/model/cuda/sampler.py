@@ -50,7 +50,11 @@ class TritonSampler:
             self._draw(logits, range(len(items)), range(len(items)), items, tokens)
             return tokens
         self._draw(
-            adjust(logits, adjusted, [items[place] for place in adjusted]), range(len(adjusted)), adjusted, items, tokens
+            adjust(logits, adjusted, [items[place] for place in adjusted]),
+            range(len(adjusted)),
+            adjusted,
+            items,
+            tokens,
         )
         if plain := [place for place, item in enumerate(items) if item.adjustments is None]:
             self._draw(logits, plain, plain, items, tokens)
@@ -79,10 +83,11 @@ class TritonSampler:
                 masks += allowed
             facts += _facts_of(item, row, place, mask)
         of_rows = bytes_to_device(facts, torch.long, logits.device)
+        of_masks = bytes_to_device(masks, torch.uint8, logits.device) if masks else self._no_masks
         self._kernels.draw_kernel[(len(rows),)](
-            logits, logits.stride(0), vocab_size, of_rows, of_rows.view(torch.float32),
-            bytes_to_device(masks, torch.uint8, logits.device) if masks else self._no_masks, -(-vocab_size // 8), tokens,
-            unused=_UNUSED_BITS[logits.dtype], tile=min(self._tile, 1 << (vocab_size - 1).bit_length()), num_warps=_NUM_WARPS,
+            logits, logits.stride(0), vocab_size, of_rows, of_rows.view(torch.float32), of_masks, -(-vocab_size // 8),
+            tokens, unused=_UNUSED_BITS[logits.dtype], tile=min(self._tile, 1 << (vocab_size - 1).bit_length()),
+            num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 

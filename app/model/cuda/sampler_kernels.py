@@ -1,9 +1,10 @@
 """Triton kernels that draw tokens; `sampler.py` launches them. Imported only there, on first use, because importing it
 needs Triton.
 
-One program draws one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The last
-token that top-k or top-p keeps is found by its *key*, an unsigned number in the order of the logits, digit by digit: each
-pass over the row measures what lies above 16 candidates at once. Keys of bfloat16 have 4 digits of 16, of float32 8.
+One program draws one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
+last token that top-k or top-p keeps is found by its *key*, an unsigned number in the order of the logits, digit by
+digit: each pass over the row measures what lies above 16 candidates at once. Keys of bfloat16 have 4 digits, of
+float32 8.
 
 No `from __future__ import annotations` here: Triton reads the annotations.
 """
@@ -37,11 +38,11 @@ def _noise(key, tokens):
 
 @triton.jit
 def _load(row, mask, has_mask, tokens, vocab_size):
-    """Logits as float32; -inf for a token that the row's mask does not allow. mask: token t is bit t % 8 of byte t / 8."""
+    """Logits as float32; -inf where they are no number or the row's mask (see `Matcher.allowed`) has no bit."""
     is_token = tokens < vocab_size
     logits = tl.load(row + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     bits = tl.load(mask + tokens // 8, mask=is_token & has_mask, other=255).to(tl.int32)
-    return tl.where((bits >> (tokens % 8)) & 1 != 0, logits, float("-inf"))
+    return tl.where(((bits >> (tokens % 8)) & 1 != 0) & (logits == logits), logits, float("-inf"))
 
 
 @triton.jit
@@ -63,7 +64,8 @@ def _logit_of(key, unused: tl.constexpr):
 @triton.jit
 def _weight(logits, most, scale):
     """Probability over that of the likeliest token. scale: log2(e) / temperature."""
-    return tl.where(logits == most, 1.0, tl.exp2((logits - most) * scale))
+    # Where all are -inf, -inf - -inf is not a number.
+    return tl.where(logits == most, 1.0, tl.exp2((logits - tl.maximum(most, -3.0e38)) * scale))
 
 
 @triton.jit
@@ -90,10 +92,13 @@ def _edge(
     unused: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """The greatest key from which on tokens reach a sum: (key, how many of the tokens with this key that takes, how much
-    more than the sum all of them reach)."""
+    """The greatest key from which on tokens reach a sum: (key, how many of the tokens with this key that takes, how
+    much more than the sum all of them reach)."""
     digits = tl.arange(0, 16).to(tl.uint32)
     edge = least * 0
+    too_many = 0.0
+    if excess > 0.0:
+        too_many = excess * _weight(_logit_of(least, unused), most, scale)
     above, reached = 0.0, 0.0  # by tokens with greater keys; by those with this key, too
     num_digits: tl.constexpr = (32 - unused + 3) // 4
     for at in range(num_digits):
@@ -109,19 +114,16 @@ def _edge(
                 weights *= _weight(logits, most, scale)
             sums += tl.where(keys[None, :] >= candidates[:, None], weights[None, :], 0.0)
         from_candidate = tl.sum(sums, 1)  # falling
-        if is_mass:
-            if at == 0:
-                too_many = excess * _weight(_logit_of(least, unused), most, scale)
-                wanted *= tl.max(from_candidate, 0) - tl.where(excess > 0.0, too_many, 0.0)  # key 0 has no logit
+        if is_mass:  # the first candidate of all is 0, from which on all tokens count
+            wanted *= tl.where(at == 0, tl.max(from_candidate, 0) - too_many, 1.0)
         reaches = from_candidate >= wanted
         digit = tl.maximum(tl.sum(reaches.to(tl.int32), 0) - 1, 0)
         edge = edge | (digit.to(tl.uint32) << shift)
         above = tl.max(tl.where(reaches, above, from_candidate), 0)
         reached = tl.min(tl.where(reaches, from_candidate, float("inf")), 0)
+    num_ties = wanted - above
     if is_mass:
-        num_ties = tl.ceil((wanted - above) / _weight(_logit_of(edge, unused), most, scale))
-    else:
-        num_ties = wanted - above
+        num_ties = tl.ceil(num_ties / _weight(_logit_of(edge, unused), most, scale))
     return edge, tl.maximum(num_ties, 1.0), reached - wanted
 
 
@@ -130,7 +132,7 @@ def draw_kernel(
     logits,  # [_, vocab_size]
     row_stride,
     vocab_size,
-    facts,  # [num_rows, 8] int64: row, place in token_ids, mask (-1: none), seed, position, top-k (0: none), and numbers
+    facts,  # [num_rows, 8] int64: row, place in token_ids, mask (-1: none), seed, position, top-k (0: none), numbers
     numbers,  # the same memory as float32, [num_rows, 16]: from the 13th on temperature (0: greedy), top-p, min-p
     masks,  # [_, mask_bytes] uint8
     mask_bytes,
@@ -166,8 +168,10 @@ def draw_kernel(
         )
 
     has_edge = has_top_k | (top_p < 1.0)
-    key = _mix(_mix(tl.load(facts + 3).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
-               + tl.load(facts + 4).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
+    key = _mix(
+        _mix(tl.load(facts + 3).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+        + tl.load(facts + 4).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    )
     best = tl.full([tile], float("-inf"), tl.float32)
     best_tokens = tl.zeros([tile], tl.int32)
     num_seen = 0  # tokens with the key `edge`

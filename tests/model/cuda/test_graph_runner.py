@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -252,7 +253,7 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
 
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
-    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model_path: Callable[[str], Path],
 ) -> None:
     """One sequence alone and whole; beside others, its prompt in pieces, some of one token."""
     model = load(tiny_model_path("llama"))
@@ -270,7 +271,8 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
     )
 
     def run(sizes: tuple[int, ...], *, beside: int) -> list[torch.Tensor]:
-        runner = GraphModelRunner(model, attention_for(model, batch_invariant=True), max_rows=6, capture=RunAgain())
+        attention = attention_for(model, batch_invariant=True)
+        runner = GraphModelRunner(model, attention, max_rows=6, capture=RunAgain(), sample=spy)
         seen.clear()
         at = 0
         for size in sizes:
