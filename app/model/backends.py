@@ -116,6 +116,11 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
     capture = CudaCapture(model.device) if config.model.backend != "torch" else None
     synchronize = partial(torch.cuda.synchronize, model.device)
     return GraphModelRunner(
-        model, attention, max_rows=max_rows, capture=capture, synchronize=synchronize,
+        model,
+        attention,
+        max_rows=max_rows,
+        max_tokens=config.scheduler.max_step_tokens,
+        capture=capture,
+        synchronize=synchronize,
         sample=TritonSampler(model.device),
-    )  # fmt: skip
+    )

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,15 @@ class ModelInputs:
     slots: torch.Tensor  # [num_tokens], where each token's KV goes
     logits_indices: torch.Tensor  # [num_rows], tokens for which logits are wanted, ascending
     hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens for which hidden states are wanted, ascending
+
+
+class PackedColumns(NamedTuple):
+    """The numbers of `ModelInputs`, before they are tensors."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    logits_indices: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +77,18 @@ class Segments:
 
 
 def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> ModelInputs:
+    columns = packed_columns(batch, block_size=block_size)
+    token_ids, positions, slots, logits_indices = _tensors(columns, device)
+    return ModelInputs(
+        token_ids=token_ids[None],
+        positions=positions[None],
+        slots=slots,
+        logits_indices=logits_indices,
+        hidden_indices=to_device(_pooled(batch.scheduled), device) if batch.has_pooling else None,
+    )
+
+
+def packed_columns(batch: Batch, *, block_size: int) -> PackedColumns:
     scheduled = batch.scheduled
     num_tokens = [len(item.token_ids) for item in scheduled]
     if max(num_tokens, default=1) == 1:  # the common case, made short: every sequence decodes
@@ -85,14 +107,7 @@ def build_inputs(batch: Batch, *, block_size: int, device: torch.device) -> Mode
         wanted = list(chain.from_iterable(_wanted(item, end) for item, end in zip(scheduled, ends, strict=True)))
     else:
         wanted = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
-    parts = _tensors([token_ids, positions, slots, wanted], device)
-    return ModelInputs(
-        token_ids=parts[0][None],
-        positions=parts[1][None],
-        slots=parts[2],
-        logits_indices=parts[3],
-        hidden_indices=to_device(_pooled(scheduled), device) if batch.has_pooling else None,
-    )
+    return PackedColumns(token_ids, positions, slots, wanted)
 
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:

@@ -15,7 +15,9 @@ from app.engine.batch import Batch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.attention import TorchAttention
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.graph_runner import GraphModelRunner, graph_sizes
+from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
+from app.model.cuda.decoder import KERNELS_PER_LAYER
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.sampler import TritonSampler
 from app.model.forward import TransformersForward
 from app.model.kv_cache import KVCache
@@ -26,7 +28,7 @@ from app.model.runner import TorchModelRunner
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
 _NUM_WORKSPACES = 3
-_KERNELS_OF_ATTENTION = 3  # of ours in a layer of a decode step; they are no operators of torch
+_KERNELS_OF_ATTENTION = 4  # of ours in a layer of a mixed step; they are no operators of torch
 
 
 def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> MemoryNeeds:
@@ -34,9 +36,8 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
 
     The KV memory is a single block here: sizes of steps do not depend on what it holds.
     """
-    assert model.module is not None, "native code is for CPUs"
     is_cuda = model.device.type == "cuda"
-    weights = num_bytes_of([*model.module.parameters(), *model.module.buffers()])
+    weights = num_bytes_of(model.tensors())
     if is_cuda and not TritonAttention.fits(model.device):
         return MemoryNeeds(
             weights=weights,
@@ -55,13 +56,20 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
 
 
 def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
-    sizes = graph_sizes(config.scheduler.max_running)
-    runner = with_one_block(config, model)
-    step = _peak_of(lambda: runner.compute_padding(sizes[-1]), model.device)
+    limits = config.scheduler
+    decode = [decode_size(num_rows) for num_rows in graph_sizes(limits.max_running)]
+    mixed = mixed_sizes(max_rows=limits.max_running, max_tokens=limits.max_step_tokens)
+    peaks = [_of_captured(config, model, sizes[-1]) for sizes in (decode, mixed) if sizes]
     with AllocatedBytes(model.device) as counted:
-        runner.compute_padding(1)
-    num_kernels = counted.num_kernels + _KERNELS_OF_ATTENTION * len(model.layers)
-    return graph_bytes(step=step, num_kernels=num_kernels, num_graphs=len(sizes))
+        with_one_block(config, model).compute_padding(decode[0])
+    of_ours = _KERNELS_OF_ATTENTION if model.joined is None else KERNELS_PER_LAYER
+    num_kernels = counted.num_kernels + of_ours * len(model.layers)
+    return graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=len(decode) + len(mixed))
+
+
+def _of_captured(config: EngineConfig, model: LoadedModel, size: StepSize) -> int:
+    runner = with_one_block(config, model)
+    return _peak_of(lambda: runner.compute_padding(size), model.device)
 
 
 def _peak_of(compute: Callable[[], object], device: torch.device) -> int:

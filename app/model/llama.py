@@ -26,6 +26,7 @@ _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
 ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_VOCABULARY_UNIT = 32  # tokens that stay on one rank: those of a packed panel in C++
 QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v"))
 
 
@@ -42,7 +43,7 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """A Llama-like model without its weights, in plain values."""
+    """A Llama-like model without its weights, in plain values; or the part of it that one of several ranks has."""
 
     hidden_size: int
     num_heads: int
@@ -56,6 +57,14 @@ class DecoderSettings:
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     rotary_frequencies: tuple[float, ...]  # [head_dim / 2]
     rotary_scaling: float
+    rank: int = 0
+    num_ranks: int = 1  # the heads and inner sizes above are one rank's
+
+    @property
+    def rank_tokens(self) -> int:
+        """How many tokens' embeddings and outputs each rank has, rank after rank; the last one has what is left."""
+        units = -(-self.vocab_size // _VOCABULARY_UNIT)
+        return self.vocab_size if self.num_ranks == 1 else -(-units // self.num_ranks) * _VOCABULARY_UNIT
 
     def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines by which heads are turned, each [num_positions, head_dim]. positions: [num_positions]."""
@@ -155,15 +164,18 @@ def given(weights: Weights, name: str) -> torch.Tensor:
     return weight
 
 
-def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """The biases of linear layers side by side, zeros for those without; None if none has one."""
+def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """The biases of linear layers side by side, zeros for those without; None if none has one.
+
+    dtype: None for that of the weights.
+    """
     biases = [weights(f"{linear}.bias") for linear in linears]
     if all(bias is None for bias in biases):
         return None
     outputs = [given(weights, f"{linear}.weight") for linear in linears]
     return torch.cat(
         [
-            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.to(dtype)
+            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.to(dtype or bias.dtype)
             for weight, bias in zip(outputs, biases, strict=True)
         ]
     )

@@ -94,9 +94,9 @@ def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMem
 
 
 def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
-    """Memory of captured decode steps.
+    """Memory of captured steps.
 
-    step: bytes that the largest of them takes, its logits included; the smaller ones fit into its memory.
+    step: bytes that the largest of them takes, its logits included; the others fit into its memory.
     num_kernels: launches in one step.
     """
     return step + num_graphs * num_kernels * _GRAPH_NODE_BYTES
@@ -120,8 +120,8 @@ def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise InvalidSetup(f"the GPU's memory does not hold {doing}: {_first_line(error)}. {fix}") from error
+        raise InvalidSetup(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0]

@@ -6,6 +6,7 @@ A weight is a view of its file, so its pages are in memory once however often it
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +38,23 @@ _PIECE = 2**22  # numbers that are converted at a time
 class Checkpoint:
     """The weights in a model's files, each read when it is asked for."""
 
-    def __init__(self, location: Path, dtype: torch.dtype, quantised: Quantised | None = None) -> None:
+    def __init__(
+        self,
+        location: Path,
+        dtype: torch.dtype,
+        quantised: Quantised | None = None,
+        *,
+        part: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """dtype: of the weights as they are given; one that the files have as well is not copied.
         quantised: what config.json says of the files. Weights of 8 bits are given multiplied by their scales.
+        part: of the weight of a name, a view of it. No more of it is read, unless it is multiplied by scales.
 
         Raises OSError if a file cannot be read.
         """
         self._dtype = dtype
         self._quantised = quantised
+        self._part = part
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
         self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
@@ -57,21 +67,26 @@ class Checkpoint:
 
     def __call__(self, name: str) -> torch.Tensor | None:
         """The weight of this name. A head that is tied to the embedding is not in the files."""
-        weight = self._mapped(name)
-        if weight is None:
+        mapped = self._mapped(name)
+        if mapped is None:
             return None
-        if weight.dtype is self._dtype:
-            self._used.append(weight)
-            return weight
-        if (scales := self._scales(name)) is not None:
+        if (scales := self._scales(name)) is not None and mapped.dtype is not self._dtype:
             assert self._quantised is not None, "only then there are scales"
-            multiplied = multiplied_out(weight, scales, self._quantised.block, self._dtype)
-            advise(weight, mmap.MADV_DONTNEED)
-            return multiplied
+            multiplied = multiplied_out(mapped, scales, self._quantised.block, self._dtype)
+            advise(mapped, mmap.MADV_DONTNEED)
+            return self._part_of(name, multiplied)
+        weight = self._part_of(name, mapped)
+        if weight.dtype is self._dtype or not weight.is_contiguous():
+            self._used.append(mapped)
+        if weight.dtype is self._dtype:
+            return weight
         converted = self._converted.get(weight.data_ptr())
         if converted is None:  # else a tied head, while the embedding is there
             converted = self._converted[weight.data_ptr()] = _converted(weight, self._dtype)
         return converted
+
+    def _part_of(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self._part is None else self._part(name, weight)
 
     def release(self) -> None:
         """Give back the memory of all weights read so far. One that is used again is read from its file again."""
@@ -116,6 +131,8 @@ class Checkpoint:
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
+    if not weight.is_contiguous():  # some of its columns
+        return converted.copy_(weight)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
         advise(piece, mmap.MADV_DONTNEED)
@@ -130,7 +147,7 @@ def _renamed(key: str) -> str:
 
 def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
     """Give each part of a Llama-like model on the meta device its weights while it computes, and no longer."""
-    _add_positions(module)
+    add_positions(module)
     for name, part in _parts(module):
         part.register_forward_pre_hook(partial(_fill, checkpoint, name))
         part.register_forward_hook(partial(_empty, checkpoint))
@@ -138,7 +155,7 @@ def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
 
 def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.device) -> None:
     """Give a Llama-like model on the meta device its weights on a device; the host has those of one layer at a time."""
-    _add_positions(module)
+    add_positions(module)
     module.model.rotary_emb.to(device)
     for name, part in _parts(module):
         if part is module.lm_head and module.config.tie_word_embeddings:
@@ -148,7 +165,7 @@ def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.dev
         checkpoint.release()
 
 
-def _add_positions(module: PreTrainedModel) -> None:
+def add_positions(module: PreTrainedModel) -> None:
     """The numbers of rotary positions are computed from the configuration; they are no weights."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
 

@@ -9,15 +9,18 @@
 #include "attention.h"
 #include "experts.h"
 #include "quantised.h"
+#include "ranks.h"
 #include "team.h"
 
 namespace carousel {
 
-struct DecoderShape {
+struct DecoderShape {  // of one rank: its heads, and inner numbers of its MLPs
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
+    int64_t rank_tokens;  // of the vocabulary, whose embedding and output layer each rank has; the last has what is left
     float epsilon, scaling;
     ExpertsShape experts;
+    RanksShape ranks;
 };
 
 struct MlpWeights {
@@ -50,8 +53,8 @@ struct DecoderStep {
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
     const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
     const void *cosine, *sine;   // [num_positions][rotary_dim]
-    float* logits;               // [num_logits][vocab_size]
-    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
+    float* logits;               // [num_logits][vocab_size]; only rank 0 has them
+    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each; the same
     float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
 };
 
@@ -68,14 +71,17 @@ class Decoder {
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
           final_norm_(static_cast<const T*>(final_norm)), head_(head), team_(team),
           query_size_(shape.num_heads * shape.head_dim), kv_size_(shape.num_kv_heads * shape.head_dim),
-          projected_size_(query_size_ + 2 * kv_size_), routing_(shape.experts) {}
+          projected_size_(query_size_ + 2 * kv_size_), first_token_(shape.ranks.rank * shape.rank_tokens),
+          num_tokens_(tokens_of(shape.ranks.rank)), ranks_(shape.ranks), routing_(shape.experts) {}
 
-    void run(const DecoderStep& step) {
+    // Returns 0, or one more than a rank that has not come in time: the results are worthless then.
+    int32_t run(const DecoderStep& step) {
         grow(step.num_tokens);
         const AttentionShape shape = attention_shape(0);
         groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, team_.size());
         const auto caller = std::this_thread::get_id();
         team_.run([&] { work(step, Watch(std::this_thread::get_id() == caller ? &times_ : nullptr)); });
+        return int32_t(ranks_.missing() + 1);
     }
 
     const DecoderTimes& times() const { return times_; }
@@ -100,7 +106,7 @@ class Decoder {
 
     // The work of every member of the team; all loops in it are shared.
     void work(const DecoderStep& step, Watch watch) {
-        team_.share(step.num_tokens, [&](int64_t token) { embed(step.token_ids[token], residual(token)); });
+        embed(step);
         int64_t num_rows = step.num_tokens;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             attention(step, layers_[layer], watch);
@@ -121,22 +127,14 @@ class Decoder {
             num_rows = step.num_logits;
         }
         watch.spent(&DecoderTimes::rest);
-        const int64_t head_bits = shape_.weight_bits ? HEAD_BITS : 0;
-        prepare(normed_.data(), num_rows, shape_.hidden_size, head_bits);
-        linear(normed_.data(), num_rows, head(), head_bits, Matrix{},
-               [&](int64_t row, int64_t column, Vector left, Vector right) {
-                   float* to = step.logits + row * shape_.vocab_size + column;
-                   const int64_t count = std::min<int64_t>(PANEL, shape_.vocab_size - column);
-                   const Vector both[2] = {kept(left), kept(right)};
-                   std::memcpy(to, both, count * sizeof(float));
-               });
-        team_.share(num_rows, [&](int64_t row) {
-            step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
-        });
+        compute_logits(step, num_rows);
         watch.spent(&DecoderTimes::head);
     }
 
-    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+    int64_t tokens_of(int64_t rank) const {
+        return std::clamp<int64_t>(shape_.vocab_size - rank * shape_.rank_tokens, 0, shape_.rank_tokens);
+    }
+    Matrix head() const { return {head_, shape_.hidden_size, num_tokens_}; }
     Matrix query_key_value(const LayerWeights& layer) const {
         return {layer.query_key_value, shape_.hidden_size, projected_size_};
     }
@@ -146,7 +144,23 @@ class Decoder {
     }
     Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
 
+    void embed(const DecoderStep& step) {
+        for_rows_together(step.num_tokens, [&](int64_t first, int64_t count) {
+            team_.share(count, [&](int64_t row) {
+                float* const own = residual(first + row);
+                if (ranks_.size() > 1) std::fill_n(own, shape_.hidden_size, 0.0f);
+                embed(step.token_ids[first + row], ranks_.size() > 1 ? given(row) : own);
+            });
+            add_given(first, count, nullptr);
+        });
+    }
+
     void embed(int64_t token, float* to) const {
+        token -= first_token_;
+        if (token < 0 || token >= num_tokens_) {  // another rank's
+            std::fill_n(to, shape_.hidden_size, 0.0f);
+            return;
+        }
         if (!embedding_) return read_column<HEAD_BITS>(head(), token, to);
         const T* from = embedding_ + token * shape_.hidden_size;
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
@@ -285,18 +299,61 @@ class Decoder {
                              put(left, nullptr, at_place(place), column, hidden);
                              put(right, nullptr, at_place(place), column + LANES, hidden);
                          });
-        team_.share(num_rows, [&](int64_t row) { add_experts(row); });
+        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
+            team_.share(count, [&](int64_t row) { add_experts(first, row); });
+            add_given(first, count, nullptr);
+        });
     }
 
-    void add_experts(int64_t row) {
+    void add_experts(int64_t first, int64_t given_row) {
+        const int64_t row = first + given_row;
         for (int64_t column = 0; column < shape_.hidden_size; column += LANES) {
             Vector sums = {};
             for (int64_t rank = 0; rank < shape_.experts.per_token; ++rank) {
                 const Vector part = load(at_place(routing_.place(row, rank)) + column) * routing_.weight(row, rank);
                 sums += shape_.experts.rounds_weights ? rounded(part) : part;
             }
-            add(sums, nullptr, residual(row), column);
+            add_or_give(sums, nullptr, first, given_row, column);
         }
+    }
+
+    // Logits of all tokens on rank 0: each rank computes its own tokens' and gives them to it, some columns at a time.
+    void compute_logits(const DecoderStep& step, int64_t num_rows) {
+        const int64_t bits = shape_.weight_bits ? HEAD_BITS : 0;
+        prepare(normed_.data(), num_rows, shape_.hidden_size, bits);
+        fetch_in_pauses(Matrix{}, num_rows);
+        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
+            const int64_t width = ranks_.capacity() / count / PANEL * PANEL;
+            for (int64_t column = 0; column < shape_.rank_tokens; column += width)
+                compute_logits(step, first, count, column, width, bits);
+        });
+        if (ranks_.rank() > 0) return;
+        team_.share(num_rows, [&](int64_t row) {
+            step.likeliest[row] = first_greatest(step.logits + row * shape_.vocab_size, shape_.vocab_size);
+        });
+    }
+
+    // Of `count` rows those of `width` tokens from `begin` on of each rank.
+    void compute_logits(const DecoderStep& step, int64_t first, int64_t count, int64_t begin, int64_t width, int64_t bits) {
+        const auto part_of = [&](int64_t rank) { return std::clamp<int64_t>(tokens_of(rank) - begin, 0, width); };
+        const bool gathers = ranks_.rank() == 0;
+        float* const own = gathers ? step.logits + first * shape_.vocab_size + begin : ranks_.own();
+        const int64_t stride = gathers ? shape_.vocab_size : width, num_columns = part_of(ranks_.rank());
+        const Matrix part{head_ + begin * units_of(shape_.hidden_size, bits), shape_.hidden_size, num_columns};
+        multiply_prepared(team_, normed_.data(), first, count, part, bits,
+                          [&](int64_t row, int64_t column, Vector left, Vector right) {
+                              const Vector both[2] = {kept(left), kept(right)};
+                              std::memcpy(own + row * stride + column, both,
+                                          std::min<int64_t>(PANEL, num_columns - column) * sizeof(float));
+                          });
+        if (ranks_.size() == 1) return;
+        meet();
+        if (!gathers) return;
+        team_.share(count, [&](int64_t row) {
+            for (int64_t rank = 1; rank < ranks_.size(); ++rank)
+                std::memcpy(own + row * stride + rank * shape_.rank_tokens, ranks_.of(rank) + row * width,
+                            part_of(rank) * sizeof(float));
+        });
     }
 
     // As `linear`, with the matrix of its expert for each place. The team shares the columns of all experts together:
@@ -331,13 +388,15 @@ class Decoder {
     void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
         constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
         const bool is_head = next.panels == head_;
-        const int64_t bits = shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits;
-        const int64_t units = bits == 8   ? panel_units<8>(next.num_inputs)
-                              : bits == 4 ? panel_units<4>(next.num_inputs)
-                                          : next.num_inputs / PER_UNIT<T>;
+        const int64_t units = units_of(next.num_inputs, shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits);
         const Team::Part part = team_.own_run((next.num_columns + PANEL - 1) / PANEL);
         const int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
         team_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
+    }
+
+    // Of a packed column of so many bits.
+    static int64_t units_of(int64_t num_inputs, int64_t bits) {
+        return bits == 8 ? panel_units<8>(num_inputs) : bits == 4 ? panel_units<4>(num_inputs) : num_inputs / PER_UNIT<T>;
     }
 
     // Rounds the inputs of a quantised matrix.
@@ -365,14 +424,49 @@ class Decoder {
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
-    // residual += inputs × matrix
+    // residual += inputs × matrix, of which each rank has some of the inputs
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next) {
         prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
-        linear(inputs, num_rows, matrix, shape_.weight_bits, next,
-               [&](int64_t row, int64_t column, Vector left, Vector right) {
-                   add(left, bias, residual(row), column);
-                   add(right, bias, residual(row), column + LANES);
-               });
+        fetch_in_pauses(next, num_rows);
+        for_rows_together(num_rows, [&](int64_t first, int64_t count) {
+            multiply_prepared(team_, inputs, first, count, matrix, shape_.weight_bits,
+                              [&](int64_t row, int64_t column, Vector left, Vector right) {
+                                  add_or_give(left, bias, first, row, column);
+                                  add_or_give(right, bias, first, row, column + LANES);
+                              });
+            add_given(first, count, bias);
+        });
+    }
+
+    // Calls body(first, count) for as many rows as ranks exchange at a time; for all at once where there is one rank.
+    template <typename Body>
+    void for_rows_together(int64_t num_rows, Body&& body) {
+        const int64_t most = ranks_.capacity() / std::max<int64_t>(shape_.hidden_size, PANEL);
+        for (int64_t first = 0; first < num_rows; first += most) body(first, std::min(most, num_rows - first));
+    }
+
+    // Sums of the row that is `row` behind `first`: of one rank they are added to its residual; else `add_given` does it.
+    void add_or_give(Vector sums, const float* bias, int64_t first, int64_t row, int64_t column) {
+        if (ranks_.size() == 1)
+            add(sums, bias, residual(first + row), column);
+        else if (column < shape_.hidden_size)
+            store(sums, given(row) + column);
+    }
+
+    // residual += the sum of what all ranks have given
+    void add_given(int64_t first, int64_t count, const float* bias) {
+        if (ranks_.size() == 1) return;
+        meet();
+        team_.share(count, [&](int64_t row) {
+            for (int64_t column = 0; column < shape_.hidden_size; column += LANES)
+                add(ranks_.sum(row * shape_.hidden_size + column), bias, residual(first + row), column);
+        });
+    }
+
+    float* given(int64_t row) const { return ranks_.own() + row * shape_.hidden_size; }
+
+    void meet() {
+        team_.share(1, [&](int64_t) { ranks_.meet(); });
     }
 
     void add(Vector sums, const float* bias, float* row, int64_t column) const {
@@ -441,6 +535,8 @@ class Decoder {
     const uint32_t* const head_;
     Team& team_;
     const int64_t query_size_, kv_size_, projected_size_;
+    const int64_t first_token_, num_tokens_;  // of the vocabulary, this rank's
+    Ranks ranks_;
     DecoderTimes times_ = {};
     Groups groups_;         // of the step
     int64_t capacity_ = 0;  // tokens that the buffers hold

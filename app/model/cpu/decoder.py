@@ -26,6 +26,7 @@ from app.model.cpu.library import (
     MlpWeights,
     Team,
 )
+from app.model.cpu.ranks import RankMemory, RankMissing, ranks_shape
 from app.model.cpu.weights import NativeLayer, NativeWeights
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, Segments, build_segments
@@ -35,19 +36,31 @@ from app.model.matcher_preparer import MatcherPreparer, Preparable
 class NativeDecoder:
     """A ForwardPass with packed weights, KV memory and a team of threads."""
 
-    def __init__(self, weights: NativeWeights, pages: NativeKVCache, team: Team, *, num_layers: int = 0) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all."""
+    def __init__(
+        self,
+        weights: NativeWeights,
+        pages: NativeKVCache,
+        team: Team,
+        *,
+        num_layers: int = 0,
+        memory: RankMemory | None = None,
+    ) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all.
+
+        memory: of all ranks, where the weights are those of one of several. All compute every step; rank 0 has logits.
+        """
         self.block_size = pages.block_size
         self._weights, self._pages, self._team = weights, pages, team
         suffix = DTYPES[weights.dtype]
         self._run = getattr(team.code, f"carousel_decoder_run_{suffix}")
         self._times = getattr(team.code, f"carousel_decoder_times_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        settings = weights.settings
+        settings, self._memory = weights.settings, memory
         shape = DecoderShape(
             settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.head_dim,
             settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
-            settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
+            settings.rank_tokens, settings.epsilon, settings.scaling,
+            ExpertsShape(*dataclasses.astuple(settings.experts)), ranks_shape(settings, memory),
         )  # fmt: skip
         self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
         layers = (LayerWeights * num_layers)(
@@ -62,14 +75,18 @@ class NativeDecoder:
         self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
+        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile.
+
+        Of several ranks only rank 0 has logits. Raises RankMissing if one does not come in time.
+        """
         segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
         return self.compute(inputs, segments, batch.matchers)
 
     def compute(self, inputs: ModelInputs, segments: Segments, matchers: Sequence[Preparable] = ()) -> Prediction:
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
-        logits = torch.empty(num_logits, self._weights.settings.vocab_size)
+        has_logits = self._weights.settings.rank == 0
+        logits = torch.empty(num_logits if has_logits else 0, self._weights.settings.vocab_size)
         likeliest = torch.empty(num_logits, dtype=torch.long)
         wanted = _wanted_rows(inputs)
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
@@ -82,7 +99,9 @@ class NativeDecoder:
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(matchers):
-            self._run(self._decoder, ctypes.byref(step))
+            missing = self._run(self._decoder, ctypes.byref(step))
+        if missing:
+            raise RankMissing(missing - 1)
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def _provide_rotary(self, num_positions: int) -> None:

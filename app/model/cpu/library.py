@@ -67,18 +67,27 @@ class ExpertsShape(ctypes.Structure):
     )
 
 
+class RanksShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rank", "size", "capacity")),
+        ("timeout_s", ctypes.c_double),
+        ("memory", ctypes.c_void_p),
+    )
+
+
 class DecoderShape(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in (
                 "hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "intermediate_size",
-                "vocab_size", "block_size", "num_layers", "weight_bits",
+                "vocab_size", "block_size", "num_layers", "weight_bits", "rank_tokens",
             )
         ),
         ("epsilon", ctypes.c_float),
         ("scaling", ctypes.c_float),
         ("experts", ExpertsShape),
+        ("ranks", RanksShape),
     )  # fmt: skip
 
 
@@ -127,7 +136,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
-    "decoder_run_{}": ((_POINTER,) * 2, None),
+    "decoder_run_{}": ((_POINTER,) * 2, _INT32),
     "decoder_times_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),
     "pack": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),

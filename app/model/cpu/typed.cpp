@@ -62,8 +62,8 @@ void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers
     return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<Team*>(team));
 }
 
-void OF_TYPE(decoder_run)(void* decoder, const DecoderStep* step) {
-    static_cast<Decoder<T>*>(decoder)->run(*step);
+int32_t OF_TYPE(decoder_run)(void* decoder, const DecoderStep* step) {
+    return static_cast<Decoder<T>*>(decoder)->run(*step);
 }
 
 void OF_TYPE(decoder_times)(void* decoder, DecoderTimes* times) {

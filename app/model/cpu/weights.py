@@ -67,7 +67,7 @@ class NativeWeights:
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
-    embedding: torch.Tensor | None  # [vocab_size, hidden_size]; None: its rows are read from the quantised head
+    embedding: torch.Tensor | None  # [rank_tokens, hidden_size]; None: its rows are read from the quantised head
     final_norm: torch.Tensor
     head: torch.Tensor
     dtype: torch.dtype  # of everything that is not quantised

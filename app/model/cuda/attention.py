@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
-from app.model.attention import AttentionRules, AttentionStep
+from app.model.attention import AttentionRules
 from app.model.cuda.block_tables import BlockTables
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import KVCache, LayerShape
+
+# First token in the packed row, number of tokens, position of the first, row of the block table (`kernels.py`).
+Segment = tuple[int, int, int, int]
 
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
@@ -57,8 +60,8 @@ class TritonAttention:
         A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
-        assert split_tokens == _padded(split_tokens, 1), f"{split_tokens} is no power of two"
-        assert max_splits == _padded(max_splits, 1), f"{max_splits} is no power of two"
+        assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
+        assert max_splits == padded(max_splits, 1), f"{max_splits} is no power of two"
         self.block_size = block_size
         self.batch_invariant = batch_invariant
         self.device = device
@@ -77,33 +80,82 @@ class TritonAttention:
         """Whether this machine can use it."""
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
-        segments = self._segments(batch.scheduled)
-        single = [segment for segment in segments if segment[1] == 1]
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> TritonStep:
+        single, longer = self.segments(batch.scheduled)
         return TritonStep(
             self,
             inputs.slots,
             single=_columns(single, self.device) if single else None,
-            longer=[segment for segment in segments if segment[1] > 1],
+            pieces=Pieces(longer, self.device) if longer else None,
         )
 
-    def begin_decode(self, slots: torch.Tensor, segments: torch.Tensor) -> AttentionStep:
-        """A step of single tokens with inputs that are on the device already.
+    def begin_captured(self, slots: torch.Tensor, *, single: torch.Tensor, pieces: Pieces | None = None) -> TritonStep:
+        """A step with inputs that are on the device already.
 
-        slots: [num_tokens]; segments: [4, num_tokens] as in `kernels.py`; both int64. The work of the step
+        slots: [num_tokens]; single: [4, num_single] as in `kernels.py`; both int64. The work of the step
         depends on their sizes only; their content may change between replays of a CUDA graph.
         """
-        return TritonStep(self, slots, single=segments, longer=[])
+        return TritonStep(self, slots, single=single, pieces=pieces)
 
-    def _segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-        """Of each sequence: first token in the packed row, tokens, position of the first, row of its block table."""
+    def segments(self, items: Sequence[ScheduledSequence]) -> tuple[list[Segment], list[Segment]]:
+        """The sequences with one token, and those with several; brings their block tables up to date."""
         sizes = [len(item.token_ids) for item in items]
         starts = accumulate(sizes, initial=0)
         rows = self.tables.update(items)
-        return [
+        segments = [
             (first, size, item.start, row)
             for first, size, item, row in zip(starts, sizes, items, rows, strict=False)  # starts has the end too
         ]
+        return [each for each in segments if each[1] == 1], [each for each in segments if each[1] > 1]
+
+
+class Pieces:
+    """The sequences with several tokens in a step, cut up into what a prefill tile takes."""
+
+    def __init__(self, longer: Sequence[Segment], device: torch.device) -> None:
+        self._longer = longer
+        self._device = device
+        self._cut: dict[int, torch.Tensor] = {}  # by tokens in a piece: [4, num_pieces]
+
+    def of(self, max_tokens: int) -> torch.Tensor:
+        """[4, num_pieces], each of at most `max_tokens` tokens; the same for all layers of a shape."""
+        pieces = self._cut.get(max_tokens)
+        if pieces is None:
+            pieces = self._cut[max_tokens] = _columns(self._columns_of(max_tokens), self._device)
+        return pieces
+
+    def _columns_of(self, max_tokens: int) -> list[Segment]:
+        return [
+            (first + offset, min(max_tokens, size - offset), start + offset, row)
+            for first, size, start, row in self._longer
+            for offset in range(0, size, max_tokens)
+        ]
+
+
+class PaddedPieces(Pieces):
+    """Pieces of a captured step: as many in every replay, at addresses that stay."""
+
+    def __init__(self, device: torch.device, *, num_tokens: int, max_longer: int, scratch_row: int) -> None:
+        """Room for `num_tokens` tokens of at most `max_longer` sequences with several tokens."""
+        super().__init__((), device)
+        self._num_tokens, self._max_longer, self._scratch_row = num_tokens, max_longer, scratch_row
+        self._first_spare = 0
+
+    def fill(self, longer: Sequence[Segment], *, first_spare: int) -> None:
+        """Take another step's sequences. The tokens from `first_spare` on are of no sequence."""
+        self._longer, self._first_spare = longer, first_spare
+        for max_tokens, pieces in self._cut.items():
+            columns = list(zip(*self._columns_of(max_tokens), strict=True))
+            pieces.copy_(torch.tensor(columns, pin_memory=pieces.is_cuda), non_blocking=True)
+
+    def _columns_of(self, max_tokens: int) -> list[Segment]:
+        pieces = super()._columns_of(max_tokens)
+        # Before position 0 nothing is seen: the outputs of spare tokens are zeros, not what lies in their memory.
+        for first in range(self._first_spare, self._num_tokens, max_tokens):
+            size = min(max_tokens, self._num_tokens - first)
+            pieces.append((first, size, -size, self._scratch_row))
+        room = self._num_tokens // max_tokens + self._max_longer + 1  # each sequence's last piece may be short
+        return pieces + [(0, 0, 0, self._scratch_row)] * (room - len(pieces))
 
 
 class TritonStep:
@@ -115,40 +167,33 @@ class TritonStep:
         slots: torch.Tensor,
         *,
         single: torch.Tensor | None,
-        longer: list[tuple[int, int, int, int]],
+        pieces: Pieces | None,
     ) -> None:
         self._attention = attention
-        self._slots = slots
+        self.slots = slots  # [num_tokens]
         self._single = single  # [4, num_segments]
-        self._longer = longer
-        self._pieces: dict[int, torch.Tensor] = {}  # `longer` cut up, by tokens in a piece: [4, num_segments]
+        self._pieces = pieces
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        launch = _Launch(self._attention, layer, query, key, value, rules)
-        launch.write(self._slots)
+        launch = _Launch(self._attention, layer, _rows(query), rules)
+        launch.write(_rows(key), _rows(value), self.slots)
+        return self._attended(launch)
+
+    def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+        """The same after the new tokens' keys and values were written to their `slots`."""
+        return self._attended(_Launch(self._attention, layer, query, rules))
+
+    def _attended(self, launch: _Launch) -> torch.Tensor:
         if self._single is not None:
             if self._attention.batch_invariant:
                 launch.prefill(self._single)
             else:
                 launch.decode(self._single)
-        if self._longer:
-            launch.prefill(self._cut(launch.tokens_per_piece))
+        if self._pieces is not None:
+            launch.prefill(self._pieces.of(launch.tokens_per_piece))
         return launch.output
-
-    def _cut(self, max_tokens: int) -> torch.Tensor:
-        """The longer segments in pieces that a tile takes; the same for all layers of a shape."""
-        pieces = self._pieces.get(max_tokens)
-        if pieces is None:
-            cut = [
-                (first + offset, min(max_tokens, size - offset), start + offset, row)
-                for first, size, start, row in self._longer
-                for offset in range(0, size, max_tokens)
-            ]
-            pieces = self._pieces[max_tokens] = _columns(cut, self._attention.device)
-        return pieces
 
 
 class _Launch:
@@ -159,19 +204,18 @@ class _Launch:
         attention: TritonAttention,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         rules: AttentionRules,
     ) -> None:
         self._attention = attention
-        self._query, self._key, self._value = query, key, value
+        self._query = query
         self._keys, self._values = attention.cache.layer(layer)
         self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
         self._window = rules.sliding_window or 0
-        self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
+        key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]
+        self.num_heads, self.num_kv_heads = query.shape[1], self._keys.shape[-2]
         self.group = self.num_heads // self.num_kv_heads
-        self.output = query.new_empty(query.shape[0], self.num_heads, value.shape[-1])
-        key_padded, value_padded = _padded(key.shape[-1], _MIN_DOT), _padded(value.shape[-1], _MIN_DOT)
+        self.output = query.new_empty(query.shape[0], self.num_heads, value_dim)
+        key_padded, value_padded = padded(key_dim, _MIN_DOT), padded(value_dim, _MIN_DOT)
         # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
         self._numbers = {
             "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
@@ -180,8 +224,8 @@ class _Launch:
         }
         self._shape = {
             "num_kv_heads": self.num_kv_heads,
-            "key_dim": key.shape[-1],
-            "value_dim": value.shape[-1],
+            "key_dim": key_dim,
+            "value_dim": value_dim,
             "key_padded": key_padded,
             "value_padded": value_padded,
         }
@@ -206,13 +250,12 @@ class _Launch:
 
     @property
     def _prefill_rows(self) -> int:
-        return max(_PREFILL_ROWS[self._query.element_size()], _padded(self.group, 1))
+        return max(_PREFILL_ROWS[self._query.element_size()], padded(self.group, 1))
 
-    def write(self, slots: torch.Tensor) -> None:
-        key, value = self._key, self._value
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         self._attention.kernels.write_kernel[(key.shape[0],)](
             key, value, slots, self._keys, self._values, *key.stride()[:2], *value.stride()[:2],
-            heads_padded=_padded(self.num_kv_heads, 1), **self._shape,
+            heads_padded=padded(self.num_kv_heads, 1), **self._shape,
         )  # fmt: skip
 
     def decode(self, segments: torch.Tensor) -> None:
@@ -223,11 +266,11 @@ class _Launch:
         }  # fmt: skip
         parts = (num_segments, self.num_heads, attention.max_splits)
         highest, total = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
-        weighted = torch.empty(*parts, self._value.shape[-1], dtype=torch.float32, device=query.device)
+        weighted = torch.empty(*parts, self._shape["value_dim"], dtype=torch.float32, device=query.device)
         num_lanes = min(attention.max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
         attention.kernels.decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
             query, self._keys, self._values, attention.tables.tensor, segments, highest, total, weighted,
-            *query.stride()[:2], num_rows=_padded(self.group, _MIN_DOT), num_warps=4, num_stages=2,
+            *query.stride()[:2], num_rows=padded(self.group, _MIN_DOT), num_warps=4, num_stages=2,
             **(self._attend | splits),
         )  # fmt: skip
         attention.kernels.reduce_kernel[(num_segments, self.num_heads)](
@@ -263,7 +306,7 @@ class NoKernels:
         return lambda *arguments, **options: None
 
 
-def _columns(segments: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
     """Segments as the kernels read them: [4, num_segments] int64."""
     return to_device(list(zip(*segments, strict=True)), device)
 
@@ -272,7 +315,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _padded(size: int, smallest: int) -> int:
+def padded(size: int, smallest: int) -> int:
     """The next power of two: the only sizes of a tile."""
     return max(smallest, 1 << (size - 1).bit_length())
 

@@ -1,9 +1,9 @@
-"""Steps on a GPU: launched without waiting, decode steps from graphs captured once.
+"""Steps on a GPU: launched without waiting, most of them from graphs captured once.
 
-A step is hundreds of launches from Python; a graph makes them one. Steps in which every sequence has one token differ
-only in their inputs. These are copied into tensors at fixed addresses, padded to the next of a few captured sizes, and
-the captured work is replayed. Padding rows belong to no sequence: they write to a scratch slot, and their tokens are
-discarded. Every other step runs eagerly.
+A step is hundreds of launches from Python; a graph makes them one. Steps differ only in their inputs and sizes. The
+inputs are copied into tensors at fixed addresses, padded to the next of a few captured sizes (`captured_inputs.py`),
+and the captured work is replayed: decode steps, and steps with prompts up to some number of tokens. A step that is
+longer, scores prompts or makes embeddings runs eagerly.
 
 All work goes to one stream, in order: a step may be launched while the one before it runs, and reads that step's tokens
 on the device.
@@ -12,9 +12,9 @@ on the device.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,24 @@ import torch
 
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.errors import InvalidSetup, described
-from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
-from app.model.forward import Prediction
+from app.model.cuda.captured_inputs import (
+    CapturedInputs,
+    StepSize,
+    coarse_sizes,
+    decode_size,
+    graph_sizes,
+    mixed_sizes,
+    smallest_fitting,
+)
+from app.model.cuda.decoder import CudaDecoder
+from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
-from app.model.memory import is_out_of_memory
-from app.model.pooling import LastHiddenStates, PooledStates
+from app.model.memory import first_line, is_out_of_memory
+from app.model.pooling import PooledStates
 from app.model.sampler import Sample, sample
 
 logger = logging.getLogger(__name__)
@@ -40,11 +49,10 @@ logger = logging.getLogger(__name__)
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
 _NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a first call cannot be captured
-_LARGEST = 512  # beyond it a step takes so long that its launches do not matter
 
 
 class GraphModelRunner:
-    """Launches batches on one model: decode steps by replay, the others eagerly."""
+    """Launches batches on one model: by replay what fits into a captured size, the others eagerly."""
 
     def __init__(
         self,
@@ -52,34 +60,36 @@ class GraphModelRunner:
         attention: TritonAttention,
         *,
         max_rows: int,
+        max_tokens: int = 0,
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
         sample: Sample = sample,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
+        max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
-        assert model.module is not None, "native code is for CPUs"
         self._model = model
         self._sample = sample
-        self._module = model.module
-        self._last_hidden = LastHiddenStates(model.module)
+        self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if attention.batch_invariant else nullcontext
         )
         self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
-        self._logits: torch.Tensor | None = None  # [largest size, vocab_size], of the last replay
-        self._graphs: dict[int, _Graph] = {}
-        self._sizes = graph_sizes(max_rows)
+        self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], of the last replay
+        self._graphs: dict[StepSize, _Graph] = {}
+        self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
+        self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
         self._capture = capture  # None once it has been used
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
         """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
 
-        Raises InvalidSetup if the device's memory does not hold the `coarse_sizes`.
+        Where memory ends, mixed steps are left out first, then sizes of decode steps. Raises InvalidSetup if the
+        device's memory does not hold the `coarse_sizes`.
         """
         if self._capture is not None:
             self._capture_all(self._capture)
@@ -119,40 +129,22 @@ class GraphModelRunner:
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
-        with self._last_hidden.kept(inputs.hidden_indices) as kept:
-            logits = self._forward(
+        with self._arithmetic():
+            return self._forward.compute(
                 self._known(inputs.token_ids, batch.scheduled),
                 inputs.positions,
-                logits_to_keep=inputs.logits_indices,
-                paged=self._attention.begin_step(batch, inputs),
+                self._attention.begin_step(batch, inputs),
+                logits_indices=inputs.logits_indices,
+                hidden_indices=inputs.hidden_indices,
             )
-        return Prediction(logits, hidden=kept.hidden)
-
-    def _forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        logits_to_keep: torch.Tensor | int,
-        paged: AttentionStep,
-    ) -> torch.Tensor:
-        """token_ids, positions: [1, num_tokens] → [num_kept, vocab_size]."""
-        with self._arithmetic():
-            logits: torch.Tensor = self._module(
-                input_ids=token_ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                paged=paged,
-            ).logits[0]
-        return logits
 
     def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
-        graph.fill(batch.scheduled, self._attention)
-        known = self._known(graph.token_ids, batch.scheduled)
-        if known is not graph.token_ids:
-            graph.token_ids.copy_(known)
-        return graph.replay()[: len(batch.scheduled)]
+        inputs = graph.inputs
+        inputs.fill(batch)
+        known = self._known(inputs.token_ids, batch.scheduled)
+        if known is not inputs.token_ids:
+            inputs.token_ids.copy_(known)
+        return graph.replay()[: len(batch.sampled)]
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """The token ids, with placeholders replaced by the tokens of the step before."""
@@ -161,66 +153,105 @@ class GraphModelRunner:
         return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
 
     def _graph_for(self, batch: Batch) -> _Graph | None:
-        num_rows = len(batch.scheduled)
-        if not self._graphs or num_rows > self._sizes[-1]:
+        if not self._graphs:
             return None
-        if not all(len(item.token_ids) == 1 and item.samples for item in batch.scheduled):
-            return None
-        return self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]]
+        size = smallest_fitting(batch, decode=self._decode_sizes, mixed=self._mixed_sizes)
+        return None if size is None else self._graphs[size]
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
-        graphs: dict[int, _Graph] = {}
-        coarse = coarse_sizes(self._sizes)
-        finer = sorted(set(self._sizes).difference(coarse), reverse=True)
-        for size in (*coarse, *finer):
-            try:
-                graphs[size] = self._captured(size, capture)
-            except RuntimeError as error:
-                reason = str(error).strip().split("\n", 1)[0]
-                if not is_out_of_memory(error):
-                    logger.warning(
-                        "decode steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason
-                    )
-                    return
-                if size in coarse:
-                    raise InvalidSetup(_too_little_for_graphs(len(graphs), coarse, size, reason)) from error
-                logger.warning(
-                    "%d of %d CUDA graphs fit into the GPU's memory; decode steps are padded to the next of %s "
-                    "sequences. Lower cache.gpu_memory_fraction for the others (%s)",
-                    len(graphs), len(self._sizes), ", ".join(map(str, sorted(graphs))), reason,
-                )  # fmt: skip
-                break
-        self._graphs, self._sizes = graphs, tuple(sorted(graphs))
-        logger.info("decode steps of up to %d sequences run from %d CUDA graphs", self._sizes[-1], len(graphs))
+        """Decode steps first: where memory ends, mixed steps are what is left out."""
+        has_room = self._capture_decode(capture)
+        if not self._graphs:
+            self._mixed_sizes = ()
+            return
+        self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
+        self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
+        logger.info(
+            "steps run from %d CUDA graphs: decode steps of up to %d sequences, steps with prompts of up to %d tokens",
+            len(self._graphs), self._decode_sizes[-1].num_rows,
+            self._mixed_sizes[-1].num_tokens if self._mixed_sizes else 0,
+        )  # fmt: skip
 
-    def _captured(self, size: int, capture: Capture) -> _Graph:
-        facts = self._padding(size)
-        return _Graph(facts, capture(lambda: self._static_logits(facts)))
+    def _capture_decode(self, capture: Capture) -> bool:
+        """Returns whether all of them fit. Without any graph the model cannot be captured."""
+        sizes = [size.num_rows for size in self._decode_sizes]
+        coarse = coarse_sizes(sizes)
+        finer = sorted(set(sizes).difference(coarse), reverse=True)
+        for num_rows in (*coarse, *finer):
+            try:
+                self._graphs[decode_size(num_rows)] = self._captured(decode_size(num_rows), capture)
+            except RuntimeError as error:
+                reason = first_line(error)
+                if not is_out_of_memory(error):
+                    logger.warning("steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason)
+                    self._graphs.clear()
+                    return False
+                if num_rows in coarse:
+                    raise InvalidSetup(_too_little_for_graphs(len(self._graphs), coarse, num_rows, reason)) from error
+                logger.warning(
+                    "%d of %d CUDA graphs of decode steps fit into the GPU's memory; these are padded to the next of "
+                    "%s sequences, and steps with prompts have none. Lower cache.gpu_memory_fraction for the others "
+                    "(%s)",
+                    len(self._graphs), len(sizes), ", ".join(str(size.num_rows) for size in self._graphs_ascending()),
+                    reason,
+                )  # fmt: skip
+                return False
+        return True
+
+    def _graphs_ascending(self) -> list[StepSize]:
+        return sorted(self._graphs, key=lambda size: size.num_tokens)
+
+    def _capture_mixed(self, capture: Capture) -> tuple[StepSize, ...]:
+        """The captured sizes, ascending: the largest first, so that others fit into its memory; without what is too
+        large."""
+        captured: list[StepSize] = []
+        for size in reversed(self._mixed_sizes):
+            try:
+                self._graphs[size] = self._captured(size, capture)
+                captured.insert(0, size)
+            except RuntimeError as error:
+                logger.warning(
+                    "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
+                    size.num_tokens, first_line(error),
+                    ". Lower cache.gpu_memory_fraction for it" if is_out_of_memory(error) else "",
+                )  # fmt: skip
+                if not is_out_of_memory(error):
+                    break
+        return tuple(captured)
+
+    def _captured(self, size: StepSize, capture: Capture) -> _Graph:
+        inputs = CapturedInputs(size, self._attention)
+        return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
     @torch.inference_mode()
-    def compute_padding(self, size: int) -> torch.Tensor:
-        """Once the work that a graph of this size repeats, for its memory. Returns the logits, [size, vocab_size]."""
-        return self._static_logits(self._padding(size))
+    def compute_padding(self, size: StepSize) -> torch.Tensor:
+        """Once the work that a graph of this size repeats, for its memory. Returns the logits, [num_rows, vocab_size].
 
-    def _padding(self, size: int) -> torch.Tensor:
-        """Inputs of a captured step in which no column is of a sequence: [6, size], rows as in `columns_of`."""
-        columns = columns_of([], [], size=size, attention=self._attention)
-        return torch.tensor(columns, dtype=torch.long, device=self._model.device)
+        No column is of a sequence.
+        """
+        return self._static_logits(CapturedInputs(size, self._attention))
 
-    def _static_logits(self, facts: torch.Tensor) -> torch.Tensor:
+    def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
         """The captured work: from inputs on the device to logits on the device."""
-        token_ids, slots, segments = facts[0], facts[1], facts[2:]
-        logits = self._forward(
-            token_ids[None],
-            segments[2][None],
-            logits_to_keep=0,  # all of them
-            paged=self._attention.begin_decode(slots, segments),
-        )
+        with self._arithmetic():
+            logits = self._forward.compute(
+                inputs.token_ids[None],
+                inputs.positions[None],
+                inputs.begin(),
+                logits_indices=inputs.logits_indices if inputs.size.is_mixed else None,
+            ).logits
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         # One result tensor for all sizes: separate ones would hold a vocabulary of numbers for every row of every size.
         return self._logits[: logits.shape[0]].copy_(logits)
+
+
+def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward:
+    if model.joined is not None:
+        return CudaDecoder(model.joined, attention)
+    assert model.module is not None, "native code is for CPUs"
+    return TransformersForward(model.module, attention)
 
 
 class _Drawn:
@@ -307,36 +338,12 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
 class _Graph:
-    """Captured work of one size and its input tensor."""
+    """Captured work of one size and its inputs."""
 
-    def __init__(self, facts: torch.Tensor, replay: Callable[[], torch.Tensor]) -> None:
-        """facts: [6, size] int64, rows as in `columns_of`."""
-        self._facts = facts
-        self.token_ids = facts[0]
-        self.replay = replay  # returns [size, vocab_size]
-
-    def fill(self, items: Sequence[ScheduledSequence], attention: TritonAttention) -> None:
-        """Copy a step's inputs to the tensor that the captured work reads: one copy, without waiting."""
-        rows = attention.tables.update(items)
-        columns = columns_of(items, rows, size=self._facts.shape[1], attention=attention)
-        new = torch.tensor(columns, dtype=torch.long, pin_memory=self._facts.is_cuda)
-        self._facts.copy_(new, non_blocking=True)
-
-
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """The sizes to capture: finely spaced where a padding row costs most."""
-    largest = min(max_rows, _LARGEST)
-    ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST, 32)]
-    return (*(size for size in ladder if size < largest), largest)
-
-
-def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the sizes to capture those that every replica needs, in the order in which they are captured.
-
-    Doublings pad a step to at most twice its sequences. The largest is the first: the others fit into its memory.
-    """
-    return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
+    inputs: CapturedInputs
+    replay: Callable[[], torch.Tensor]  # returns [num_rows of the size, vocab_size]
 
 
 def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, reason: str) -> str:
@@ -346,26 +353,6 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
         f"which leaves more beside the KV memory, or scheduler.max_running; or set model.backend: torch, which does "
         f"without graphs and is slower"
     )
-
-
-def columns_of(
-    items: Sequence[ScheduledSequence], rows: Sequence[int], *, size: int, attention: TritonAttention
-) -> list[list[int]]:
-    """A step of single tokens, one column for each, padded to `size` with columns of no sequence.
-
-    rows: of the block tables, one for each item. Returns [6, size]: token id, slot, and the four rows of a segment
-    (`kernels.py`): place in the packed row, number of tokens, position, row of the block table.
-    """
-    block_size, spare = attention.block_size, size - len(items)
-    slots = [item.block_ids[item.start // block_size] * block_size + item.start % block_size for item in items]
-    return [
-        [item.token_ids[0] for item in items] + [0] * spare,
-        slots + [attention.scratch_slot] * spare,
-        list(range(size)),
-        [1] * size,
-        [item.start for item in items] + [0] * spare,
-        list(rows) + [attention.tables.scratch_row] * spare,
-    ]
 
 
 class CudaCapture:

@@ -6,6 +6,9 @@ A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], co
 
     [first token in the packed row, number of tokens, position of the first, row of its block table]
 
+A column of no sequence stands before position 0, where nothing is seen: as a piece its tokens become zeros, as a single
+token it is skipped.
+
 All kernels read these facts from the device and take their grids from padded sizes, so a launch can be captured in a
 CUDA graph and replayed for other sequences. Sums run over key tiles in the order of positions, tile borders at fixed
 positions, so a row's result depends on nothing that shares its step. The running softmax is that of FlashAttention (Dao
@@ -236,6 +239,8 @@ def reduce_kernel(
     num_segments, num_heads = tl.num_programs(0), tl.num_programs(1)
     position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
     span = position + 1 - _first_tile(position, window, has_window, tile)
+    if span <= 0:
+        return
     num_splits = tl.cdiv(span, _split_size(span, min_split, max_splits, tile))
     splits = tl.arange(0, max_splits)
     value_at = tl.arange(0, value_padded)
@@ -328,7 +333,7 @@ def prefill_kernel(
         shrink = tl.exp2(highest - above)
         total = total * shrink + tl.exp2(sink - above)
         weighted = weighted * shrink[:, None]
-    result = weighted / total[:, None]
+    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # a piece before position 0 sees nothing: zeros
     out = (token + in_segment)[:, None] * (num_kv_heads * group) + heads[:, None]
     tl.store(
         output + out * value_dim + value_at[None, :],

@@ -24,10 +24,11 @@ PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(70)]
 BLOCKS = [3, 8, 1, 0, 9]
 
 
-def load(path: Path, dtype: str) -> LoadedModel:
+def load(path: Path, dtype: str, *, quantization: str = "none") -> LoadedModel:
     if not is_fast(DTYPES[dtype]):
         pytest.skip(f"this CPU has no vector instructions for {dtype}, or there is no C++ compiler")
-    return load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), str(path))  # type: ignore[arg-type]
+    config = ModelConfig(path=str(path), device="cpu", dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+    return load_model(config, str(path))
 
 
 def decoder_of(model: LoadedModel, *, num_threads: int = 2, in_int8: bool = False) -> NativeDecoder:

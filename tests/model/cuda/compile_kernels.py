@@ -22,7 +22,7 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, invariant_kernels
+from app.model.cuda import batch_invariant, invariant_kernels, sampler, sampler_kernels
 from app.model.cuda import kernels as triton_kernels
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
@@ -31,14 +31,15 @@ TARGET = GPUTarget("cuda", 90, 32)
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 
 
 class CompileOnly:
     """Stands for a kernel: a launch compiles it for what it is given, and runs nothing."""
 
-    def __init__(self, kernel: Any, shape: str) -> None:
-        self._kernel, self._shape = kernel, shape
+    def __init__(self, kernel: Any, shape: str, target: GPUTarget = TARGET) -> None:
+        self._kernel, self._shape, self._target = kernel, shape, target
 
     def __getitem__(self, grid: tuple[int, ...]) -> CompileOnly:
         assert all(size > 0 for size in grid), grid
@@ -53,7 +54,8 @@ class CompileOnly:
         source = ASTSource(
             fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
         )
-        compiled = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=self._target, options=options)
         print(self._kernel.__name__, self._shape, compiled.metadata.shared, spilled(compiled.asm["cubin"]), flush=True)
 
 
@@ -107,9 +109,9 @@ def compile_for(
         )
     ]  # fmt: skip
     step = triton_attention.TritonStep(
-        attention, inputs.slots, single=torch.zeros(4, 1, dtype=torch.long), longer=[(0, 40, 0, 0)]
-    )
-    step._pieces = {tokens: torch.zeros(4, 2, dtype=torch.long) for tokens in range(129)}
+        attention, inputs.slots, single=torch.zeros(4, 1, dtype=torch.long),
+        pieces=triton_attention.Pieces([(0, 40, 0, 0)], CPU),
+    )  # fmt: skip
     step.attend(0, *qkv, rules)
 
 
@@ -123,6 +125,21 @@ def compile_invariant_kernels() -> None:
         x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
         with batch_invariant.BatchInvariantMode():
             torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
+
+
+def compile_sampler() -> None:
+    """For Ampere, Hopper and Blackwell."""
+    for capability in (80, 90, 100):
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{str(dtype).removeprefix('torch.')}-sm{capability}"
+            kernels = type("Kernels", (), {
+                kernel: CompileOnly(getattr(sampler_kernels, kernel), name, GPUTarget("cuda", capability, 32))
+                for kernel in ("draw_kernel",)
+            })  # fmt: skip
+            sampler._kernels = lambda kernels=kernels: kernels
+            params = SamplingParams(max_tokens=1)
+            item = ScheduledSequence("r", (0,), 0, [0], True, params)
+            sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), [item] * 2)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -150,5 +167,6 @@ CASES = {
 
 if __name__ == "__main__":
     compile_invariant_kernels()
+    compile_sampler()
     for case in sys.argv[1:] or CASES:
         compile_for(case, **CASES[case])  # type: ignore[arg-type]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.assembly import assemble, build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -24,7 +25,8 @@ from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Pooling, Request, SamplingParams
 from app.errors import InvalidSetup
-from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep, coarse_sizes, columns_of, graph_sizes
+from app.model.cuda.captured_inputs import graph_sizes
+from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
 from tests.fakes import make_request, run_to_end
@@ -61,15 +63,17 @@ def load(path: Path) -> LoadedModel:
     return load_model(config, str(path))
 
 
-def attention_for(model: LoadedModel, *, batch_invariant: bool = False, max_rows: int = 6) -> TritonAttention:
+def attention_for(
+    model: LoadedModel, *, batch_invariant: bool = False, max_rows: int = 6, num_blocks: int = NUM_BLOCKS
+) -> TritonAttention:
     return TritonAttention(
-        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=max_rows, max_blocks=NUM_BLOCKS, dtype=model.dtype,
+        model.layers, num_blocks=num_blocks, block_size=4, max_rows=max_rows, max_blocks=num_blocks, dtype=model.dtype,
         device=model.device, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
 def engine_with(model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]]) -> Engine:
-    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=capture)
+    runner = GraphModelRunner(model, attention_for(model), max_rows=6, max_tokens=32, capture=capture)
     return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
 
 
@@ -98,8 +102,65 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(tiny_model_path: Callable[
     assert outcome.token_ids == run_to_end(plain_engine(path), *requests).token_ids
     assert isinstance(engine, OverlappedEngine)
     assert engine.stats().total_preemptions > 0
-    assert {1, 2, 4} <= set(capture.replayed)
+    assert {1, 2, 4, 6} <= set(capture.replayed)  # 6: of steps with prompts
     assert 3 not in capture.replayed
+    assert len(capture.replayed) == engine.stats().total_steps
+
+
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)  # Triton's interpreter takes seconds for each
+def test_padded_steps_of_any_mix_give_the_tokens_of_eager_ones_and_write_to_the_same_slots(
+    mixed_pair: tuple[RunAgain, GraphModelRunner, GraphModelRunner], data: st.DataObject
+) -> None:
+    capture, padded, eager = mixed_pair
+    num_before = len(capture.replayed)
+    computed = [0, 0, 0]
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for _ in range(3):
+        shares = data.draw(st.tuples(*[st.integers(0, 5)] * 3), label="tokens of each sequence")
+        items = [
+            ScheduledSequence(
+                str(which), data.draw(st.tuples(*[st.integers(3, 90)] * share)), computed[which], TABLES[which],
+                data.draw(st.booleans()), params,
+            )
+            for which, share in enumerate(shares) if share
+        ]  # fmt: skip
+        if not items:
+            continue
+        before = [kv.clone() for kv in own_blocks(padded)]
+        assert padded.run(Batch(tuple(items), ())) == eager.run(Batch(tuple(items), ()))
+        written = [each.block_ids[at // 4] * 4 + at % 4 for each in items for at in range(each.start, each.end)]
+        for old, new, right in zip(before, own_blocks(padded), own_blocks(eager), strict=True):
+            torch.testing.assert_close(new, right)
+            new[written] = old[written]
+            assert torch.equal(new, old), "a slot changed that is of no token in this step"
+            new[written] = right[written]
+        computed = [start + share for start, share in zip(computed, shares, strict=True)]
+    assert len(capture.replayed) > num_before or not any(computed)
+
+
+TABLES = ([7, 2, 5, 0], [3, 1, 6, 4], [8, 10, 9, 11])
+
+
+def own_blocks(runner: GraphModelRunner) -> list[torch.Tensor]:
+    """Keys and values of all blocks that sequences may own: [num_slots, num_kv_heads, dim] each."""
+    cache = runner._attention.cache
+    return [kv.flatten(0, 1)[: 12 * 4] for layer in (0, 1) for kv in cache.layer(layer)]
+
+
+@pytest.fixture(scope="module")
+def mixed_pair(tiny_model_path: Callable[[str], Path]) -> tuple[RunAgain, GraphModelRunner, GraphModelRunner]:
+    """A runner with graphs of few tokens, and one without any."""
+    model, capture = load(tiny_model_path("llama")), RunAgain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.model.cuda.captured_inputs._MIN_TOKENS", 3)
+        runners = [
+            GraphModelRunner(model, attention_for(model, num_blocks=12), max_rows=3, max_tokens=15, capture=how)
+            for how in (capture, None)
+        ]
+    runners[0].prepare()
+    assert [size.num_tokens for size in runners[0]._mixed_sizes] == [3, 6, 9, 12, 15]
+    return capture, *runners
 
 
 def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_their_tokens_were_known(
@@ -211,9 +272,22 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     with caplog.at_level(logging.WARNING):
         runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=RunsOutAt(6, error))
         runner.prepare()
-    assert "6 of 7 CUDA graphs fit into the GPU's memory" in caplog.text
-    assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences. Lower cache.gpu_memory_fraction" in caplog.text
+    assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
+    assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have none" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
+    requests = some_requests()[:2]
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+
+
+def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
+    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, model = tiny_model_path("llama"), load(tiny_model_path("llama"))
+    with caplog.at_level(logging.WARNING):
+        engine = engine_with(model, RunsOutAt(len(graph_sizes(6))))
+        engine.prepare()
+    assert "steps of 32 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
+    assert "Lower cache.gpu_memory_fraction for it" in caplog.text
     requests = some_requests()[:2]
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
 
@@ -227,12 +301,6 @@ def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_num
         engine.prepare()
 
 
-def test_sizes_that_every_replica_needs_are_captured_first() -> None:
-    assert coarse_sizes(graph_sizes(256)) == (256, 128, 64, 32, 16, 8, 4, 2, 1)
-    assert coarse_sizes(graph_sizes(100)) == (100, 64, 32, 16, 8, 4, 2, 1)
-    assert coarse_sizes(graph_sizes(1)) == (1,)
-
-
 def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
     """In an order of its own, eagerly and by replay, beside a sequence with a known token."""
     model = load(tiny_model_path("llama"))
@@ -243,8 +311,8 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
     def batch(*items: ScheduledSequence) -> Batch:
         return Batch(items, ())
 
-    for beside in (share(1, [2], 9), share(1, [2], 9, 10)):
-        runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=RunAgain())
+    for beside, max_tokens in ((share(1, [2], 9), 0), (share(1, [2], 9, 10), 0), (share(1, [2], 9, 10), 32)):
+        runner = GraphModelRunner(model, attention_for(model), max_rows=6, max_tokens=max_tokens, capture=RunAgain())
         first = runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
         known = runner.run(batch(share(2, [1], first.token_ids[1]), beside, share(2, [0], first.token_ids[0])))
         runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
@@ -270,9 +338,9 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
         [4, 0],
     )
 
-    def run(sizes: tuple[int, ...], *, beside: int) -> list[torch.Tensor]:
+    def run(sizes: tuple[int, ...], *, beside: int, max_tokens: int = 0) -> list[torch.Tensor]:
         attention = attention_for(model, batch_invariant=True)
-        runner = GraphModelRunner(model, attention, max_rows=6, capture=RunAgain(), sample=spy)
+        runner = GraphModelRunner(model, attention, max_rows=6, max_tokens=max_tokens, capture=RunAgain(), sample=spy)
         seen.clear()
         at = 0
         for size in sizes:
@@ -284,38 +352,11 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
         return list(seen)
 
     alone, among = run((5, 1), beside=0), run((1, 3, 1, 1), beside=1)
-    assert len(alone) == len(among) == 2
-    assert all(torch.equal(one, other) for one, other in zip(alone, among, strict=True))
-
-
-def test_spare_columns_belong_to_no_sequence(tiny_model_path: Callable[[str], Path]) -> None:
-    attention = attention_for(load(tiny_model_path("llama")))
-    items = [
-        ScheduledSequence("a", (41,), 5, [3, 7], True, SamplingParams(max_tokens=1)),
-        ScheduledSequence("b", (42,), 0, [6], True, SamplingParams(max_tokens=1)),
-    ]
-    assert columns_of(items, [2, 0], size=4, attention=attention) == [
-        [41, 42, 0, 0],
-        [7 * 4 + 1, 6 * 4, 32, 32],
-        [0, 1, 2, 3],
-        [1, 1, 1, 1],
-        [5, 0, 0, 0],
-        [2, 0, 6, 6],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
-)
-def test_the_largest_size_is_what_may_run(max_rows: int, sizes: tuple[int, ...]) -> None:
-    assert graph_sizes(max_rows) == sizes
-
-
-def test_spare_rows_are_few_and_so_are_graphs() -> None:
-    sizes = graph_sizes(4096)
-    assert sizes[-1] == 512
-    assert len(sizes) < 50
-    assert all(after - before <= max(8, before / 4) for before, after in pairwise(sizes))
+    padded = run((2, 3, 1), beside=1, max_tokens=11)
+    assert len(alone) == len(among) == len(padded) == 2
+    for one, other, third in zip(alone, among, padded, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
 
 
 def test_graphs_are_captured_once_and_by_the_thread_that_launches(tiny_model_path: Callable[[str], Path]) -> None:
@@ -330,9 +371,10 @@ def test_graphs_are_captured_once_and_by_the_thread_that_launches(tiny_model_pat
     thread = threading.Thread(target=engine.prepare)
     thread.start()
     thread.join()
-    assert captured == [thread.ident] * len(graph_sizes(6))
+    num_graphs = len(graph_sizes(6)) + 1  # and one of mixed steps
+    assert captured == [thread.ident] * num_graphs
     run_to_end(engine, *some_requests()[:1])
-    assert len(captured) == len(graph_sizes(6))
+    assert len(captured) == num_graphs
 
 
 def test_all_warm_ups_and_captures_of_a_model_run_on_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +471,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     with caplog.at_level(logging.INFO):
         engine = engine_with(load(path), CudaCapture(torch.device("cuda")))
         engine.prepare()
-    assert "sequences run from 4 CUDA graphs" in caplog.text
+    assert "steps run from 5 CUDA graphs" in caplog.text
     assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
 
 

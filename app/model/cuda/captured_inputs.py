@@ -1,0 +1,164 @@
+"""The inputs of captured steps: which sizes are captured, and a step padded to one of them at fixed addresses.
+
+    tokens     a0 a1 a2 | b7 | c4 | - - -       size: 8 tokens; a prefills, b and c decode, three tokens are spare
+
+Spare tokens belong to no sequence: their KV goes to a scratch slot, and their logits are not computed or not read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+
+from app.engine.batch import Batch
+from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
+from app.model.inputs import PackedColumns, packed_columns, to_device
+
+# More sequences in a step: it takes so long that its launches do not matter.
+_MAX_ROWS = 512
+# More tokens in a step: a GPU computes longer on them than the host needs to launch the step after it.
+_MAX_TOKENS = 2048
+_MIN_TOKENS = 64  # below it the weights are read for so few tokens that a spare one costs nothing
+# Prompts that begin or go on in one captured step. Each may need a program of its own, in every replay.
+_MAX_LONGER = 64
+_ALIGNED = 2  # int64 numbers in 16 bytes: kernels are compiled for pointers to such addresses
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a captured step has room for."""
+
+    num_tokens: int
+    num_rows: int  # sequences, and tokens for which logits are computed
+    max_longer: int = 0  # sequences with several tokens; 0: a decode step, one token of each
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.max_longer > 0
+
+
+def decode_size(num_rows: int) -> StepSize:
+    return StepSize(num_rows, num_rows)
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """The decode steps to capture, by sequences: finely spaced where a padding row costs most."""
+    largest = min(max_rows, _MAX_ROWS)
+    ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
+    return (*(size for size in ladder if size < largest), largest)
+
+
+def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of the sizes of decode steps those that every replica needs, in the order in which they are captured.
+
+    Doublings pad a step to at most twice its sequences. The largest is the first: the others fit into its memory.
+    """
+    return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
+
+
+def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
+    """The steps with prompts to capture, of up to `max_tokens` tokens, ascending.
+
+    Four for each doubling: beyond 256 tokens, where tokens are what takes time, a step is padded by a quarter at most.
+    """
+    if max_tokens < 2:
+        return ()
+    largest = min(max_tokens, _MAX_TOKENS)
+    ladder = [n << shift for shift in range(3) for n in range(_MIN_TOKENS * 4, _MIN_TOKENS * 8, _MIN_TOKENS)]
+    every = [*range(_MIN_TOKENS, _MIN_TOKENS * 4, _MIN_TOKENS), *ladder]
+    return tuple(
+        StepSize(num_tokens, min(max_rows, num_tokens, _MAX_ROWS), min(max_rows, num_tokens // 2, _MAX_LONGER))
+        for num_tokens in (*(size for size in every if size < largest), largest)
+    )
+
+
+def smallest_fitting(batch: Batch, *, decode: Sequence[StepSize], mixed: Sequence[StepSize]) -> StepSize | None:
+    """The captured size that a step is padded to; None: it runs eagerly. The sizes are ascending.
+
+    Scored prompts and embeddings want outputs of more tokens than there are sequences.
+    """
+    if batch.has_targets or batch.has_pooling:
+        return None
+    items = batch.scheduled
+    if all(len(item.token_ids) == 1 and item.samples for item in items):
+        at = bisect_left(decode, len(items), key=lambda size: size.num_rows)
+        return decode[at] if at < len(decode) else None
+    num_longer = sum(len(item.token_ids) > 1 for item in items)
+    at = bisect_left(mixed, batch.num_tokens, key=lambda size: size.num_tokens)
+    fitting = (size for size in mixed[at:] if len(items) <= size.num_rows and num_longer <= size.max_longer)
+    return next(fitting, None)
+
+
+class CapturedInputs:
+    """The tensors that the work of one captured step reads."""
+
+    def __init__(self, size: StepSize, attention: TritonAttention) -> None:
+        self.size = size
+        self._attention = attention
+        columns = self._padded(PackedColumns([], [], [], []), [])
+        ends = list(accumulate(map(_room, columns)))
+        self._facts = to_device(_joined(columns), attention.device)
+        views = [self._facts[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
+        self.token_ids, self.positions, self._slots, self.logits_indices = views[:4]
+        self._single = views[4].view(4, -1)
+        self._pieces = self._spare_pieces() if size.is_mixed else None
+
+    def fill(self, batch: Batch) -> None:
+        """Copy a step's inputs to the device, without waiting: one copy, and one for each shape of prefill tiles."""
+        packed = packed_columns(batch, block_size=self._attention.block_size)
+        single, longer = self._attention.segments(batch.scheduled)
+        numbers = _joined(self._padded(packed, single))
+        self._facts.copy_(torch.tensor(numbers, dtype=torch.long, pin_memory=self._facts.is_cuda), non_blocking=True)
+        if self._pieces is not None:
+            self._pieces.fill(longer, first_spare=len(packed.token_ids))
+
+    def begin(self) -> TritonStep:
+        return self._attention.begin_captured(self._slots, single=self._single, pieces=self._pieces)
+
+    def _padded(self, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
+        attention = self._attention
+        return padded_columns(
+            packed, single, size=self.size,
+            scratch_slot=attention.scratch_slot, scratch_row=attention.tables.scratch_row,
+        )  # fmt: skip
+
+    def _spare_pieces(self) -> PaddedPieces:
+        return PaddedPieces(
+            self._attention.device,
+            num_tokens=self.size.num_tokens,
+            max_longer=self.size.max_longer,
+            scratch_row=self._attention.tables.scratch_row,
+        )
+
+
+def padded_columns(
+    packed: PackedColumns, single: Sequence[Segment], *, size: StepSize, scratch_slot: int, scratch_row: int
+) -> list[list[int]]:
+    """A step's inputs padded with those of no sequence: token ids, positions, slots, places of logits, single tokens.
+
+    The last has the four rows of segments (`kernels.py`) one after the other, [4 * num_rows].
+    """
+    num_spare = size.num_tokens - len(packed.token_ids)
+    if size.is_mixed:  # a spare column has no token: all tokens may be those of prompts
+        spare_columns = [(0, 0, -1, scratch_row)] * (size.num_rows - len(single))
+    else:
+        spare_columns = [(at, 1, 0, scratch_row) for at in range(len(single), size.num_rows)]
+    return [
+        packed.token_ids + [0] * num_spare,
+        packed.positions + [0] * num_spare,
+        packed.slots + [scratch_slot] * num_spare,
+        packed.logits_indices + [0] * (size.num_rows - len(packed.logits_indices)),
+        list(chain.from_iterable(zip(*single, *spare_columns, strict=True))),
+    ]
+
+
+def _room(column: Sequence[int]) -> int:
+    return -(-len(column) // _ALIGNED) * _ALIGNED
+
+
+def _joined(columns: Sequence[list[int]]) -> list[int]:
+    return list(chain.from_iterable(column + [0] * (_room(column) - len(column)) for column in columns))
