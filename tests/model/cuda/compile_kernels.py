@@ -1,17 +1,22 @@
-"""Compiles every kernel launch of a few steps for an H100, without one: run by `test_triton_compiles.py`.
+"""Compiles every kernel launch of a few steps for GPUs that are not here: run by `test_triton_compiles.py`.
 
-Prints one line for each kernel and shape: kernel, shape, bytes of shared memory, bytes that a thread spills.
-A process of its own, because Triton decides when it is imported whether it compiles or interprets.
+    TRITON_INTERPRET=0 python -m tests.model.cuda.compile_kernels --markdown
+
+Prints for each kernel, shape and architecture: registers of a thread, bytes that it spills, bytes of shared memory. A
+process of its own, because Triton decides when it is imported whether it compiles or interprets.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,12 +27,13 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, invariant_kernels, sampler, sampler_kernels
-from app.model.cuda import kernels as triton_kernels
+from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels, sampler, sampler_kernels
+from app.model.cuda import decoder as triton_decoder
+from app.model.cuda import kernels as attention_kernels
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 
-TARGET = GPUTarget("cuda", 90, 32)
+ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
@@ -35,11 +41,22 @@ _TYPES = {
 }  # fmt: skip
 
 
+class Compiled(NamedTuple):
+    """What the compiler makes of one kernel for one architecture."""
+
+    kernel: str
+    shape: str
+    architecture: int
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+    shared: int  # bytes of a program
+
+
 class CompileOnly:
     """Stands for a kernel: a launch compiles it for what it is given, and runs nothing."""
 
-    def __init__(self, kernel: Any, shape: str, target: GPUTarget = TARGET) -> None:
-        self._kernel, self._shape, self._target = kernel, shape, target
+    def __init__(self, kernel: Any, shape: str, results: list[Compiled]) -> None:
+        self._kernel, self._shape, self._results = kernel, shape, results
 
     def __getitem__(self, grid: tuple[int, ...]) -> CompileOnly:
         assert all(size > 0 for size in grid), grid
@@ -51,23 +68,39 @@ class CompileOnly:
         assert arguments.keys() == {p.name for p in parameters}, arguments.keys() ^ {p.name for p in parameters}
         constants = {p.name: arguments[p.name] for p in parameters if p.is_constexpr}
         signature = {p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in parameters}
-        source = ASTSource(
-            fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
-        )
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled = triton.compile(source, target=self._target, options=options)
-        print(self._kernel.__name__, self._shape, compiled.metadata.shared, spilled(compiled.asm["cubin"]), flush=True)
+        for architecture in ARCHITECTURES:
+            source = ASTSource(
+                fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
+            )
+            compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            registers, spilled = used(compiled.asm["cubin"])
+            self._results.append(
+                Compiled(self._kernel.__name__, self._shape, architecture, registers, spilled, compiled.metadata.shared)
+            )
 
 
-def spilled(cubin: bytes) -> int:
-    """Bytes of stack of a thread: registers that did not suffice."""
+@contextmanager
+def compiling(launching: Any, kernels: Any, shape: str, results: list[Compiled]) -> Iterator[None]:
+    """What a module launches meanwhile is compiled. kernels: the module that has them."""
+    names = [name for name, found in vars(kernels).items() if isinstance(found, triton.JITFunction)]
+    stand_in = type("Kernels", (), {name: CompileOnly(getattr(kernels, name), shape, results) for name in names})
+    before, launching._kernels = launching._kernels, lambda: stand_in
+    try:
+        yield
+    finally:
+        launching._kernels = before
+
+
+def used(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: what did not fit into them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    return int(found[1])
+    return int(found[1]), int(found[2])
 
 
 def type_of(value: Any) -> str:
@@ -87,14 +120,9 @@ def aligned(parameters: list[Any], arguments: dict[str, Any]) -> dict[tuple[int]
     }
 
 
-def compile_for(
-    name: str, *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
+def launch_attention(
+    *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
 ) -> None:
-    kernels = type("Kernels", (), {
-        kernel: CompileOnly(getattr(triton_kernels, kernel), name)
-        for kernel in ("write_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel")
-    })  # fmt: skip
-    triton_attention._kernels = lambda: kernels
     attention = triton_attention.TritonAttention(
         {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=dtype, device=CPU
     )
@@ -115,31 +143,34 @@ def compile_for(
     step.attend(0, *qkv, rules)
 
 
-def compile_invariant_kernels() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        kernels = type("Kernels", (), {
-            kernel: CompileOnly(getattr(invariant_kernels, kernel), name) for kernel in ("matmul_kernel", "mean_kernel")
-        })  # fmt: skip
-        batch_invariant._kernels = lambda kernels=kernels: kernels
-        x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
-        with batch_invariant.BatchInvariantMode():
-            torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
+def launch_invariant(dtype: torch.dtype) -> None:
+    x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
+    with batch_invariant.BatchInvariantMode():
+        torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
 
 
-def compile_sampler() -> None:
-    """For Ampere, Hopper and Blackwell."""
-    for capability in (80, 90, 100):
-        for dtype in (torch.bfloat16, torch.float32):
-            name = f"{str(dtype).removeprefix('torch.')}-sm{capability}"
-            kernels = type("Kernels", (), {
-                kernel: CompileOnly(getattr(sampler_kernels, kernel), name, GPUTarget("cuda", capability, 32))
-                for kernel in ("draw_kernel",)
-            })  # fmt: skip
-            sampler._kernels = lambda kernels=kernels: kernels
-            params = SamplingParams(max_tokens=1)
-            item = ScheduledSequence("r", (0,), 0, [0], True, params)
-            sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), [item] * 2)
+def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool) -> None:
+    """The kernels between the products and the attention of one layer."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.bfloat16, device="meta")
+
+    head_dim = 128
+    layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
+    settings = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6)
+    weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
+    cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
+    decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
+    states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
+    decoder._add_norm(states, states, zeros(hidden_size))
+    heads = zeros(4, num_heads + 2 * num_kv_heads, head_dim)
+    decoder._rotate_and_write(0, layer, heads, numbers, numbers)  # type: ignore[arg-type]
+    decoder._gated(zeros(4, 2 * inner_size))
+
+
+def launch_sampler(dtype: torch.dtype) -> None:
+    items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
+    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -165,8 +196,47 @@ CASES = {
     },
 }  # fmt: skip
 
+DECODERS = {
+    "llama8b": {
+        "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
+    },
+    "qwen0.6b": {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "inner_size": 3072, "has_norm": True},
+}  # fmt: skip
+
+
+def compile_all() -> list[Compiled]:
+    results: list[Compiled] = []
+    for shape_name, decoder in DECODERS.items():
+        with compiling(triton_decoder, decoder_kernels, shape_name, results):
+            launch_decoder(**decoder)  # type: ignore[arg-type]
+    for dtype in (torch.bfloat16, torch.float32):
+        with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
+            launch_invariant(dtype)
+        with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results):
+            launch_sampler(dtype)
+    for shape_name, case in CASES.items():
+        with compiling(triton_attention, attention_kernels, shape_name, results):
+            launch_attention(**case)  # type: ignore[arg-type]
+    return results
+
+
+def as_markdown(results: list[Compiled]) -> str:
+    lines = [
+        f"Triton {triton.__version__}. Each cell: registers of a thread, bytes that it spills, KiB of shared memory.",
+        "",
+        "| Kernel | Shape | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |",
+        "|---|---" + "|---" * len(ARCHITECTURES) + "|",
+    ]
+    cells: dict[tuple[str, str], list[str]] = {}
+    for each in results:
+        cell = f"{each.registers}, {each.spilled}, {each.shared / 1024:.0f}"
+        cells.setdefault((each.kernel, each.shape), []).append(cell)
+    return "\n".join([*lines, *(f"| {' | '.join([*names, *found])} |" for names, found in cells.items())])
+
+
 if __name__ == "__main__":
-    compile_invariant_kernels()
-    compile_sampler()
-    for case in sys.argv[1:] or CASES:
-        compile_for(case, **CASES[case])  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--markdown", action="store_true", help="a table for docs/results/gpu.md")
+    is_markdown = parser.parse_args().markdown
+    found = compile_all()
+    print(as_markdown(found) if is_markdown else "\n".join(" ".join(map(str, each)) for each in found))
