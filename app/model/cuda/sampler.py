@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.engine.matcher import without_tokens
 from app.model.cuda.attention import NoKernels
 from app.model.inputs import bytes_to_device
 from app.model.sampler import adjust
@@ -76,12 +75,9 @@ class TritonSampler:
         facts = bytearray()
         for row, place in zip(rows, places, strict=True):
             item = items[place]
-            mask = -1
-            if item.matcher is not None or item.banned_token_ids:
-                allowed = _allowed(item, vocab_size)
-                mask = len(masks) // len(allowed)
-                masks += allowed
-            facts += _facts_of(item, row, place, mask)
+            mask = item.mask(vocab_size)
+            facts += _facts_of(item, row, place, -1 if mask is None else len(masks) // len(mask))
+            masks += mask or b""
         of_rows = bytes_to_device(facts, torch.long, logits.device)
         of_masks = bytes_to_device(masks, torch.uint8, logits.device) if masks else self._no_masks
         self._kernels.draw_kernel[(len(rows),)](
@@ -99,13 +95,6 @@ def _facts_of(item: ScheduledSequence, row: int, place: int, mask: int) -> bytes
         _FACTS, row, place, mask, sampling.seed, item.end, sampling.top_k, sampling.temperature, sampling.top_p,
         sampling.min_p,
     )  # fmt: skip
-
-
-def _allowed(item: ScheduledSequence, vocab_size: int) -> bytes:
-    """The tokens that may be drawn, as bits (see `Matcher.allowed`)."""
-    if item.matcher is not None:
-        return item.allowed()
-    return without_tokens(b"\xff" * -(-vocab_size // 8), item.banned_token_ids)
 
 
 @cache
