@@ -42,7 +42,7 @@ from app.model.memory import first_line, is_out_of_memory
 from app.model.parallel.group import Group
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
-from app.model.sampler import sample
+from app.model.sampler import Sample, sample
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class GraphModelRunner:
         max_tokens: int = 0,
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
+        sample: Sample = sample,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -72,6 +73,7 @@ class GraphModelRunner:
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         self._model = model
+        self._sample = sample
         self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -155,10 +157,10 @@ class GraphModelRunner:
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, batch: Batch) -> _Drawn:
         if not batch.has_logprobs:
-            self._drawn = sample(logits, batch.sampled)
+            self._drawn = self._sample(logits, batch.sampled)
             return _Drawn(self._drawn)
         wanted = WantedLogprobs(batch)
-        self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
+        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled)
         return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
