@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.assembly import build_engine, digest_of_weights
+from app.assembly import Devices, build_engine, digest_of_weights
 from app.config import ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
@@ -43,7 +43,7 @@ class Replica:
         self._deployed = model.scheduler_of(self._group)
         config = with_threads(model.engine, threads)
         self._engine = build_engine(
-            config.model_copy(update={"scheduler": self._deployed}), gpu_share=model.replicas.gpu_share
+            config.model_copy(update={"scheduler": self._deployed}), Devices(gpu_share=model.replicas.gpu_share)
         )
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
