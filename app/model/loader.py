@@ -81,6 +81,7 @@ class LoadedModel:
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
     ranks: RankMemory | None = None  # where `native` is one rank's part
+    group: Group | None = None  # where `module` or `joined` is
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights on a GPU, and what else is kept there; those that are tied more than once."""
@@ -110,7 +111,8 @@ def load_model(
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = device_of(config)
-    if group is not None and device.type == "cpu" and config.backend == "auto":
+    uses_triton = TritonAttention.fits(device)
+    if group is not None and device.type == "cpu" and config.backend == "auto" and not uses_triton:
         part = load_native_rank(config, location, group, block_size=block_size, checks=checks)
         if part is not None:
             return part
@@ -118,7 +120,6 @@ def load_model(
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     _check_quantization(config, device)
-    uses_triton = TritonAttention.fits(device)
     may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton and group is None
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
@@ -158,12 +159,19 @@ def load_model(
         dtype=dtype,
         device=device,
         probe=probe if uses_triton else None,
+        group=group,
     )
-    if not uses_triton or config.backend != "auto" or group is not None:
+    if not uses_triton or config.backend != "auto":
         return loaded
     del module, probe  # their memory is needed
-    again = partial(_with_weights, device, config, found, location, dtype, quantised)
-    return _with_joined_weights(config, loaded, again, block_size=block_size)
+
+    def read_again() -> PreTrainedModel:
+        module = _with_weights(device, config, found, location, dtype, quantised)
+        if group is not None:
+            SplitPlan(module, group, path=config.path).split("", module)
+        return module
+
+    return _with_joined_weights(config, loaded, read_again, block_size=block_size)
 
 
 def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
@@ -629,7 +637,9 @@ def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSeq
     assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
     step = attention.begin_step(batch, inputs)
     first, whole = (
-        CudaDecoder(model.joined, attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+        CudaDecoder(model.joined, attention, num_layers=num_layers, group=model.group).compute(
+            inputs.token_ids, inputs.positions, step
+        )
         for num_layers in (1, 0)
     )
     return _Output(first.logits[None], whole.logits[None])
@@ -823,7 +833,9 @@ def _with_joined_weights(
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return model
     probe = replace(probe, own=_with_first_logits(module, probe))
-    settings = settings_of(module, probe.rules)
+    settings, group = replace(settings_of(module, probe.rules), vocab_size=probe.own.logits.shape[-1]), model.group
+    if group is not None:
+        settings = settings_of_rank(settings, rank=group.rank, size=group.size, unit=1)
     weights = join_weights(module, settings, num_positions=max(model.facts.max_model_len, _PROBE_TOKENS))
     joined = replace(model, module=None, joined=weights, probe=probe)
     difference = _difference(_computed_at_load(joined, probe, block_size), probe.own)

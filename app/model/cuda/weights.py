@@ -84,7 +84,8 @@ def join_weights(module: PreTrainedModel, settings: DecoderSettings, *, num_posi
 
 
 def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
-    state: dict[str, Any] = layer.state_dict()
+    # Linear layers that join what ranks compute have another one inside.
+    state: dict[str, Any] = {name.replace(".linear.", "."): weight for name, weight in layer.state_dict().items()}
     weights = state.get
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
