@@ -13,6 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Operators beside views that only make a tensor.
+_WITHOUT_KERNEL = frozenset({
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach_",
+})  # fmt: skip
+
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Around some work: `with AllocatedBytes(device) as allocated: ...`. Memory inside operators is mostly not seen."""
@@ -36,7 +41,7 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made_of is not NotImplemented:
             return made_of
         output = func(*args, **kwargs)
-        self.num_kernels += not func.is_view
+        self.num_kernels += launches_kernel(func)
         self.peak = max(self.peak, self._now + _inside_of(func, args))
         for tensor in _tensors(output):
             if tensor.device.type == self._device:
@@ -55,6 +60,11 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, address: int, num_bytes: int) -> None:
         self._known.discard(address)
         self._now -= num_bytes
+
+
+def launches_kernel(func: Any) -> bool:
+    """Whether an operator of torch computes or copies something, so that a GPU launches a kernel for it."""
+    return not (func.is_view or func.overloadpacket.__name__ in _WITHOUT_KERNEL)
 
 
 def _inside_of(func: Any, args: tuple[Any, ...]) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from app.engine.batch import Batch
-from app.model.attention import PagedAttention
+from app.model.attention import AttentionStep, PagedAttention
 from app.model.inputs import ModelInputs
 from app.model.pooling import LastHiddenStates
 
@@ -33,6 +33,25 @@ class ForwardPass(Protocol):
         ...
 
 
+class DeviceForward(Protocol):
+    """A forward pass over inputs that are on the device already: what a captured step computes."""
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: Any,
+        *,
+        logits_indices: torch.Tensor | None = None,
+        hidden_indices: torch.Tensor | None = None,
+    ) -> Prediction:
+        """token_ids, positions: [1, num_tokens]; step: of the attention that it was built with.
+
+        logits_indices: the tokens for which logits are wanted; None: all.
+        """
+        ...
+
+
 class TransformersForward:
     """The code of transformers with our paged attention: for any architecture that loads."""
 
@@ -43,12 +62,30 @@ class TransformersForward:
         self._last_hidden = LastHiddenStates(module)
 
     def predict(self, batch: Batch, inputs: ModelInputs) -> Prediction:
-        with self._last_hidden.kept(inputs.hidden_indices) as kept:
+        return self.compute(
+            inputs.token_ids,
+            inputs.positions,
+            self.attention.begin_step(batch, inputs),
+            logits_indices=inputs.logits_indices,
+            hidden_indices=inputs.hidden_indices,
+        )
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        *,
+        logits_indices: torch.Tensor | None = None,
+        hidden_indices: torch.Tensor | None = None,
+    ) -> Prediction:
+        """As DeviceForward has it."""
+        with self._last_hidden.kept(hidden_indices) as kept:
             output = self._module(
-                input_ids=inputs.token_ids,
-                position_ids=inputs.positions,
+                input_ids=token_ids,
+                position_ids=positions,
                 use_cache=False,
-                logits_to_keep=inputs.logits_indices,
-                paged=self.attention.begin_step(batch, inputs),
+                logits_to_keep=0 if logits_indices is None else logits_indices,
+                paged=step,
             )
         return Prediction(output.logits[0], hidden=kept.hidden)

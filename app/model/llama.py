@@ -164,15 +164,18 @@ def given(weights: Weights, name: str) -> torch.Tensor:
     return weight
 
 
-def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """The biases of linear layers side by side, zeros for those without; None if none has one."""
+def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """The biases of linear layers side by side, zeros for those without; None if none has one.
+
+    dtype: None for that of the weights.
+    """
     biases = [weights(f"{linear}.bias") for linear in linears]
     if all(bias is None for bias in biases):
         return None
     outputs = [given(weights, f"{linear}.weight") for linear in linears]
     return torch.cat(
         [
-            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.to(dtype)
+            weight.new_zeros(weight.shape[0], dtype=dtype) if bias is None else bias.to(dtype or bias.dtype)
             for weight, bias in zip(outputs, biases, strict=True)
         ]
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,17 +24,25 @@ from app.model.attention import (
     UnknownAttention,
     paged_attention,
 )
-from app.model.cpu.checkpoint import Checkpoint, compute_from, load_from
+from app.model.cpu.checkpoint import Checkpoint, add_positions, compute_from, load_from
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kept_check import CheckedModel, KeptCheck
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
 from app.model.cpu.weights import BITS, NativeWeights, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
+from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.llama import ARCHITECTURES, by_expert, settings_of, why_attention_is_not_llama_like
+from app.model.llama import (
+    ARCHITECTURES,
+    by_expert,
+    settings_of,
+    why_attention_is_not_llama_like,
+    why_not_llama_like,
+)
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.positions import fix_positions
@@ -58,13 +67,21 @@ _MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8:
 class LoadedModel:
     """A model that can be served, and its measured facts."""
 
-    module: PreTrainedModel | None  # None where the weights are in `native`
+    module: PreTrainedModel | None  # None where the weights are in `native` or `joined`
     native: NativeWeights | None
+    joined: JoinedWeights | None = None  # of the decoder for CUDA
     facts: ModelFacts
     layers: dict[int, LayerShape]  # by layer index
     dtype: torch.dtype
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights on a GPU, and what else is kept there; those that are tied more than once."""
+        if self.joined is not None:
+            yield from self.joined.tensors()
+        if self.module is not None:
+            yield from (*self.module.parameters(), *self.module.buffers())
 
 
 @torch.inference_mode()
@@ -83,7 +100,8 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     _check_quantization(config, device)
-    may_be_native = device.type == "cpu" and config.backend == "auto"
+    uses_triton = TritonAttention.fits(device)
+    may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
@@ -97,36 +115,48 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    # Native code takes no such positions. A model that cannot be served at all is refused for that reason, below.
-    if checkpoint is None and (known := config.max_model_len or limit):
-        fix_positions(module, known)
+    limit = _limit_of(module)
     probe = _probe(config, module, device)
     longest = max_model_len(config, limit)
     if checkpoint is None:
         _check_positions(config, module, probe, longest)
-    facts = ModelFacts(
-        max_model_len=longest,
-        vocab_size=probe.vocab_size,
-        eos_token_ids=eos_token_ids(module),
-        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
-    )
+    facts = _facts_of(module, probe, longest)
     native = _native_weights(config, module, checkpoint, probe, block_size) if may_be_native else None
     if native is None and checkpoint is not None:
         module = _with_weights(device, config, found, location, dtype, quantised)
-    if native is None and device.type == "cpu" and config.backend != "torch" and pack_linear_layers(module):
+    may_join = device.type == "cpu" and config.backend != "torch" and not uses_triton
+    if native is None and may_join and pack_linear_layers(module):
         _compare(config, "with packed weights", probe.run(module, ProbeStep()), probe.own)
     if native is not None and limit is not None and check is not None and checkpoint is not None:
         check.write(CheckedModel(settings=native.settings, facts=replace(facts, max_model_len=limit)))
-    return LoadedModel(
+    loaded = LoadedModel(
         module=module if native is None else None,
         native=native,
         facts=facts,
         layers=probe.layers,
         dtype=dtype,
         device=device,
-        probe=probe if TritonAttention.fits(device) else None,
+        probe=probe if uses_triton else None,
     )
+    if not uses_triton or config.backend != "auto":
+        return loaded
+    del module, probe  # their memory is needed
+    again = partial(_with_weights, device, config, found, location, dtype, quantised)
+    return _with_joined_weights(config, loaded, again, block_size=block_size)
+
+
+def _facts_of(module: PreTrainedModel, probe: Probe, max_model_len: int) -> ModelFacts:
+    return ModelFacts(
+        max_model_len=max_model_len,
+        vocab_size=probe.vocab_size,
+        eos_token_ids=eos_token_ids(module),
+        embedding_size=None if module.base_model is module else probe.own.first_layer.shape[-1],
+    )
+
+
+def _limit_of(module: PreTrainedModel) -> int | None:
+    """The longest sequence that a model knows."""
+    return getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _checkpoint(
@@ -160,9 +190,15 @@ def _with_weights(
     dtype: torch.dtype,
     quantised: Quantised | None,
 ) -> PreTrainedModel:
+    """The model as transformers' code computes it, with positions that do not depend on what else is in a step."""
     if device.type == "cuda" or (quantised is not None and quantised.has_scales):
-        return _loaded_onto(device, config, found, location, dtype, quantised)
-    return _from_pretrained(device, config, location, dtype, quantised)
+        module = _loaded_onto(device, config, found, location, dtype, quantised)
+    else:
+        module = _from_pretrained(device, config, location, dtype, quantised)
+    # A model that cannot be served at all is refused for that reason later.
+    if known := config.max_model_len or _limit_of(module):
+        fix_positions(module, known)
+    return module
 
 
 def _loaded_onto(
@@ -267,9 +303,14 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     except RuntimeError as error:  # an operator whose result has a size that follows from numbers
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {_first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
+    joined = None
+    if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
+        add_positions(module)
+        joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
     return LoadedModel(
-        module=module,
+        module=module if joined is None else None,
         native=None,
+        joined=joined,
         facts=ModelFacts(
             max_model_len=longest,
             vocab_size=min(output.logits.shape[-1], num_embeddings),
@@ -505,16 +546,13 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
         UnsupportedModel: the results differ by more than rounding.
     """
     assert model.probe is not None, "attention that is not Triton's is compared when the model is loaded"
-    assert model.module is not None, "native code is for CPUs"
     token_ids = model.probe.token_ids[0, : max_blocks * attention.block_size].tolist()
     third = max(1, len(token_ids) // 3)
     block_ids = list(range(-(-len(token_ids) // attention.block_size)))
 
     def computed(start: int, end: int) -> _Output:
         piece = ScheduledSequence("check", tuple(token_ids[start:end]), start, block_ids, True, _GREEDY)
-        batch = Batch((piece,), ())
-        inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
-        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+        return _computed(model, attention, piece)
 
     for what, first, end, size in (  # of a context of one or two tokens there is no more than the first
         ("the beginning of a prompt", 0, third, third),
@@ -525,6 +563,22 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
             continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
         _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
+
+
+def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
+    """One piece of a sequence; of a decoder of ours with logits for the first layer's output."""
+    batch = Batch((piece,), ())
+    inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
+    if model.joined is None:
+        assert model.module is not None, "native code is for CPUs"
+        return _run(model.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
+    assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
+    step = attention.begin_step(batch, inputs)
+    first, whole = (
+        CudaDecoder(model.joined, attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+        for num_layers in (1, 0)
+    )
+    return _Output(first.logits[None], whole.logits[None])
 
 
 def _joined(outputs: Sequence[_Output]) -> _Output:
@@ -578,10 +632,7 @@ def _native_weights(
             raise _not_quantised(config, reason)
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return None
-    # The decoder returns no layer's output, so the first layer's is compared after the model's norm and head.
-    first = probe.own.first_layer
-    first = first if len(probe.layers) == 1 else module.model.norm(first)
-    own = replace(probe.own, first_layer=module.lm_head(first))
+    own = _with_first_logits(module, probe)
     settings, bits = settings_of(module, probe.rules), BITS[config.quantization]
     if checkpoint is None:
         weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
@@ -613,6 +664,61 @@ def _native_weights(
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
     return weights
+
+
+def _with_first_logits(module: PreTrainedModel, probe: Probe) -> _Output:
+    """A decoder of ours returns no layer's output, so the first layer's is compared after the model's norm and head."""
+    first = probe.own.first_layer
+    first = first if len(probe.layers) == 1 else module.model.norm(first)
+    return replace(probe.own, first_layer=module.lm_head(first))
+
+
+def _with_joined_weights(
+    config: ModelConfig, model: LoadedModel, read_again: Callable[[], PreTrainedModel], *, block_size: int
+) -> LoadedModel:
+    """The model for the decoder for CUDA, if that computes what the model computes; else as it is.
+
+    read_again: reads the module, which loses its weights here.
+    """
+    module, probe = model.module, model.probe
+    assert module is not None, "it is joined from transformers' weights"
+    assert probe is not None, "it is compared with them"
+    reason = _why_not_joined(module, probe.rules)
+    if reason is not None:
+        logger.info("%s runs on transformers' code: %s", config.path, reason)
+        return model
+    probe = replace(probe, own=_with_first_logits(module, probe))
+    settings = settings_of(module, probe.rules)
+    weights = join_weights(module, settings, num_positions=max(model.facts.max_model_len, _PROBE_TOKENS))
+    joined = replace(model, module=None, joined=weights, probe=probe)
+    difference = _difference(_computed_at_load(joined, probe, block_size), probe.own)
+    if difference is None:
+        return joined
+    logger.warning("%s runs on transformers' code, slower: in the decoder for CUDA %s", config.path, difference)
+    del weights, joined  # before the same weights are read again
+    return replace(model, module=read_again())
+
+
+def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
+    return reason or why_not_joined(module)
+
+
+def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:
+    """The probe's tokens in one piece, with KV memory of their own."""
+    num_blocks = -(-_PROBE_TOKENS // block_size)
+    attention = TritonAttention(
+        model.layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_rows=1,
+        max_blocks=num_blocks,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    token_ids = tuple(probe.token_ids[0].tolist())
+    piece = ScheduledSequence("check", token_ids, 0, list(range(num_blocks)), True, _GREEDY)
+    return _computed(model, attention, piece)
 
 
 def _relative_difference(mine: torch.Tensor, theirs: torch.Tensor, *, by_token: bool) -> float:

@@ -14,7 +14,7 @@ from app.engine.batch import Batch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import ModelFacts
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.cuda.attention import _NoKernels
+from app.model.cuda.attention import NoKernels
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.largest_step import needs_of, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
@@ -40,7 +40,7 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     tiny_model_path: Callable[[str], Path], architecture: str
 ) -> None:
     path = tiny_model_path(architecture)
-    planned = model_of_config(ModelConfig(path=str(path)), str(path), dtype=torch.float32)
+    planned = model_of_config(ModelConfig(path=str(path), backend="torch"), str(path), dtype=torch.float32)
     loaded = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32", backend="torch"), str(path))
     assert planned.layers == loaded.layers
     assert planned.facts == loaded.facts
@@ -65,7 +65,7 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     runner = with_one_block(config, loaded)
     runner.launch(batch_for(loaded))  # what is kept is there
     assert on_meta.step == pytest.approx(_peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
-    monkeypatch.setattr("app.model.cuda.attention._kernels", _NoKernels)  # the interpreter allocates for itself
+    monkeypatch.setattr("app.model.cuda.attention._kernels", NoKernels)  # the interpreter allocates for itself
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
         of_graph = _peak_of_cpu(lambda size=size: with_one_block(config, loaded).compute_padding(size))
         with AllocatedBytes(META) as counted:

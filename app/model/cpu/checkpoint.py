@@ -147,7 +147,7 @@ def _renamed(key: str) -> str:
 
 def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
     """Give each part of a Llama-like model on the meta device its weights while it computes, and no longer."""
-    _add_positions(module)
+    add_positions(module)
     for name, part in _parts(module):
         part.register_forward_pre_hook(partial(_fill, checkpoint, name))
         part.register_forward_hook(partial(_empty, checkpoint))
@@ -155,7 +155,7 @@ def compute_from(checkpoint: Checkpoint, module: PreTrainedModel) -> None:
 
 def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.device) -> None:
     """Give a Llama-like model on the meta device its weights on a device; the host has those of one layer at a time."""
-    _add_positions(module)
+    add_positions(module)
     module.model.rotary_emb.to(device)
     for name, part in _parts(module):
         if part is module.lm_head and module.config.tie_word_embeddings:
@@ -165,7 +165,7 @@ def load_from(checkpoint: Checkpoint, module: PreTrainedModel, device: torch.dev
         checkpoint.release()
 
 
-def _add_positions(module: PreTrainedModel) -> None:
+def add_positions(module: PreTrainedModel) -> None:
     """The numbers of rotary positions are computed from the configuration; they are no weights."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from app.engine.batch import Batch, ScheduledSequence
-from app.model.attention import AttentionRules, AttentionStep
+from app.model.attention import AttentionRules
 from app.model.cuda.block_tables import BlockTables
 from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
@@ -61,8 +61,8 @@ class TritonAttention:
         A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
-        assert split_tokens == _padded(split_tokens, 1), f"{split_tokens} is no power of two"
-        assert max_splits == _padded(max_splits, 1), f"{max_splits} is no power of two"
+        assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
+        assert max_splits == padded(max_splits, 1), f"{max_splits} is no power of two"
         self.block_size = block_size
         self.batch_invariant = batch_invariant
         self.device = device
@@ -74,17 +74,17 @@ class TritonAttention:
         self.split_tokens = split_tokens
         # No more than the longest sequence has: splits are the same, and there are fewer partial results.
         longest = self.tables.tensor.shape[1] * block_size
-        self.max_splits = min(max_splits, _padded(-(-longest // split_tokens), 1))
+        self.max_splits = min(max_splits, padded(-(-longest // split_tokens), 1))
         self.tuning = tuning_for(device)
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
-        self.kernels = _NoKernels() if device.type == "meta" else _kernels()
+        self.kernels = NoKernels() if device.type == "meta" else _kernels()
 
     @staticmethod
     def fits(device: torch.device) -> bool:
         """Whether this machine can use it."""
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    def begin_step(self, batch: Batch, inputs: ModelInputs) -> AttentionStep:
+    def begin_step(self, batch: Batch, inputs: ModelInputs) -> TritonStep:
         single, longer = self.segments(batch.scheduled)
         return TritonStep(
             self,
@@ -93,9 +93,7 @@ class TritonAttention:
             pieces=Pieces(longer, self.device) if longer else None,
         )
 
-    def begin_captured(
-        self, slots: torch.Tensor, *, single: torch.Tensor, pieces: Pieces | None = None
-    ) -> AttentionStep:
+    def begin_captured(self, slots: torch.Tensor, *, single: torch.Tensor, pieces: Pieces | None = None) -> TritonStep:
         """A step with inputs that are on the device already.
 
         slots: [num_tokens]; single: [4, num_single] as in `kernels.py`; both int64. The work of the step
@@ -176,16 +174,22 @@ class TritonStep:
         pieces: Pieces | None,
     ) -> None:
         self._attention = attention
-        self._slots = slots
+        self.slots = slots  # [num_tokens]
         self._single = single  # [4, num_segments]
         self._pieces = pieces
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        launch = _Launch(self._attention, layer, query, key, value, rules)
-        launch.write(self._slots)
+        launch = _Launch(self._attention, layer, _rows(query), rules)
+        launch.write(_rows(key), _rows(value), self.slots)
+        return self._attended(launch)
+
+    def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+        """The same after the new tokens' keys and values were written to their `slots`."""
+        return self._attended(_Launch(self._attention, layer, query, rules))
+
+    def _attended(self, launch: _Launch) -> torch.Tensor:
         if self._single is not None:
             if self._attention.batch_invariant:
                 launch.prefill(self._single)
@@ -204,19 +208,18 @@ class _Launch:
         attention: TritonAttention,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         rules: AttentionRules,
     ) -> None:
         self._attention = attention
-        self._query, self._key, self._value = query, key, value
+        self._query = query
         self._keys, self._values = attention.cache.layer(layer)
         self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
         self._window = rules.sliding_window or 0
-        self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
+        key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]
+        self.num_heads, self.num_kv_heads = query.shape[1], self._keys.shape[-2]
         self.group = self.num_heads // self.num_kv_heads
-        self.output = query.new_empty(query.shape[0], self.num_heads, value.shape[-1])
-        key_padded, value_padded = _padded(key.shape[-1], _MIN_DOT), _padded(value.shape[-1], _MIN_DOT)
+        self.output = query.new_empty(query.shape[0], self.num_heads, value_dim)
+        key_padded, value_padded = padded(key_dim, _MIN_DOT), padded(value_dim, _MIN_DOT)
         # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
         self._numbers = {
             "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
@@ -225,8 +228,8 @@ class _Launch:
         }
         self._shape = {
             "num_kv_heads": self.num_kv_heads,
-            "key_dim": key.shape[-1],
-            "value_dim": value.shape[-1],
+            "key_dim": key_dim,
+            "value_dim": value_dim,
             "key_padded": key_padded,
             "value_padded": value_padded,
         }
@@ -260,13 +263,12 @@ class _Launch:
             rows = _ROWS_OF_FLOAT32
         elif self._attention.batch_invariant:
             rows = min(rows, _ROWS_OF_SINGLE)
-        return max(rows, _padded(self.group, 1))
+        return max(rows, padded(self.group, 1))
 
-    def write(self, slots: torch.Tensor) -> None:
-        key, value = self._key, self._value
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         self._attention.kernels.write_kernel[(key.shape[0],)](
             key, value, slots, self._keys, self._values, *key.stride()[:2], *value.stride()[:2],
-            heads_padded=_padded(self.num_kv_heads, 1), **self._shape,
+            heads_padded=padded(self.num_kv_heads, 1), **self._shape,
         )  # fmt: skip
 
     def decode(self, segments: torch.Tensor) -> None:
@@ -274,14 +276,12 @@ class _Launch:
         num_segments, max_splits = segments.shape[1], attention.max_splits
         splits = {"tile": self._tile, "min_split": attention.split_tokens, "max_splits": max_splits}
         parts = (num_segments, self.num_heads, max_splits)
-        if max_splits == 1:  # the kernel writes outputs alone
-            parts = (0, 0, 0)
         highest, total = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
-        weighted = torch.empty(*parts, self._value.shape[-1], dtype=torch.float32, device=query.device)
+        weighted = torch.empty(*parts, self._shape["value_dim"], dtype=torch.float32, device=query.device)
         num_lanes = min(max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
         attention.kernels.decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
             query, self._keys, self._values, attention.tables.tensor, segments, self._sinks, self.output,
-            highest, total, weighted, *query.stride()[:2], num_rows=_padded(self.group, _MIN_DOT),
+            highest, total, weighted, *query.stride()[:2], num_rows=padded(self.group, _MIN_DOT),
             num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, **(self._attend | splits),
         )  # fmt: skip
         if max_splits > 1:
@@ -308,7 +308,7 @@ def _kernels() -> Any:
     return kernels
 
 
-class _NoKernels:
+class NoKernels:
     """For a model on the meta device, where tensors have sizes and nothing is computed. Needs no Triton."""
 
     def __getattr__(self, name: str) -> Any:
@@ -327,7 +327,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _padded(size: int, smallest: int) -> int:
+def padded(size: int, smallest: int) -> int:
     """The next power of two: the only sizes of a tile."""
     return max(smallest, 1 << (size - 1).bit_length())
 

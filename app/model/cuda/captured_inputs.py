@@ -15,8 +15,7 @@ from itertools import accumulate, chain
 import torch
 
 from app.engine.batch import Batch
-from app.model.attention import AttentionStep
-from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention
+from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
 # More sequences in a step: it takes so long that its launches do not matter.
@@ -117,7 +116,7 @@ class CapturedInputs:
         if self._pieces is not None:
             self._pieces.fill(longer, first_spare=len(packed.token_ids))
 
-    def begin(self) -> AttentionStep:
+    def begin(self) -> TritonStep:
         return self._attention.begin_captured(self._slots, single=self._single, pieces=self._pieces)
 
     def _padded(self, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:

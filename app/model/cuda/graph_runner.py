@@ -22,7 +22,6 @@ import torch
 
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
 from app.errors import InvalidSetup, described
-from app.model.attention import AttentionStep
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import (
@@ -34,12 +33,13 @@ from app.model.cuda.captured_inputs import (
     mixed_sizes,
     smallest_fitting,
 )
-from app.model.forward import Prediction
+from app.model.cuda.decoder import CudaDecoder
+from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
 from app.model.memory import first_line, is_out_of_memory
-from app.model.pooling import LastHiddenStates, PooledStates
+from app.model.pooling import PooledStates
 from app.model.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,8 @@ class GraphModelRunner:
         max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
-        assert model.module is not None, "native code is for CPUs"
         self._model = model
-        self._module = model.module
-        self._last_hidden = LastHiddenStates(model.module)
+        self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if attention.batch_invariant else nullcontext
@@ -129,33 +127,14 @@ class GraphModelRunner:
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
-        with self._last_hidden.kept(inputs.hidden_indices) as kept:
-            logits = self._forward(
+        with self._arithmetic():
+            return self._forward.compute(
                 self._known(inputs.token_ids, batch.scheduled),
                 inputs.positions,
-                logits_to_keep=inputs.logits_indices,
-                paged=self._attention.begin_step(batch, inputs),
+                self._attention.begin_step(batch, inputs),
+                logits_indices=inputs.logits_indices,
+                hidden_indices=inputs.hidden_indices,
             )
-        return Prediction(logits, hidden=kept.hidden)
-
-    def _forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        logits_to_keep: torch.Tensor | int,
-        paged: AttentionStep,
-    ) -> torch.Tensor:
-        """token_ids, positions: [1, num_tokens] → [num_kept, vocab_size]."""
-        with self._arithmetic():
-            logits: torch.Tensor = self._module(
-                input_ids=token_ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                paged=paged,
-            ).logits[0]
-        return logits
 
     def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
         inputs = graph.inputs
@@ -253,16 +232,24 @@ class GraphModelRunner:
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
         """The captured work: from inputs on the device to logits on the device."""
-        logits = self._forward(
-            inputs.token_ids[None],
-            inputs.positions[None],
-            logits_to_keep=inputs.logits_indices if inputs.size.is_mixed else 0,  # 0: all of them
-            paged=inputs.begin(),
-        )
+        with self._arithmetic():
+            logits = self._forward.compute(
+                inputs.token_ids[None],
+                inputs.positions[None],
+                inputs.begin(),
+                logits_indices=inputs.logits_indices if inputs.size.is_mixed else None,
+            ).logits
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         # One result tensor for all sizes: separate ones would hold a vocabulary of numbers for every row of every size.
         return self._logits[: logits.shape[0]].copy_(logits)
+
+
+def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward:
+    if model.joined is not None:
+        return CudaDecoder(model.joined, attention)
+    assert model.module is not None, "native code is for CPUs"
+    return TransformersForward(model.module, attention)
 
 
 class _Drawn:

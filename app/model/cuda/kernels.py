@@ -115,9 +115,11 @@ def _attend(
         if masked:
             key = tl.load(key_places, mask=is_own[None, :] & (key_at[:, None] < key_dim), other=0.0)
             value = tl.load(value_places, mask=is_own[:, None] & (value_at[None, :] < value_dim), other=0.0)
+        elif key_dim == key_padded and value_dim == value_padded:
+            key, value = tl.load(key_places), tl.load(value_places)
         else:
-            key = _load(key_places, key_at[:, None] < key_dim, key_dim < key_padded)
-            value = _load(value_places, value_at[None, :] < value_dim, value_dim < value_padded)
+            key = tl.load(key_places, mask=key_at[:, None] < key_dim, other=0.0)
+            value = tl.load(value_places, mask=value_at[None, :] < value_dim, other=0.0)
         if widen:
             scores = tl.dot(query.to(tl.float32), key.to(tl.float32), input_precision="ieee") * scale
         else:
@@ -149,20 +151,8 @@ def _attend(
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
     """The blocks of the keys from `start` on, one for all where a tile lies in one; any after `last`."""
-    if block_size % tile == 0:
-        at = start
-    else:
-        at = start + tl.arange(0, tile)
+    at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
-
-
-@triton.jit
-def _load(places, mask, is_padded: tl.constexpr):
-    """Without a mask where nothing is padded."""
-    if is_padded:
-        return tl.load(places, mask=mask, other=0.0)
-    else:
-        return tl.load(places)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

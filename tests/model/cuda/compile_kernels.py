@@ -1,6 +1,9 @@
-"""Compiles every kernel launch of a few steps for an H100, without one: run by `test_triton_compiles.py`.
+"""Compiles every kernel launch of a few steps for a GPU that is not here: run by `test_triton_compiles.py`.
 
-Prints one line for each kernel and shape: kernel, shape, bytes of shared memory, bytes that a thread spills.
+    python -m tests.model.cuda.compile_kernels 90 llama8b
+
+The first argument is the architecture, an H100's if left out; the others are shapes. Prints one line for each kernel
+and shape: kernel, shape, bytes of shared memory, bytes that a thread spills.
 A process of its own, because Triton decides when it is imported whether it compiles or interprets.
 """
 
@@ -24,10 +27,12 @@ from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
 from app.model.cuda import batch_invariant, invariant_kernels
 from app.model.cuda import kernels as triton_kernels
+from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 
-TARGET = GPUTarget("cuda", 90, 32)
+ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
@@ -81,7 +86,9 @@ def is_aligned(value: Any) -> bool:
 def aligned(parameters: list[Any], arguments: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
     """What a launch would find out: pointers and integers that are multiples of 16."""
     return {
-        (p.num,): [["tt.divisibility", 16]] for p in parameters if not p.is_constexpr and is_aligned(arguments[p.name])
+        (p.num,): [["tt.divisibility", 16]]
+        for p in parameters
+        if not p.is_constexpr and not p.do_not_specialize and is_aligned(arguments[p.name])
     }
 
 
@@ -93,6 +100,7 @@ def compile_for(
         for kernel in ("write_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel")
     })  # fmt: skip
     triton_attention._kernels = lambda: kernels
+    triton_attention.tuning_for = lambda device: tuning_of(divmod(ARCHITECTURE, 10))
     attention = triton_attention.TritonAttention(
         {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=dtype, device=CPU
     )
@@ -150,5 +158,5 @@ CASES = {
 
 if __name__ == "__main__":
     compile_invariant_kernels()
-    for case in sys.argv[1:] or CASES:
+    for case in sys.argv[2:] or CASES:
         compile_for(case, **CASES[case])  # type: ignore[arg-type]

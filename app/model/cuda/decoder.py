@@ -1,0 +1,127 @@
+"""Computes a step of a Llama-like model on CUDA: the twin of the C++ decoder (`cpu/decoder.py`).
+
+The query, key and value matrices are one product, and so are gate and up; what is between the products and the
+attention are three kernels of ours (`decoder_kernels.py`). So a layer takes ten launches where every sequence has one
+token, and eleven beside a longer piece. The loader compares its logits with those of the model's own code.
+
+Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from app.model.cuda.attention import NoKernels, TritonAttention, TritonStep, padded
+from app.model.cuda.weights import JoinedLayer, JoinedWeights
+from app.model.forward import Prediction
+
+KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them; the final norm is one more
+_GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
+# Of a tile of queries. Eight for each thread; the kernel needs at least one, because it changes them in place.
+_NUMBERS_PER_WARP = 256
+_NORM_NUMBERS_PER_WARP = 512
+
+
+class CudaDecoder:
+    """A DeviceForward with joined weights and paged attention."""
+
+    def __init__(self, weights: JoinedWeights, attention: TritonAttention, *, num_layers: int = 0) -> None:
+        """num_layers: only the first few (then norm and head as always); 0 for all."""
+        self._weights, self._settings, self._attention = weights, weights.settings, attention
+        self._layers = weights.layers[:num_layers] if num_layers else weights.layers
+        self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: TritonStep,
+        *,
+        logits_indices: torch.Tensor | None = None,
+        hidden_indices: torch.Tensor | None = None,
+    ) -> Prediction:
+        """As DeviceForward has it."""
+        residual = functional.embedding(token_ids[0], self._weights.embedding)  # [num_tokens, hidden_size]
+        addend = None
+        for index, layer in enumerate(self._layers):
+            normed = self._add_norm(addend, residual, layer.input_norm)
+            addend = self._attention_output(index, layer, normed, positions[0], step)
+            normed = self._add_norm(addend, residual, layer.post_attention_norm)
+            addend = self._mlp_output(layer, normed)
+        hidden = self._add_norm(addend, residual, self._weights.final_norm)
+        wanted = hidden if logits_indices is None else hidden[logits_indices]
+        return Prediction(
+            functional.linear(wanted, self._weights.head),
+            hidden=None if hidden_indices is None else hidden[hidden_indices],
+        )
+
+    def _attention_output(
+        self, index: int, layer: JoinedLayer, normed: torch.Tensor, positions: torch.Tensor, step: TritonStep
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size]. Of weights sliced by heads it is a partial sum: to be added over the slices."""
+        num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
+        joined = functional.linear(normed, layer.query_key_value, layer.query_key_value_bias)
+        heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
+        self._rotate_and_write(index, layer, heads, positions, step.slots)
+        attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
+        return functional.linear(attended.flatten(1), layer.output, layer.output_bias)
+
+    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]. Of weights sliced by inner outputs it is a partial sum, as above."""
+        gate_up = functional.linear(normed, layer.gate_up)
+        return functional.linear(self._gated(gate_up), layer.down)
+
+    def _add_norm(self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Add to the residual in place; returns its norm. All [num_tokens, hidden_size]."""
+        normed = torch.empty_like(residual)
+        num_tokens, size = residual.shape
+        width = padded(size, 1)
+        self._kernels.add_norm_kernel[(num_tokens,)](
+            residual if addend is None else addend, residual, weight, normed, self._settings.epsilon,
+            size=size, padded=width, has_addend=addend is not None, num_warps=_warps(width, _NORM_NUMBERS_PER_WARP),
+        )  # fmt: skip
+        return normed
+
+    def _rotate_and_write(
+        self, index: int, layer: JoinedLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Turn queries in place, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+        settings = self._settings
+        keys, values = self._attention.cache.layer(index)
+        group, half = settings.num_heads // settings.num_kv_heads, settings.head_dim // 2
+        group_padded, half_padded = padded(group, 1), padded(half, 1)
+        self._kernels.rotate_write_kernel[(heads.shape[0], settings.num_kv_heads)](
+            heads, _or_any(layer.query_norm, heads), _or_any(layer.key_norm, heads), self._weights.rotary, positions,
+            slots, keys, values, settings.epsilon,
+            num_kv_heads=settings.num_kv_heads, group=group, half=half, group_padded=group_padded,
+            half_padded=half_padded, has_norm=layer.query_norm is not None,
+            num_warps=_warps(group_padded * half_padded, _NUMBERS_PER_WARP),
+        )  # fmt: skip
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, 2 * size] → [num_tokens, size]."""
+        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_tokens, size)
+        self._kernels.gate_kernel[(num_tokens, -(-size // _GATE_TILE))](gate_up, output, size=size, tile=_GATE_TILE)
+        return output
+
+
+def _or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Any pointer where there is no tensor."""
+    return other if tensor is None else tensor
+
+
+def _warps(size: int, numbers_per_warp: int) -> int:
+    return min(8, max(1, size // numbers_per_warp))
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
+    from app.model.cuda import decoder_kernels
+
+    return decoder_kernels

@@ -1,0 +1,143 @@
+"""Triton kernels of the decoder for CUDA: what stands between its matrix products and its attention.
+
+`decoder.py` says when which of them runs. Imported only there, on first use, because importing it needs Triton.
+
+Each program computes one token, or a part of one, in an order that follows from the model's sizes alone, so a row's
+bits depend on nothing that shares its step. All that differs from step to step is read from the device. Numbers are
+rounded to the model's type where transformers' code rounds them, but for products with cosines and sines, and are
+float32 between.
+
+No `from __future__ import annotations` here: Triton reads the annotations.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _weighted_norm(x, scale, weight, dtype: tl.constexpr):
+    """x times scale times weight in float32, rounded after each. x is in float32."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def add_norm_kernel(
+    addend,  # [num_tokens, size]
+    residual,  # [num_tokens, size]; the sum is written to it
+    weight,  # [size]
+    normed,  # [num_tokens, size]
+    epsilon,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    has_addend: tl.constexpr,
+):
+    """A residual sum and its RMSNorm. Grid: (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, padded)
+    inside = at < size
+    dtype = residual.dtype.element_ty
+    x = tl.load(residual + token * size + at, mask=inside, other=0.0).to(tl.float32)
+    if has_addend:
+        total = (x + tl.load(addend + token * size + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(residual + token * size + at, total, mask=inside)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    gain = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(normed + token * size + at, _weighted_norm(x, scale, gain, dtype).to(dtype), mask=inside)
+
+
+@triton.jit
+def _turned(
+    heads,  # pointers to the first halves, [num_rows, half_padded]
+    inside,  # the same shape
+    norm,  # [head_dim]
+    cosine,  # [half_padded]
+    sine,
+    epsilon,
+    half: tl.constexpr,
+    half_padded: tl.constexpr,
+    has_norm: tl.constexpr,
+):
+    """Heads after their norm and their turn by the position: the first halves and the second, in float32."""
+    dtype = heads.dtype.element_ty
+    first = tl.load(heads, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads + half, mask=inside, other=0.0).to(tl.float32)
+    if has_norm:
+        at = tl.arange(0, half_padded)
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half) + epsilon)[:, None]
+        gain = tl.load(norm + at, mask=at < half, other=0.0)
+        first = _weighted_norm(first, scale, gain[None, :], dtype)
+        gain = tl.load(norm + half + at, mask=at < half, other=0.0)
+        second = _weighted_norm(second, scale, gain[None, :], dtype)
+    turned_first = first * cosine[None, :] - second * sine[None, :]
+    turned_second = second * cosine[None, :] + first * sine[None, :]
+    return turned_first, turned_second
+
+
+@triton.jit
+def rotate_write_kernel(
+    heads,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: of queries, keys, values; queries change in place
+    query_norm,  # [head_dim]
+    key_norm,
+    rotary,  # [num_positions, head_dim]: cosines, then sines, of half a head each
+    positions,  # [num_tokens]
+    slots,  # [num_tokens]
+    keys,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    values,
+    epsilon,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    half: tl.constexpr,
+    group_padded: tl.constexpr,
+    half_padded: tl.constexpr,
+    has_norm: tl.constexpr,
+):
+    """Queries and keys normed and turned by their positions; keys and values stored at their slots.
+
+    Grid: (num_tokens, num_kv_heads). A tile of queries needs at least one number for each thread: of a number that two
+    threads hold, one could read what the other has written.
+    """
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head_dim: tl.constexpr = 2 * half
+    dtype = heads.dtype.element_ty
+    position, slot = tl.load(positions + token), tl.load(slots + token)
+    at = tl.arange(0, half_padded)
+    is_half = (at < half)[None, :]
+    cosine = tl.load(rotary + position * head_dim + at, mask=at < half, other=0.0).to(tl.float32)
+    sine = tl.load(rotary + position * head_dim + half + at, mask=at < half, other=0.0).to(tl.float32)
+    row = heads + token * ((group + 2) * num_kv_heads * head_dim)
+
+    in_group = tl.arange(0, group_padded)[:, None]
+    queries = row + (kv_head * group + in_group) * head_dim + at[None, :]
+    is_query = (in_group < group) & is_half
+    first, second = _turned(queries, is_query, query_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    tl.store(queries, first.to(dtype), mask=is_query)
+    tl.store(queries + half, second.to(dtype), mask=is_query)
+
+    key = row + (group * num_kv_heads + kv_head) * head_dim + at[None, :]
+    first, second = _turned(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    out = slot * (num_kv_heads * head_dim) + kv_head * head_dim + at[None, :]
+    tl.store(keys + out, first.to(dtype), mask=is_half)
+    tl.store(keys + out + half, second.to(dtype), mask=is_half)
+
+    value = key + num_kv_heads * head_dim
+    tl.store(values + out, tl.load(value, mask=is_half, other=0.0), mask=is_half)
+    tl.store(values + out + half, tl.load(value + half, mask=is_half, other=0.0), mask=is_half)
+
+
+@triton.jit
+def gate_kernel(
+    gate_up,  # [num_tokens, 2 * size]
+    output,  # [num_tokens, size]
+    size: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """SiLU(gate) times up. Grid: (num_tokens, tiles of a row)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = at < size
+    dtype = output.dtype.element_ty
+    gate = tl.load(gate_up + token * (2 * size) + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * (2 * size) + size + at, mask=inside, other=0.0).to(tl.float32)
+    active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(output + token * size + at, (active * up).to(dtype), mask=inside)

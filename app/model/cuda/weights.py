@@ -1,0 +1,101 @@
+"""Joins the weights of a Llama-like transformers model for the decoder for CUDA, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from app.model.attention import AttentionRules
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, experts_of, given, joined_bias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedLayer:
+    """One layer. Matrices are [outputs, inputs], as torch has them."""
+
+    input_norm: torch.Tensor  # [hidden_size]
+    query_key_value: torch.Tensor  # outputs: heads of queries, then of keys, then of values
+    query_key_value_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None  # [head_dim]
+    key_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    post_attention_norm: torch.Tensor
+    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]
+    down: torch.Tensor  # [hidden_size, intermediate_size]
+    rules: AttentionRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedWeights:
+    """A whole model, all in one type on one device."""
+
+    settings: DecoderSettings
+    layers: tuple[JoinedLayer, ...]
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    final_norm: torch.Tensor
+    head: torch.Tensor  # [vocab_size, hidden_size]; the embedding itself where they are tied
+    rotary: torch.Tensor  # [num_positions, head_dim]: cosines, then sines, of half a head each
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All of them; those that are tied more than once."""
+        parts: tuple[JoinedWeights | JoinedLayer, ...] = (self, *self.layers)
+        for part in parts:
+            found = (getattr(part, each.name) for each in fields(part))
+            yield from (value for value in found if isinstance(value, torch.Tensor))
+
+
+def why_not_joined(module: PreTrainedModel) -> str | None:
+    """Why the decoder for CUDA cannot compute a Llama-like model; None when no reason is known."""
+    return "its MLPs are mixtures of experts" if experts_of(module).num_experts else None
+
+
+@torch.inference_mode()
+def join_weights(module: PreTrainedModel, settings: DecoderSettings, *, num_positions: int) -> JoinedWeights:
+    """Take the weights of a model, one layer after the other; the module has none afterwards.
+
+    So the device holds those of no more than one layer twice.
+    """
+    base = module.model
+    embedding, head = base.embed_tokens.weight.detach(), module.lm_head.weight.detach()
+    final_norm = base.norm.weight.detach()
+    layers = []
+    for layer, window in zip(base.layers, settings.sliding_windows, strict=True):
+        layers.append(_join_layer(layer, AttentionRules(scaling=settings.scaling, sliding_window=window or None)))
+        layer.to(device="meta")
+    module.to(device="meta")
+    positions = torch.arange(num_positions, device=embedding.device)
+    cosines, sines = (table.chunk(2, dim=-1)[0] for table in settings.rotary(positions, embedding.dtype))
+    return JoinedWeights(
+        settings=settings,
+        layers=tuple(layers),
+        embedding=embedding,
+        final_norm=final_norm,
+        head=head,
+        rotary=torch.cat((cosines, sines), dim=-1),
+    )
+
+
+def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
+    state: dict[str, Any] = layer.state_dict()
+    weights = state.get
+    return JoinedLayer(
+        input_norm=given(weights, "input_layernorm.weight"),
+        query_key_value=torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
+        query_key_value_bias=joined_bias(weights, QUERIES_KEYS_VALUES),
+        query_norm=weights("self_attn.q_norm.weight"),
+        key_norm=weights("self_attn.k_norm.weight"),
+        output=given(weights, "self_attn.o_proj.weight"),
+        output_bias=weights("self_attn.o_proj.bias"),
+        post_attention_norm=given(weights, "post_attention_layernorm.weight"),
+        gate_up=torch.cat([given(weights, f"mlp.{name}_proj.weight") for name in ("gate", "up")]),
+        down=given(weights, "mlp.down_proj.weight"),
+        rules=rules,
+    )

@@ -1,0 +1,97 @@
+"""What a stage has at hand: the device, sizes for it, a clock, and a file that keeps figures as they are found."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.harness.command import tell
+
+Size = TypeVar("Size")
+
+_NUM_WARM_UPS = 3  # kernels are compiled, memory is allocated, clocks rise
+
+
+class Bench:
+    """One stage's run. On a GPU, or standing in on a CPU with sizes that say nothing about speed."""
+
+    def __init__(self, *, out: Path, file: Path, stands_in: bool, earlier: Mapping[str, Mapping[str, Any]]) -> None:
+        """out: for what stages make. file: for the figures. earlier: figures of other stages, by their names."""
+        self.out = out
+        self.stands_in = stands_in
+        self.device = torch.device("cpu" if stands_in else "cuda")
+        self.earlier = earlier
+        self._file = file
+        self.figures: dict[str, Any] = {}
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+
+    def sized(self, on_gpu: Size, standing_in: Size) -> Size:
+        """The size that this run uses."""
+        return standing_in if self.stands_in else on_gpu
+
+    def put(self, **figures: Any) -> None:
+        """Keep figures by name, from now on even if the stage fails. A unit ends the name."""
+        self.figures |= figures
+        tell(", ".join(f"{name} {value}" for name, value in figures.items()))
+        self._write()
+
+    def row(self, table: str, **cells: Any) -> None:
+        """Keep a row of a table; the rows of a table have the same cells."""
+        self.tables.setdefault(table, []).append(cells)
+        tell(f"{table}: {cells}")
+        self._write()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, function: Callable[[], object], *, repeat: int = 20) -> float:
+        """The median time of one call, on the device's clock."""
+        for _ in range(self.sized(_NUM_WARM_UPS, 1)):
+            function()
+        repeat = self.sized(repeat, 2)
+        if self.device.type != "cuda":
+            return statistics.median(_host_seconds(function) for _ in range(repeat))
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]  # type: ignore[no-untyped-call]
+        for began, ended in events:
+            began.record()
+            function()
+            ended.record()
+        torch.cuda.synchronize()
+        return statistics.median(float(began.elapsed_time(ended)) for began, ended in events) / 1e3
+
+    def seconds_in_a_row(self, function: Callable[[], object], *, repeat: int = 20) -> float:
+        """The time of one call where many follow one another without waiting, by the host's clock."""
+        for _ in range(self.sized(_NUM_WARM_UPS, 1)):
+            function()
+        self.synchronize()
+        repeat = self.sized(repeat, 2)
+        began_at = time.perf_counter()
+        for _ in range(repeat):
+            function()
+        self.synchronize()
+        return (time.perf_counter() - began_at) / repeat
+
+    def of_earlier(self, stage: str, figure: str) -> float | None:
+        """A figure of a stage that ran before, if it did."""
+        value = self.earlier.get(stage, {}).get(figure)
+        return float(value) if isinstance(value, int | float) else None
+
+    def _write(self) -> None:
+        text = json.dumps({"figures": self.figures, "tables": self.tables})
+        part = self._file.with_suffix(".part")  # a stage that is stopped in the middle of this leaves the file whole
+        part.write_text(text, encoding="utf-8")
+        part.replace(self._file)
+
+
+def _host_seconds(function: Callable[[], object]) -> float:
+    began_at = time.perf_counter()
+    function()
+    return time.perf_counter() - began_at

@@ -1,0 +1,83 @@
+"""Decode steps by replay against the least time that their bytes take at the measured rate of copies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from app.engine.batch import Batch
+from app.engine.engine import LaunchingRunner
+from app.model.kv_cache import block_bytes
+from app.model.loader import LoadedModel
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.rates import copy_rate
+from benchmarks.gpu.steps import Replays, blocks_needed, step_of
+
+_ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for graphs, logits and steps
+
+
+@torch.inference_mode()
+def measure(bench: Bench) -> None:
+    rows = bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2))
+    contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
+    config = engine_config(bench, max_running=max(rows), max_model_len=max(contexts) + BLOCK_SIZE)
+    model = made_model(config)
+    weights = bytes_of_a_step(model)
+    of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
+    num_blocks = 12 if bench.stands_in else _blocks_with_room(weights, of_block)
+    config = config.model_copy(update={"cache": config.cache.model_copy(update={"num_blocks": num_blocks})})
+    with Replays().watched() as replays:
+        runner = engine_of(config, model).runner
+    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    runner.prepare()
+    rate = (bench.of_earlier("rates", "copy_gb_per_s") or copy_rate(bench) / 1e9) * 1e9
+    bench.put(
+        weights_read_gb=round(weights / 1e9, 3), kv_bytes_of_a_token=of_block // BLOCK_SIZE, graphs=replays.num_graphs
+    )
+    for context in contexts:
+        for number in rows:
+            pieces = [(context - 1, 1)] * number
+            if blocks_needed(pieces, block_size=BLOCK_SIZE) > num_blocks:
+                bench.put(**{f"too_large_{number}x{context}": f"KV memory has {num_blocks:,} blocks"})
+                continue
+            kv = number * context * of_block // BLOCK_SIZE
+            batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+            cells = _timed(bench, runner, replays, batch)
+            floor_ms = (weights + kv) / rate * 1e3
+            bench.row(
+                "decode steps", sequences=number, context=context, floor_ms=round(floor_ms, 3), **cells,
+                share_of_floor=round(floor_ms / cells["step_ms"], 3),
+            )  # fmt: skip
+
+
+def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch) -> dict[str, Any]:
+    """A step with its greedy draw; the replay alone; what the host needs to launch one."""
+    step_s = bench.seconds_in_a_row(lambda: runner.launch(batch))
+    replays.last = None
+    began_at = time.perf_counter()
+    step = runner.launch(batch)
+    host_s = time.perf_counter() - began_at
+    step.result()
+    replay_s = None if replays.last is None else bench.seconds(replays.last)
+    return {
+        "step_ms": round(step_s * 1e3, 3),
+        "replay_ms": None if replay_s is None else round(replay_s * 1e3, 3),
+        "host_ms": round(host_s * 1e3, 3),
+    }
+
+
+def bytes_of_a_step(model: LoadedModel) -> int:
+    """Weights that a decode step reads: all but the table of embeddings, of which it reads a row for each sequence."""
+    assert model.module is not None, "native code is for CPUs"
+    head = model.module.get_output_embeddings().weight
+    table = model.module.get_input_embeddings().weight
+    read = sum(int(parameter.nbytes) for parameter in model.module.parameters())
+    return read if head is table else read - int(table.nbytes)
+
+
+def _blocks_with_room(weights: int, of_block: int) -> int:
+    _, total = torch.cuda.mem_get_info()
+    return int((total * _ROOM - weights) // of_block)

@@ -1,0 +1,77 @@
+"""The whole engine on requests of ragged lengths, in this process: graphs, overlap and batch invariance on and off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.engine.carousel import Carousel
+from benchmarks.engine.run import Run, times_of, warmed_up
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.harness.workload import TimedRequest, Workload, read_workload
+from benchmarks.make_workload import make_workload
+
+# Settings of the model, and whether steps overlap.
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "graphs, overlap": ({}, True),
+    "no overlap": ({}, False),
+    "no graphs": ({"backend": "torch"}, True),
+    "batch_invariant": ({"batch_invariant": True}, True),
+}
+
+
+def measure(bench: Bench) -> None:
+    workload = requests_for(bench)
+    max_running = bench.sized(256, 2)
+    longest = max(timed.max_total_tokens for timed in workload.requests)
+    num_blocks = max_running * (longest // BLOCK_SIZE + 1)
+    sizes: dict[str, Any] = {
+        "max_running": max_running,
+        "max_model_len": longest + BLOCK_SIZE,
+        "num_blocks": num_blocks,
+    }
+    model = made_model(engine_config(bench, **sizes))
+    for name, (settings, overlaps) in VARIANTS.items():
+        config = engine_config(bench, **sizes, **settings)
+        contender = Carousel(engine_of(config, model, overlaps=overlaps))
+        warmed_up(contender, workload)
+        contender.forget()
+        bench.row("engine", variant=name, **cells_of(workload, contender.serve(workload)))
+
+
+def requests_for(bench: Bench) -> Workload:
+    """The same requests for every engine: lengths as in ShareGPT, all at once, greedy."""
+    vocab_size = bench.sized(150_000, 320)
+    lines = make_workload("sharegpt", vocab_size=vocab_size, num_requests=bench.sized(512, 2))
+    file = bench.out / "sharegpt.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    workload = read_workload(str(file))
+    return workload if not bench.stands_in else Workload(tuple(map(_short, workload.requests)))
+
+
+def cells_of(workload: Workload, run: Run) -> dict[str, Any]:
+    """The figures of one run."""
+    times = {
+        name: None if value is None else round(value * 1e3, 2) for name, value in times_of([run], (50, 99)).items()
+    }
+    return {
+        "output_tokens_per_s": round(run.num_output_tokens / run.seconds, 1),
+        "total_tokens_per_s": round((workload.num_prompt_tokens + run.num_output_tokens) / run.seconds, 1),
+        **{name.removesuffix("_s") + "_ms": value for name, value in times.items()},
+        "steps": run.num_steps,
+        "failed": sum(timeline.has_failed for timeline in run.timelines.values()),
+    }
+
+
+def _short(timed: TimedRequest) -> TimedRequest:
+    request = timed.request
+    return replace(
+        timed,
+        request=replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids[:4],
+            sampling=replace(request.sampling, max_tokens=2),
+        ),
+    )

@@ -1,0 +1,138 @@
+"""Models of known shapes with random weights that are made on the device: there is no file to read or to carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.assembly import assemble
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.engine import Engine
+from app.model.attention import ATTENTION_NAME
+from app.model.backends import build_runner
+from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.loader import LoadedModel, load_model
+from benchmarks.gpu.bench import Bench
+
+BLOCK_SIZE = 16
+
+# Qwen3-8B
+_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "dtype": "bfloat16",
+}
+_TINY = _8B | {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 256,
+}  # fmt: skip
+# One thin layer before the whole vocabulary: nearly all of its step is sampling.
+_SHAPES = {
+    "8b": (_8B, _TINY),
+    "sampling": (
+        _8B | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2,
+               "num_key_value_heads": 2},
+        _TINY,
+    ),
+}  # fmt: skip
+
+
+def engine_config(
+    bench: Bench,
+    shape: str = "8b",
+    *,
+    max_running: int = 256,
+    max_step_tokens: int = 8192,
+    max_model_len: int | None = None,
+    num_blocks: int | None = None,
+    **model: Any,
+) -> EngineConfig:
+    """The engine's settings for a model of this shape, of which only the config.json is written.
+
+    num_blocks: of KV memory; None: all that the GPU has left. model: more settings of the model.
+    """
+    folder = bench.out / "models" / shape
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(bench.sized(*_SHAPES[shape])), encoding="utf-8")
+    return EngineConfig(
+        model=ModelConfig(
+            path=str(folder), dtype="bfloat16", device=bench.device.type, max_model_len=max_model_len, **model
+        ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, memory_gib=0.01),
+        scheduler=SchedulerConfig(
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            prefill_chunk_tokens=min(2048, max_step_tokens),
+            max_waiting=10_000,
+        ),
+    )
+
+
+@contextmanager
+def made_weights() -> Iterator[None]:
+    """In here a model that is loaded gets random weights, made on its device; all that follows is the loader's own."""
+
+    def onto(device: torch.device, config: ModelConfig, found: Any, location: str, dtype: torch.dtype) -> Any:
+        return _made(found, dtype, device)
+
+    def on_cpu(config: ModelConfig, location: str, dtype: torch.dtype) -> Any:
+        return _made(AutoConfig.from_pretrained(location), dtype, torch.device("cpu"))
+
+    with patch("app.model.loader._loaded_onto", onto), patch("app.model.loader._from_pretrained", on_cpu):
+        yield
+
+
+def made_model(config: EngineConfig) -> LoadedModel:
+    """A loaded model with random weights, checked as every other is."""
+    with made_weights():
+        return load_model(config.model, config.model.path, block_size=config.cache.block_size)
+
+
+def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True) -> Engine:
+    """An engine around a loaded model. overlaps: it launches a step while the one before it is computed."""
+    num_blocks = config.cache.num_blocks
+    assert num_blocks is not None, "engines that share a model have KV memory of a set size"
+    runner = build_runner(config, model, num_blocks=num_blocks, num_threads=1)
+    return assemble(
+        config.scheduler,
+        config.cache,
+        num_blocks=num_blocks,
+        runner=runner if overlaps or not isinstance(runner, GraphModelRunner) else _WithoutLaunches(runner),
+        facts=model.facts,
+    )
+
+
+class _WithoutLaunches:
+    """A model runner of which each step is waited for."""
+
+    def __init__(self, runner: GraphModelRunner) -> None:
+        self._runner = runner
+        self.run = runner.run
+
+
+def _made(found: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return module.eval()

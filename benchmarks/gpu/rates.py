@@ -1,0 +1,69 @@
+"""Versions, the card, and the rates that all other stages are compared with: copies and matrix products."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import torch
+
+from app.errors import described
+from app.versions import versions
+from benchmarks.gpu import without_msgspec
+from benchmarks.gpu.bench import Bench
+
+_ASKED = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
+
+
+def measure(bench: Bench) -> None:
+    bench.put(**{f"{name}_version": version for name, version in versions().items() if version is not None})
+    bench.put(cuda_version=torch.version.cuda, structs="dataclasses" if without_msgspec.is_missing() else "msgspec")
+    if bench.device.type == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        bench.put(
+            card=found.name, multiprocessors=found.multi_processor_count, capability=f"{found.major}.{found.minor}"
+        )
+    bench.put(clocks_before=_clocks())
+    bench.put(copy_gb_per_s=round(copy_rate(bench) / 1e9, 1))
+    side = bench.sized(8192, 64)
+    bench.put(bf16_tflop_per_s=_product_rate(bench, side, _bf16_product))
+    try:
+        bench.put(fp8_tflop_per_s=_product_rate(bench, side, _fp8_product))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        bench.put(fp8_tflop_per_s=None, fp8_refused=described(error)[:300])
+    bench.put(clocks_after=_clocks())
+
+
+def copy_rate(bench: Bench) -> float:
+    """Bytes read and written in a second, by a copy much larger than any cache."""
+    source = torch.randn(bench.sized(2**31, 2**16), dtype=torch.bfloat16, device=bench.device)
+    to = torch.empty_like(source)
+    return 2 * source.nbytes / bench.seconds(lambda: to.copy_(source))
+
+
+def _product_rate(
+    bench: Bench, side: int, product_of: Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]
+) -> float:
+    """TFLOP/s of a product of two square matrices of random numbers."""
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
+    return round(2 * side**3 / bench.seconds(product_of(left, right)) / 1e12, 1)
+
+
+def _bf16_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+    return lambda: left @ right
+
+
+def _fp8_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
+    narrow, other = (each.to(torch.float8_e4m3fn) for each in (left, right))
+    of_rows, of_columns = (torch.ones(shape, device=left.device) for shape in ((left.shape[0], 1), (1, right.shape[0])))
+    return lambda: torch._scaled_mm(narrow, other.t(), scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16)
+
+
+def _clocks() -> str | None:
+    """What the driver says of the card now; None without a driver."""
+    command = ("nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{_ASKED}: {done.stdout.strip()}"

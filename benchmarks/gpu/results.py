@@ -1,0 +1,85 @@
+"""The file of results, one JSON object a line for each stage that was run, and its table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.stages import STAGES
+from benchmarks.harness.figures import table
+
+NO_CLAIM = "stand-in on a CPU: the figures are no claims"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one stage."""
+
+    stage: str
+    code: str  # a digest of the files
+    device: str
+    at: str  # when it ended, UTC
+    seconds: float
+    commit: str | None = None  # None outside of a git checkout
+    note: str | None = None  # NO_CLAIM where it is none
+    error: str | None = None  # the end of what it said; figures that it had kept before stand beside it
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+class ResultsFile:
+    """Results of any number of runs; of each stage the last one counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, result: Result) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+    def of(self, *, code: str, device: str) -> dict[str, Result]:
+        """By stage, those of this code on this device."""
+        if not self._path.exists():
+            return {}
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        found = [Result(**json.loads(line)) for line in lines if line.strip()]
+        return {each.stage: each for each in found if each.code == code and each.device == device}
+
+
+def report(results: Mapping[str, Result], *, code: str, device: str) -> str:
+    """All stages in Markdown."""
+    commits = dict.fromkeys(each.commit for each in results.values() if each.commit)
+    heading = f"{device}, {' and '.join(commits) or 'no commit'}, files {code}"
+    parts = [heading, *([f"**{NO_CLAIM}.**"] if any(each.note for each in results.values()) else [])]
+    rows = [(stage.name, *_row(results.get(stage.name)), stage.measures) for stage in STAGES]
+    parts.append(table(("stage", "s", "result", "measures"), rows))
+    for stage in STAGES:
+        if stage.name in results:
+            parts += _parts(results[stage.name])
+    return "\n\n".join(parts)
+
+
+def _row(result: Result | None) -> tuple[str, str]:
+    if result is None:
+        return "–", "not run"
+    return f"{result.seconds:.0f}", "measured" if result.error is None else "FAILED"
+
+
+def _parts(result: Result) -> Iterable[str]:
+    yield f"### {result.stage}"
+    if result.error is not None:
+        yield f"```\n{result.error}\n```"
+    if result.figures:
+        yield table(("figure", "value"), [(name, _cell(value)) for name, value in result.figures.items()])
+    for name, rows in result.tables.items():
+        heads = list(dict.fromkeys(head for row in rows for head in row))
+        yield name
+        yield table(heads, [[_cell(row.get(head)) for head in heads] for row in rows])
+
+
+def _cell(value: object) -> str:
+    text = "–" if value is None else f"{value:,}" if isinstance(value, int | float) else str(value)
+    return text.replace("|", "/").replace("\n", " ")

@@ -1,0 +1,164 @@
+"""What steps cost a GPU, counted without one: launches, waits, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import ModelConfig
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.request import SamplingParams
+from app.model.attention import AttentionRules
+from app.model.inputs import build_inputs
+from app.model.kv_cache import LayerShape
+from app.model.loader import load_model
+from tests.tiny_models import build_tiny_model
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+if torch.cuda.is_available():
+    pytest.skip("counted in Triton's interpreter", allow_module_level=True)
+
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.captured_inputs import decode_size
+from app.model.cuda.graph_runner import GraphModelRunner
+from tests.model.cuda.counting import Counts, counting
+
+CPU = torch.device("cpu")
+BYTES = torch.bfloat16.itemsize
+
+
+def runner_of(path: Path) -> GraphModelRunner:
+    model = load_model(ModelConfig(path=str(path), dtype="bfloat16", device="cpu", backend="torch"), str(path))
+    attention = TritonAttention(
+        model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device
+    )
+    return GraphModelRunner(model, attention, max_rows=6, capture=None)
+
+
+def saved(architecture: str, folder: Path, num_layers: int) -> Path:
+    """A model of layers that are all alike."""
+    path = folder / str(num_layers)
+    build_tiny_model(
+        architecture, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers, mlp_only_layers=[]
+    ).save_pretrained(path)
+    return path
+
+
+def of_decode_step(path: Path) -> Counts:
+    runner = runner_of(path)
+    with counting() as counts:
+        runner.compute_padding(decode_size(4))
+    return counts
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("llama", 40), ("qwen3", 56), ("mixtral", 58)])
+def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, tmp_path: Path) -> None:
+    """What our own decoder is there to lower."""
+    two, three = (of_decode_step(saved(architecture, tmp_path, num_layers)) for num_layers in (2, 3))
+    assert three.num_launches - two.num_launches <= most
+    # So short a context is one split: nothing is reduced.
+    assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel"]
+    assert not three.waits
+
+
+def scheduled(token_ids: list[int], start: int, block_ids: list[int], **sampling: Any) -> ScheduledSequence:
+    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling)
+    adjustments = LogitAdjustments(params, token_ids) if params.adjusts_logits else None
+    if adjustments is not None:
+        adjustments.follow([7, 8, 7])
+    return ScheduledSequence("r", tuple(token_ids), start, block_ids, True, params, adjustments=adjustments)
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.8, "seed": 3},
+    "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalised": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
+}
+KNOWN_WAITS = {"penalised": frozenset({"repeat_interleave"})}
+
+
+@pytest.mark.parametrize("how", SAMPLED)
+@pytest.mark.parametrize("has_prompt", [False, True])
+@torch.inference_mode()
+def test_the_host_never_waits_between_a_batch_and_its_tokens(
+    how: str, tiny_model_path: Callable[[str], Path], *, has_prompt: bool
+) -> None:
+    items = [scheduled([5], 9, [1, 2, 3], **SAMPLED[how]), scheduled([6], 4, [4, 5])]
+    if has_prompt:
+        items.append(scheduled(list(range(7)), 0, [6, 7]))
+    runner = runner_of(tiny_model_path("llama"))
+    with counting() as counts:
+        launched = runner.launch(Batch(tuple(items), tuple(items)))
+    assert set(counts.waits) <= KNOWN_WAITS.get(how, frozenset())
+    assert len(launched.result().token_ids) == len(items)
+    with counting() as counts:
+        launched.result()
+    assert counts.waits == ["tolist"]
+
+
+def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: int = 2, dim: int = 128) -> Counts:
+    """sizes: of each sequence the first new token's position and the number of new tokens."""
+    block_size, num_blocks = 16, 64
+    attention = TritonAttention(
+        {0: LayerShape(num_kv_heads=num_kv_heads, key_dim=dim, value_dim=dim)}, num_blocks=num_blocks,
+        block_size=block_size, max_rows=4, max_blocks=num_blocks, dtype=torch.bfloat16, device=CPU,
+    )  # fmt: skip
+    firsts = accumulate((-(-(start + size) // block_size) for start, size in sizes), initial=0)
+    items = tuple(
+        scheduled([1] * size, start, list(range(first, first - (-(start + size) // block_size))))
+        for (start, size), first in zip(sizes, firsts, strict=False)
+    )
+    batch = Batch(items, ())
+    num_tokens = sum(size for _, size in sizes)
+    query, key, value = (
+        torch.randn(num_tokens, n, dim, dtype=torch.bfloat16) for n in (num_heads, *2 * [num_kv_heads])
+    )
+    step = attention.begin_step(batch, build_inputs(batch, block_size=block_size, device=CPU))
+    with counting() as counts:
+        step.attend(0, query, key, value, AttentionRules(scaling=0.1))  # type: ignore[attr-defined]
+    return counts
+
+
+def test_new_keys_and_values_are_moved_once() -> None:
+    moved = attended([(99, 1), (16, 1)]).traffic("write_kernel")
+    new = 2 * 2 * 2 * 128 * BYTES  # tokens, keys and values, heads, numbers
+    assert moved.written == moved.stored == new
+    assert moved.read == new + 2 * 8  # and the slots
+
+
+def test_single_tokens_read_each_key_and_value_once() -> None:
+    positions = (799, 16)
+    moved = attended([(position, 1) for position in positions]).traffic("decode_kernel")
+    of_cache = sum(position + 1 for position in positions) * 2 * 2 * 128 * BYTES
+    least = of_cache + 2 * 8 * 128 * BYTES  # and the queries
+    facts = sum(-(-(position + 1) // 16) for position in positions) * 8 + 2 * 3 * 8
+    assert least < moved.read <= least + facts
+    # Each key's place is looked up by itself: 8 bytes beside 2 * 128 numbers. A query is read again by each lane.
+    assert moved.loaded <= 1.03 * least
+    num_splits = 4  # of 256 keys, of the first; the second is one split, and has its outputs from here
+    assert moved.stored == moved.written == num_splits * 8 * (128 + 2) * 4 + 8 * 128 * BYTES
+
+
+def test_partial_results_are_read_once_and_only_where_there_are_any() -> None:
+    moved = attended([(799, 1), (16, 1)]).traffic("reduce_kernel")
+    assert moved.read - 2 * 2 * 8 <= 4 * 8 * (128 + 2) * 4
+    assert moved.written == moved.stored == 8 * 128 * BYTES
+
+
+def test_a_piece_of_a_prompt_reads_what_it_attends_to_once_for_each_tile_of_tokens() -> None:
+    start, size = 64, 96
+    moved = attended([(start, size)]).traffic("prefill_kernel")
+    tokens_in_tile = 128 // 4
+    of_cache = (start + size) * 2 * 2 * 128 * BYTES
+    of_queries = size * 8 * 128 * BYTES
+    assert moved.read <= of_cache + of_queries + (start + size) // 16 * 8 + size // tokens_in_tile * 4 * 8
+    seen = sum(range(start + tokens_in_tile, start + size + 1, tokens_in_tile)) * 2 * 2 * 128 * BYTES
+    assert moved.loaded <= 1.03 * (seen + of_queries)
+    assert moved.written == moved.stored == of_queries
