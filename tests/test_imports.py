@@ -24,7 +24,7 @@ ALLOWED = {
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
-        "msgspec",
+        "app.engine.view", "msgspec",
     },
     "app.model": {
         "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers",
@@ -55,7 +55,7 @@ ALLOWED = {
     "app.jobs.engine_batches": {"app.api", "app.config", "app.disk", "app.errors", "app.jobs"},
     "app.api": {
         "app.jobs", "app.webhooks.receiver", "app.config", "app.errors", "app.json_pieces", "app.text", "app.metrics",
-        "app.versions", "app.engine.request",
+        "app.versions", "app.engine.request", "app.engine.view",
         "msgspec", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.fleet.autoscaling": {"app.config"},

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.throughput import RetryTimes
+from app.engine.view import EngineView
 from app.errors import CarouselError, DeviceFault, EngineStopped, InvalidRequest, Overloaded, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -186,6 +188,20 @@ class AsyncEngine:
     def measurements(self) -> EngineMeasurements:
         """What the engine has measured since it started."""
         return self._engine.measurements()
+
+    async def view(self) -> EngineView:
+        """What runs and waits, and what happened since the last view; begins to note it. Waits for the current step.
+
+        Raises EngineStopped.
+        """
+        views: list[EngineView] = []
+        await asyncio.wrap_future(self._call(lambda: views.append(self._engine.view())))
+        return views[0]
+
+    def end_views(self) -> None:
+        """Note nothing for views any more."""
+        with suppress(EngineStopped):
+            self._command(self._engine.end_views)
 
     def check_health(self) -> None:
         """Raise EngineStopped if the engine no longer serves."""

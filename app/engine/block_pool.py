@@ -48,6 +48,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._evictable)
 
+    @property
+    def num_evictable(self) -> int:
+        """Free blocks with content that can still be shared."""
+        return len(self._evictable)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

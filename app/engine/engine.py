@@ -17,6 +17,8 @@ from app.engine.scheduler import Scheduler
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
+from app.engine.trace.viewer import Viewer
+from app.engine.view import EngineView
 from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, described, traceback_of
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class Engine:
         self._clock = clock
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
+        self._viewer: Viewer | None = None  # while there are views; then it is the recorder, too
         self._quarantine = Quarantine()
 
     def prepare(self) -> None:
@@ -237,6 +240,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+    def view(self) -> EngineView:
+        """What runs and waits, and what happened since the last view. From the first on, events are noted for it."""
+        now = self._clock()
+        if self._viewer is None:
+            self._recorder = self._viewer = Viewer(self._recorder, self._scheduler.running, now=now)
+        return self._viewer.view(self._scheduler, now=now)
+
+    def end_views(self) -> None:
+        """Note nothing for views any more."""
+        if self._viewer is not None:
+            self._recorder, self._viewer = self._viewer.recorder, None
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""

@@ -463,10 +463,34 @@ class Scheduler:
         )
 
     def _estimated_wait_s(self) -> float:
-        """How long a request that arrives now waits before it joins: the work before it, at the recent throughput."""
+        """How long a request that arrives now waits before it joins."""
         if not len(self._waiting) and len(self._running) < self._config.max_running:
             return 0.0
+        return self.expected_wait_s(self._waiting.work)
+
+    # ------------------------------------------------------------------ for views
+
+    @property
+    def running(self) -> list[Sequence]:
+        """By rank; for reading."""
+        return self._running.by_rank
+
+    @property
+    def max_step_tokens(self) -> int:
+        return self._config.max_step_tokens
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks with content that can still be shared."""
+        return self._pool.num_evictable
+
+    def first_waiting(self, number: int) -> list[Sequence]:
+        """The next to join, see `WaitingQueue.first`."""
+        return self._waiting.first(number)
+
+    def expected_wait_s(self, num_tokens: int) -> float:
+        """How long a request waits before it joins, after so many tokens of work, at the recent throughput."""
         tokens_per_s, ended_per_s = self._throughput.tokens_per_s, self._throughput.ended_per_s
         if not tokens_per_s:
             return 0.0
-        return max(self._waiting.work / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)
+        return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)

@@ -8,15 +8,17 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
 from app.engine.request import Queued, Request, TokenDelta
+from app.engine.view import EngineView
 from app.errors import DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import ReplicaConnection
+from app.fleet.dispatch import Decision
 from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
-from app.fleet.frames import AbortRequest, SubmitRequest
+from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
 from app.fleet.suspect_queue import SuspectQueue
@@ -93,6 +95,7 @@ class Fleet:
         self._explained: deque[str] = deque(maxlen=_MAX_EXPLAINED)  # replicas killed by requests that were given up
         self._connections: dict[str, ReplicaConnection] = {}
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
+        self._on_view: Callable[[str, EngineView], None] | None = None  # while views are wanted
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
@@ -148,6 +151,25 @@ class Fleet:
     def num_in_flight(self) -> int:
         """Requests under way."""
         return len(self._in_flight)
+
+    def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
+        """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
+        self._on_view = on_view
+        for replica_id in self._connections:
+            self._tell_watching(replica_id)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All replicas, for people: those that take requests, and those that leave and still have some."""
+        described = self._registry.describe()
+        for each in described:
+            each["state"] = "serving" if self._connections[each["replica"]].is_open else "lost"
+        leaving = [each for each in self._connections if each not in self._registry.replica_ids]
+        return described + [{"replica": each, "state": "leaving"} for each in leaving]
+
+    @property
+    def last_decision(self) -> Decision | None:
+        """Why the last request went where it did."""
+        return self._registry.last_decision
 
     def close(self) -> None:
         """Close the connections to all replicas."""
@@ -313,11 +335,32 @@ class Fleet:
         self._connections[replica_id] = ReplicaConnection(
             replica_id,
             lambda: FrameReader(
-                replica_id, self._registry, self._in_flight, self._metrics, liveness, on_begun=self._note_change
+                replica_id,
+                self._registry,
+                self._in_flight,
+                self._metrics,
+                liveness,
+                on_begun=lambda: self._begun(replica_id),
+                on_view=lambda view: self._view_came(replica_id, view),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=liveness.heartbeat_s),
             self._on_lost,
         )
+
+    def _begun(self, replica_id: str) -> None:
+        """A replica's first frame has come on a new stream."""
+        if self._on_view is not None:
+            self._tell_watching(replica_id)
+        self._note_change()
+
+    def _tell_watching(self, replica_id: str) -> None:
+        connection = self._connections[replica_id]
+        if connection.is_open and self._registry.sends_views(replica_id):
+            connection.send(WatchEngine(self._on_view is not None))
+
+    def _view_came(self, replica_id: str, view: EngineView) -> None:
+        if self._on_view is not None:
+            self._on_view(replica_id, view)
 
     def _close_if_idle(self, replica_id: str) -> None:
         """Close the connection to a replica that leaves, once it has no request of this process any more."""

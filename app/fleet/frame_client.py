@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from app.engine.view import EngineView
 from app.errors import described
 from app.fleet.frame_server import Address, Hello
 from app.fleet.frames import Frame, frame_decoder
@@ -62,10 +63,12 @@ class FrameReader(asyncio.Protocol):
         timeouts: LivenessTimeouts,
         *,
         on_begun: Callable[[], object] = lambda: None,
+        on_view: Callable[[EngineView], object] = lambda view: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
-        `on_begun` is called at the first frame, with which the replica says that it serves requests.
+        `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_view` for each
+        view that comes.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -73,6 +76,7 @@ class FrameReader(asyncio.Protocol):
         self._metrics = metrics
         self._timeouts = timeouts
         self._on_begun = on_begun
+        self._on_view = on_view
         self._decoder = frame_decoder()
         self._next_number = 0
         self._loop = asyncio.get_running_loop()
@@ -118,6 +122,8 @@ class FrameReader(asyncio.Protocol):
                     request.put(delta)
                     if delta.token_ids:
                         self._registry.progress(delta.request_id, len(delta.token_ids))
+                if frame.view is not None:
+                    self._on_view(frame.view)
         except Exception as error:
             self.end(error)
         if is_first and self.is_open:

@@ -8,15 +8,18 @@ import json
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, cast
 
+from app.errors import EngineStopped
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import AbortRequest, Frame, InvalidFrame, encode, message_decoder
+from app.fleet.frames import AbortRequest, Frame, InvalidFrame, SubmitRequest, WatchEngine, encode, message_decoder
 from app.fleet.outbox import Outbox, ServingEngine
 
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
+VIEW_PERIOD_S = 0.2  # five a second: an eye sees no more of a line that moves
 _HELLO_TIMEOUT_S = 5.0
 _MAX_UNIDENTIFIED = 64  # connections that have not said the secret yet; more are closed at once
 
@@ -59,6 +62,8 @@ class FrameServer:
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
+        self._watching: set[_Connection] = set()
+        self._showing: asyncio.Task[None] | None = None  # while any watches
 
     async def open(self) -> Address:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
@@ -121,8 +126,29 @@ class FrameServer:
             connection, self._engine, self._report, heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained
         )
 
+    def watch(self, connection: _Connection, *, is_watched: bool) -> None:
+        """An ingress wants views of the engine from now on, or no more."""
+        if not is_watched:
+            self._watching.discard(connection)
+            return
+        self._watching.add(connection)
+        if self._showing is None or self._showing.done():
+            self._showing = asyncio.get_running_loop().create_task(self._show())
+
+    async def _show(self) -> None:
+        """Send views until none watches."""
+        with suppress(EngineStopped):
+            while self._watching:
+                view = await self._engine.view()
+                for connection in self._watching:
+                    if connection.outbox is not None:
+                        connection.outbox.show(view)
+                await asyncio.sleep(VIEW_PERIOD_S)
+        self._engine.end_views()
+
     def closed(self, connection: _Connection) -> None:
         """A connection is gone."""
+        self._watching.discard(connection)
         self._unidentified.discard(connection)
         self._connections.discard(connection)
         self._of_ingress = {each: of_it for each, of_it in self._of_ingress.items() if of_it is not connection}
@@ -176,10 +202,13 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             return
         for message in messages:
-            if isinstance(message, AbortRequest):
-                outbox.abort(message.request_id)
-            else:
-                outbox.submit(message.request)
+            match message:
+                case SubmitRequest():
+                    outbox.submit(message.request)
+                case AbortRequest():
+                    outbox.abort(message.request_id)
+                case WatchEngine():
+                    self._server.watch(self, is_watched=message.is_watched)
 
     def send(self, frame: Frame) -> None:
         self._transport.write(encode(frame))

@@ -18,6 +18,7 @@ import msgspec
 
 from app.engine.request import Request, TokenDelta
 from app.engine.stats import EngineStats
+from app.engine.view import EngineView
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import ReplicaReport
 
@@ -36,6 +37,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     number: int
     report: ReplicaReport
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
+    view: EngineView | None = None  # while its ingress watches
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -50,7 +52,13 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     request_id: str
 
 
-Message = SubmitRequest | AbortRequest
+class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """An ingress wants views in its frames, or no more. Only for replicas with `ReplicaReport.sends_views`."""
+
+    is_watched: bool
+
+
+Message = SubmitRequest | AbortRequest | WatchEngine
 ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
@@ -71,6 +79,7 @@ def report_of(
         ended_per_s=stats.ended_per_s,
         step_age_s=step_age_s,
         weights=weights,
+        sends_views=True,
     )
 
 

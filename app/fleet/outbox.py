@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from app.engine.request import FinishReason, Queued, Request, TokenDelta, merge_deltas
+from app.engine.view import EngineView
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import Frame
@@ -46,6 +47,14 @@ class ServingEngine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request; its receiver gets no more deltas."""
+        ...
+
+    async def view(self) -> EngineView:
+        """What runs and waits, and what happened since the last view. Raises EngineStopped."""
+        ...
+
+    def end_views(self) -> None:
+        """Note nothing for views any more."""
         ...
 
 
@@ -186,10 +195,15 @@ class Outbox:
             if not self._open:
                 self._check_idle()
 
-    def _send_frame(self) -> None:
+    def show(self, view: EngineView) -> None:
+        """Send a view, with what is kept. A slow ingress misses it."""
+        if self._stream.is_writable:
+            self._send_frame(view)
+
+    def _send_frame(self, view: EngineView | None = None) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
-        frame = Frame(self._next_number, self._report(), merged)
+        frame = Frame(self._next_number, self._report(), merged, view)
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
         self._stream.send(frame)

@@ -58,6 +58,7 @@ class ReplicaRegistry:
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
+        self.last_decision: Decision | None = None
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
 
     @property
@@ -97,7 +98,7 @@ class ReplicaRegistry:
             num_prompt_tokens=len(prompt) + num_generated,
             num_expected_tokens=max(1, self._lengths.expected_tokens(request.sampling.max_tokens) - num_generated),
         )
-        decision = self._policy.decide(trusted or of_its_group, size)
+        decision = self.last_decision = self._policy.decide(trusted or of_its_group, size)
         replica_id = decision.order[0]
         self._placed[request.request_id] = _Placed(request, decision)
         # Charged before it is sent: requests placed in the same moment must see each other.
@@ -169,6 +170,11 @@ class ReplicaRegistry:
         """The digest of a replica's weights; 0 while not known."""
         report = self._ledger.replica(replica_id).report
         return 0 if report is None else report.weights
+
+    def sends_views(self, replica_id: str) -> bool:
+        """Whether a replica understands WatchEngine."""
+        report = self._ledger.replica(replica_id).report
+        return report is not None and report.sends_views
 
     def _note_weights(self, replica_id: str, weights: int) -> None:
         if self._weights and weights and replica_id not in self._differing:

@@ -87,6 +87,7 @@ class Ingress:
             expose=self._metrics.expose,
             batch_routes=self._batch_routes(handler),
             collect=self._admin.collect,
+            fleets={name: client.fleet for name, client in self._clients.items()},
         )
 
     def check_health(self) -> None:

@@ -50,7 +50,8 @@ class ModelClient:
             place_timeout_s=replicas.place_timeout_s,
             liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
         )
-        self.generate: Generate = Fleet(ServeTransport(handle, uuid.uuid4().hex), registry, limits, metrics).generate
+        self.fleet = Fleet(ServeTransport(handle, uuid.uuid4().hex), registry, limits, metrics)
+        self.generate: Generate = self.fleet.generate
 
     async def facts(self) -> ModelFacts:
         """What the model's replicas know of it. Waits until one is there; raises when they cannot start."""

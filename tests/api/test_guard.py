@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route, Router
 
+from app.api.endpoints import live
 from app.api.http.guard import Guard
 from app.config import ApiConfig
 from app.text import Tokenizer
@@ -22,11 +23,11 @@ from tests.api.keys import ADMIN_KEY, KEY, bearer, entry
 from tests.api.odd_requests import answered, exchange
 from tests.benchmarks.servers import serving
 
-OPEN = {"/health", "/ready"}
-ADMIN = {"/admin/keys", "/admin/fleet"}
+OPEN = {"/health", "/ready", "/", "/page/page.css"}
+ADMIN = {"/admin/keys", "/admin/fleet", "/admin/live"}
 # A new route is listed here with the callers that may use it.
 WHO_MAY = {
-    "all": {"GET /health", "GET /ready"},
+    "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
     "keys": {
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
@@ -35,7 +36,7 @@ WHO_MAY = {
         "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
         "POST /v1/batches/{batch_id}/cancel", "POST /v1/batch", "GET /v1/batch/stats", "GET /v1/batch/{batch_id}",
     },
-    "admins": {"GET /admin/keys", "GET /admin/fleet"},
+    "admins": {"GET /admin/keys", "GET /admin/fleet", "GET /admin/live"},
 }  # fmt: skip
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "get", "PROPFIND")
 NO_KEYS: tuple[dict[str, str], ...] = (
@@ -54,6 +55,12 @@ NO_KEYS: tuple[dict[str, str], ...] = (
 
 
 JSON_HEADER = (b"content-type", b"application/json")
+
+
+@pytest.fixture(autouse=True)
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events of the live view end soon."""
+    monkeypatch.setattr(live, "STREAM_S", 0.05)
 
 
 @pytest.fixture
@@ -80,7 +87,7 @@ def _routes(router: Router) -> list[Route]:
 
 def in_use(path: str) -> str:
     """A route's path with a name where it wants one."""
-    return re.sub(r"\{[^}]*\}", "demo", path)
+    return re.sub(r"\{[^}]*\}", "demo", path.replace("/page/{name}", "/page/page.css"))
 
 
 def all_routes(app: Any) -> set[str]:
@@ -201,8 +208,8 @@ def test_every_route_lets_in_the_keys_that_it_should_and_no_others(tokenizer: To
             assert [found[route][name] for name in ("no key", "a stranger")] == (
                 [200] * 2 if callers == "all" else [401] * 2
             )
-    assert [found[route]["key"] for route in WHO_MAY["admins"]] == [403, 403]
-    assert [found[route]["admin"] for route in WHO_MAY["admins"]] == [200, 200]
+    assert {found[route]["key"] for route in WHO_MAY["admins"]} == {403}
+    assert {found[route]["admin"] for route in WHO_MAY["admins"]} == {200}
 
 
 def test_no_form_of_an_admin_route_answers_an_ordinary_key(guarded_service: Service) -> None:
@@ -232,7 +239,7 @@ def test_without_keys_admin_routes_are_open_where_no_other_machine_was_let_in(
     assert {service.call("GET", path).status for path in ADMIN} == {status}
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/nothing", "/", "/metrics", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/v1/models", "/nothing", "/page", "/metrics", "/openapi.json"])
 def test_a_caller_without_a_key_learns_only_that(guarded_service: Service, path: str) -> None:
     answer = guarded_service.call("GET", path)
     assert answer.status == 401

@@ -50,7 +50,7 @@ def test_a_readiness_check_that_fails_is_not_ready(tokenizer: Tokenizer) -> None
     assert (answer.status, answer.error["code"]) == (503, "unavailable")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/nothing", "/v1/completions/", "/V1/models"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/completions/", "/V1/models"])
 def test_an_unknown_route_is_a_404(service: Service, path: str) -> None:
     answer = service.call("POST", path, {})
     assert (answer.status, answer.error["code"]) == (404, "not_found")

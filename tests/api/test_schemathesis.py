@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from app.api.endpoints import live
 from app.text import Tokenizer
 from tests.api.batch_services import served
 from tests.api.fakes import Service, say
@@ -46,6 +47,7 @@ def url(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Everything there is, files and batches too, over HTTP."""
     service = Service(tokenizer, say(tokenizer, "3 4 5."))
     started: list[uvicorn.Server] = []
+    monkeypatch = pytest.MonkeyPatch()
 
     async def serve() -> None:
         async with served(service, tmp_path_factory.mktemp("batches")) as app:
@@ -54,6 +56,7 @@ def url(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Itera
             await server.serve()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    monkeypatch.setattr(live, "STREAM_S", 0.05)  # of the live view
     thread.start()
     eventually(lambda: started and started[0].started, every_s=0.005)
     try:
@@ -61,6 +64,7 @@ def url(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         started[0].should_exit = True
         thread.join(PATIENCE_S)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
@@ -84,5 +88,5 @@ def test_the_service_does_what_its_description_says(url: str, mode: GenerationMo
             case.call_and_validate(checks=CHECKS)
 
         answers_as_described()
-    assert num_operations == 27
+    assert num_operations == 30
     assert num_cases >= 100

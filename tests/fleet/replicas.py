@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, StepResult
 from app.engine.request import Queued, Request
+from app.engine.view import EngineView
 from app.fleet import (
     FailoverLimits,
     Fleet,
@@ -24,7 +27,7 @@ from app.fleet import (
     report_of,
 )
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
-from app.fleet.frames import FRAME_VERSION, SubmitRequest, encode, message_decoder
+from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
 from tests.fakes import CountingRunner, build_fake_engine
 from tests.waiting import until
 
@@ -81,16 +84,19 @@ class LocalReplica:
         self.served: list[Request] = []
         self.aborted: list[str] = []
         self.stream: LocalStream | None = None
+        self.is_watched: bool | None = None  # as it was told last
+        self.sends_views = True
 
     def report(self) -> ReplicaReport:
         engine = self.engine
-        return report_of(
+        report = report_of(
             engine.stats(),
             group=self.group,
             max_requests=engine.max_requests,
             step_age_s=engine.step_age_s,
             weights=self.weights,
         )
+        return structs.replace(report, sends_views=self.sends_views)
 
     async def matcher_of(self, request: Request) -> Any:
         return await self.engine.matcher_of(request)
@@ -154,10 +160,16 @@ class LocalStream(asyncio.Transport):
             data = await self._to_replica.get()
             await self._replica.is_heard.wait()
             for message in self._messages.feed(data):
-                if isinstance(message, SubmitRequest):
-                    self._outbox.submit(message.request)
-                else:
-                    self._outbox.abort(message.request_id)
+                match message:
+                    case SubmitRequest():
+                        self._outbox.submit(message.request)
+                    case AbortRequest():
+                        self._outbox.abort(message.request_id)
+                    case WatchEngine():
+                        self._replica.is_watched = message.is_watched
+
+    def show(self, view: EngineView) -> None:
+        self._outbox.show(view)
 
 
 class LocalTransport:

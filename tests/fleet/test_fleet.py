@@ -539,3 +539,63 @@ def test_a_device_that_fails_on_everything_loses_none_of_its_requests() -> None:
             assert local.counts.resumes["engine_failed"] > 0
 
     asyncio.run(main())
+
+
+def test_views_come_while_they_are_wanted_from_replicas_that_understand() -> None:
+    async def main() -> None:
+        seen: list[tuple[str, int]] = []
+        async with LocalFleet(2) as local:
+            first, older = local.replicas
+            older.sends_views = False
+            await collect(local, make_request())  # reports come with frames
+            await collect(local, make_request())
+            await until(lambda: not local.registry.sends_views("r1"))
+            local.fleet.watch(lambda replica_id, view: seen.append((replica_id, view.num_running)))
+            await until(lambda: first.is_watched)
+            assert older.is_watched is None
+            assert first.stream is not None
+            first.stream.show(await first.engine.view())
+            await until(lambda: seen == [("r0", 0)])
+            local.fleet.watch(None)
+            await until(lambda: first.is_watched is False)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_comes_back_or_joins_is_watched_too() -> None:
+    async def main() -> None:
+        async with LocalFleet(1) as local:
+            local.fleet.watch(lambda replica_id, view: None)
+            [first] = local.replicas
+            await until(lambda: first.is_watched)
+            first.is_watched = None
+            assert first.stream is not None
+            first.stream.break_off(RuntimeError("the network"))
+            await until(lambda: first.is_watched)
+            second = local.join_another()
+            await until(lambda: second.is_watched)
+
+    asyncio.run(main())
+
+
+def test_replicas_are_described_with_their_state() -> None:
+    async def main() -> None:
+        async with LocalFleet(2) as local:
+            first, second = local.replicas
+            local.hold(*local.replicas)
+            answers = start(local, alike(2))
+            await local.held(first, second)
+            local.transport.leave("r1")
+            assert {each["replica"]: each["state"] for each in local.fleet.describe()} == {
+                "r0": "serving",
+                "r1": "leaving",
+            }
+            assert local.fleet.last_decision is not None
+            first.kill()
+            await until(lambda: local.fleet.describe()[0]["state"] == "lost")
+            local.join_another()
+            local.go()
+            await asyncio.gather(*answers)
+            await until(lambda: {each["replica"] for each in local.fleet.describe()} == {"r0", "r2"})
+
+    asyncio.run(main())

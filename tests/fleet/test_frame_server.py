@@ -10,11 +10,12 @@ import pytest
 import uvloop
 
 from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Request, TokenDelta
+from app.engine.view import EngineView
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, Outbox, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
-from app.fleet.frames import AbortRequest, Message, SubmitRequest, encode, frame_decoder
-from tests.fakes import make_request
+from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
+from tests.fakes import build_fake_engine, make_request
 from tests.fleet.test_frames import REPORT
 from tests.waiting import until
 
@@ -27,6 +28,7 @@ class Replica:
         self.aborted: list[str] = []
         self.refusal: Exception | None = None
         self.compiled = asyncio.Event()
+        self.num_views = 0  # since they began
         self.server = FrameServer("127.0.0.1", self, lambda: REPORT)
 
     async def matcher_of(self, request: Request) -> object:
@@ -42,6 +44,13 @@ class Replica:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    async def view(self) -> EngineView:
+        self.num_views += 1
+        return build_fake_engine().view()
+
+    def end_views(self) -> None:
+        self.num_views = 0
 
     def put(self, delta: TokenDelta) -> None:
         """As the engine does after a step."""
@@ -353,5 +362,34 @@ def test_a_reader_that_does_not_read_gets_fewer_and_longer_frames_and_slows_no_o
         assert [frame.number for frame in frames] == list(range(len(frames)))
         assert len(frames) < num_tokens
         slow_writer.close()
+
+    with_replica(scene)
+
+
+def test_only_an_ingress_that_watches_gets_views() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as viewer, frames_from(address, "two") as other:
+            assert (await viewer.next()).view is None
+            viewer.send(WatchEngine(True))
+            seen = [(await viewer.next()).view for _ in range(3)]
+            assert all(view is not None and view.num_running == 0 for view in seen)
+            await other.next()
+            await other.submit("a")
+            replica.put(TokenDelta("a", (5,)))
+            assert (await other.next()).view is None
+
+    with_replica(scene)
+
+
+def test_without_viewers_no_view_is_made() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as first, frames_from(address, "two") as second:
+            assert replica.num_views == 0
+            for frames in (first, second):
+                frames.send(WatchEngine(True))
+            await until(lambda: replica.num_views > 1)
+            first.send(WatchEngine(False))
+            second.transport.abort()  # its process has died
+            await until(lambda: replica.num_views == 0)
 
     with_replica(scene)

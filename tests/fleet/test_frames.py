@@ -164,7 +164,9 @@ def test_fields_of_a_newer_replica_are_ignored() -> None:
     """A rolling update of code loses no stream: new fields are added at the end."""
     report = [*msgspec.to_builtins(REPORT), "new", 5]
     delta = [*msgspec.to_builtins(TokenDelta("one", (6, 7))), {"new": [1]}, 3]
-    assert frame_decoder().feed(framed([4, report, [delta], "new"])) == [Frame(4, REPORT, (TokenDelta("one", (6, 7)),))]
+    assert frame_decoder().feed(framed([4, report, [delta], None, "new"])) == [
+        Frame(4, REPORT, (TokenDelta("one", (6, 7)),))
+    ]
 
 
 def test_fields_that_an_older_replica_does_not_send_have_their_defaults() -> None:

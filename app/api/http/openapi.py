@@ -93,6 +93,10 @@ def _computed_paths() -> Json:
 def _paths(config: ApiConfig) -> Json:
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
     model = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
+    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the `at` of the last event that came"}
+    page, events = {"text/html": {"schema": _TEXT}}, {"text/event-stream": {"schema": _object(data=str)}}
+    files = {kind: {"schema": _TEXT} for kind in ("text/html", "text/css", "text/javascript", "image/svg+xml")}
     tokenized, detokenized = _body(TokenizeTextRequest, TokenizeChatRequest), _body(DetokenizeRequest)
     metrics = _operation(
         "What is measured, for Prometheus",
@@ -114,6 +118,15 @@ def _paths(config: ApiConfig) -> Json:
         "/health": {"get": _operation("The process lives", "Anything", (), is_open=True)},
         "/ready": {"get": _operation("A request could be served", "Anything", ("503",), is_open=True)},
         "/metrics": {"get": metrics},
+        "/": {"get": _operation("The live page", None, (), content=page, is_open=True)},
+        "/page/{name}": {
+            "get": _operation("A file of the live page", None, ("404",), content=files, is_open=True, parameters=[name])
+        },
+        "/admin/live": {
+            "get": _operation(
+                "What all engines do now", None, (*_OF_AN_ADMIN, "400"), content=events, parameters=[after]
+            )
+        },
         "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
+from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
+from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
@@ -39,12 +42,14 @@ def build_app(
     expose: Callable[[], Awaitable[bytes]] | None = None,
     batch_routes: Sequence[Route] = (),
     collect: Collect | None = None,
+    fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
 ) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
-    processes for the reports that the admin routes show; by default, only this one.
+    processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
+    those of the live view.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
@@ -56,7 +61,8 @@ def build_app(
         *service.routes(),
         *batch_routes,
     ]
-    open_routes, for_admins = service.open_routes(), admin.routes()
+    live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
+    open_routes, for_admins = [*service.open_routes(), *PageRoutes().routes()], [*admin.routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
     is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)

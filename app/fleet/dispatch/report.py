@@ -23,3 +23,4 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ended_per_s: float  # requests that end in a second of computing
     step_age_s: float  # how long the current step has been running
     weights: int = 0  # a digest of the model's files; 0 while not known
+    sends_views: bool = False  # it understands WatchEngine

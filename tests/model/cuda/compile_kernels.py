@@ -1,20 +1,22 @@
-"""Compiles every kernel launch of a few steps for a GPU that is not here: run by `test_triton_compiles.py`.
+"""Compiles every kernel launch of a few steps for GPUs that are not here: run by `test_triton_compiles.py`.
 
-    python -m tests.model.cuda.compile_kernels 90 llama8b
+    TRITON_INTERPRET=0 python -m tests.model.cuda.compile_kernels --markdown
 
-The first argument is the architecture, an H100's if left out; the others are shapes. Prints one line for each kernel
-and shape: kernel, shape, bytes of shared memory, bytes that a thread spills.
-A process of its own, because Triton decides when it is imported whether it compiles or interprets.
+Prints for each kernel, shape and architecture: registers of a thread, bytes that it spills, bytes of shared memory. A
+process of its own, because Triton decides when it is imported whether it compiles or interprets.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,25 +27,36 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, invariant_kernels
-from app.model.cuda import kernels as triton_kernels
+from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels
+from app.model.cuda import decoder as triton_decoder
+from app.model.cuda import kernels as attention_kernels
 from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 
-ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
+ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
 }  # fmt: skip
 
 
+class Compiled(NamedTuple):
+    """What the compiler makes of one kernel for one architecture."""
+
+    kernel: str
+    shape: str
+    architecture: int
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+    shared: int  # bytes of a program
+
+
 class CompileOnly:
     """Stands for a kernel: a launch compiles it for what it is given, and runs nothing."""
 
-    def __init__(self, kernel: Any, shape: str) -> None:
-        self._kernel, self._shape = kernel, shape
+    def __init__(self, kernel: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...]) -> None:
+        self._kernel, self._shape, self._results, self._architectures = kernel, shape, results, architectures
 
     def __getitem__(self, grid: tuple[int, ...]) -> CompileOnly:
         assert all(size > 0 for size in grid), grid
@@ -55,22 +68,43 @@ class CompileOnly:
         assert arguments.keys() == {p.name for p in parameters}, arguments.keys() ^ {p.name for p in parameters}
         constants = {p.name: arguments[p.name] for p in parameters if p.is_constexpr}
         signature = {p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in parameters}
-        source = ASTSource(
-            fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
-        )
-        compiled = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
-        print(self._kernel.__name__, self._shape, compiled.metadata.shared, spilled(compiled.asm["cubin"]), flush=True)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        for architecture in self._architectures:
+            source = ASTSource(
+                fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
+            )
+            compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+            registers, spilled = used(compiled.asm["cubin"])
+            self._results.append(
+                Compiled(self._kernel.__name__, self._shape, architecture, registers, spilled, compiled.metadata.shared)
+            )
 
 
-def spilled(cubin: bytes) -> int:
-    """Bytes of stack of a thread: registers that did not suffice."""
+@contextmanager
+def compiling(
+    launching: Any, kernels: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...] = ARCHITECTURES
+) -> Iterator[None]:
+    """What a module launches meanwhile is compiled. kernels: the module that has them."""
+    names = [name for name, found in vars(kernels).items() if isinstance(found, triton.JITFunction)]
+    stand_in = type(
+        "Kernels", (), {name: CompileOnly(getattr(kernels, name), shape, results, architectures) for name in names}
+    )
+    before, launching._kernels = launching._kernels, lambda: stand_in
+    try:
+        yield
+    finally:
+        launching._kernels = before
+
+
+def used(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: what did not fit into them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", usage)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    return int(found[1])
+    return int(found[1]), int(found[2])
 
 
 def type_of(value: Any) -> str:
@@ -92,18 +126,13 @@ def aligned(parameters: list[Any], arguments: dict[str, Any]) -> dict[tuple[int]
     }
 
 
-def compile_for(
-    name: str, *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
+def launch_attention(
+    architecture: int, *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
 ) -> None:
-    kernels = type("Kernels", (), {
-        kernel: CompileOnly(getattr(triton_kernels, kernel), name)
-        for kernel in ("write_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel")
-    })  # fmt: skip
-    triton_attention._kernels = lambda: kernels
-    triton_attention.tuning_for = lambda device: tuning_of(divmod(ARCHITECTURE, 10))
     attention = triton_attention.TritonAttention(
         {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=dtype, device=CPU
     )
+    attention.tuning = tuning_of(divmod(architecture, 10))
     attention.device = torch.device("meta")  # so that nothing is widened for the interpreter
     items = [piece(0, 40, [1, 2, 3]), piece(20, 1, [4, 5])]
     batch = Batch(tuple(items), ())
@@ -121,16 +150,29 @@ def compile_for(
     step.attend(0, *qkv, rules)
 
 
-def compile_invariant_kernels() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        kernels = type("Kernels", (), {
-            kernel: CompileOnly(getattr(invariant_kernels, kernel), name) for kernel in ("matmul_kernel", "mean_kernel")
-        })  # fmt: skip
-        batch_invariant._kernels = lambda kernels=kernels: kernels
-        x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
-        with batch_invariant.BatchInvariantMode():
-            torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
+def launch_invariant(dtype: torch.dtype) -> None:
+    x, weight = (torch.zeros(*size, dtype=dtype, device="meta") for size in ((40, 4096), (1024, 4096)))
+    with batch_invariant.BatchInvariantMode():
+        torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
+
+
+def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool) -> None:
+    """The kernels between the products and the attention of one layer."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.bfloat16, device="meta")
+
+    head_dim = 128
+    layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
+    settings = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6)
+    weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
+    cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
+    decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
+    states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
+    decoder._add_norm(states, states, zeros(hidden_size))
+    heads = zeros(4, num_heads + 2 * num_kv_heads, head_dim)
+    decoder._rotate_and_write(0, layer, heads, numbers, numbers)  # type: ignore[arg-type]
+    decoder._gated(zeros(4, 2 * inner_size))
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -156,7 +198,46 @@ CASES = {
     },
 }  # fmt: skip
 
+DECODERS = {
+    "llama8b": {
+        "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
+    },
+    "qwen0.6b": {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "inner_size": 3072, "has_norm": True},
+}  # fmt: skip
+
+
+def compile_all() -> list[Compiled]:
+    results: list[Compiled] = []
+    for shape_name, decoder in DECODERS.items():
+        with compiling(triton_decoder, decoder_kernels, shape_name, results):
+            launch_decoder(**decoder)  # type: ignore[arg-type]
+    for dtype in (torch.bfloat16, torch.float32):
+        with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
+            launch_invariant(dtype)
+    for shape_name, case in CASES.items():
+        for architecture in ARCHITECTURES:
+            with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
+                launch_attention(architecture, **case)  # type: ignore[arg-type]
+    return results
+
+
+def as_markdown(results: list[Compiled]) -> str:
+    lines = [
+        f"Triton {triton.__version__}. Each cell: registers of a thread, bytes that it spills, KiB of shared memory.",
+        "",
+        "| Kernel | Shape | " + " | ".join(f"sm_{each}" for each in ARCHITECTURES) + " |",
+        "|---|---" + "|---" * len(ARCHITECTURES) + "|",
+    ]
+    cells: dict[tuple[str, str], list[str]] = {}
+    for each in results:
+        cell = f"{each.registers}, {each.spilled}, {each.shared / 1024:.0f}"
+        cells.setdefault((each.kernel, each.shape), []).append(cell)
+    return "\n".join([*lines, *(f"| {' | '.join([*names, *found])} |" for names, found in cells.items())])
+
+
 if __name__ == "__main__":
-    compile_invariant_kernels()
-    for case in sys.argv[2:] or CASES:
-        compile_for(case, **CASES[case])  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--markdown", action="store_true", help="a table for docs/results/gpu.md")
+    is_markdown = parser.parse_args().markdown
+    found = compile_all()
+    print(as_markdown(found) if is_markdown else "\n".join(" ".join(map(str, each)) for each in found))

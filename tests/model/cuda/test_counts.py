@@ -33,8 +33,13 @@ CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
 
 
-def runner_of(path: Path) -> GraphModelRunner:
-    model = load_model(ModelConfig(path=str(path), dtype="bfloat16", device="cpu", backend="torch"), str(path))
+def runner_of(path: Path, backend: str = "torch") -> GraphModelRunner:
+    """backend: auto for our decoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
+        model = load_model(
+            ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
+        )
     attention = TritonAttention(
         model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device
     )
@@ -50,20 +55,35 @@ def saved(architecture: str, folder: Path, num_layers: int) -> Path:
     return path
 
 
-def of_decode_step(path: Path) -> Counts:
-    runner = runner_of(path)
-    with counting() as counts:
-        runner.compute_padding(decode_size(4))
+def of_layers(architecture: str, folder: Path, backend: str) -> list[Counts]:
+    """Decode steps of models with two layers and with three."""
+    counts = []
+    for num_layers in (2, 3):
+        runner = runner_of(saved(architecture, folder, num_layers), backend)
+        with counting() as counted:
+            runner.compute_padding(decode_size(4))
+        counts.append(counted)
     return counts
 
 
 @pytest.mark.parametrize(("architecture", "most"), [("llama", 40), ("qwen3", 56), ("mixtral", 58)])
 def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, tmp_path: Path) -> None:
     """What our own decoder is there to lower."""
-    two, three = (of_decode_step(saved(architecture, tmp_path, num_layers)) for num_layers in (2, 3))
+    two, three = of_layers(architecture, tmp_path, "torch")
     assert three.num_launches - two.num_launches <= most
     # So short a context is one split: nothing is reduced.
     assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel"]
+    assert not three.waits
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_launches_of_a_layer_in_our_decoder(architecture: str, tmp_path: Path) -> None:
+    two, three = of_layers(architecture, tmp_path, "auto")
+    of_layer = [
+        "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", "add_norm_kernel", "gate_kernel"
+    ]  # fmt: skip
+    assert [each.kernel for each in three.kernels] == [*3 * of_layer, "add_norm_kernel"]
+    assert three.num_launches - two.num_launches <= 10  # with four products
     assert not three.waits
 
 

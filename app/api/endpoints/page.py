@@ -1,0 +1,62 @@
+"""The live page at /: static files, kept in memory. They hold no data; what they show comes from guarded routes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.errors import NotFound
+
+_FOLDER = Path(__file__).parent.parent / "page"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Nothing from elsewhere and nothing inline runs, whatever a name that is shown contains; no other page may frame it.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class PageRoutes:
+    """`/`, and `/page/NAME` for each file of the page."""
+
+    def __init__(self) -> None:
+        self._files = {path.name: _File(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+
+    def routes(self) -> list[Route]:
+        """Both, which need no key."""
+        return [
+            Route("/", self.index, methods=["GET"]),
+            Route("/page/{name}", self.file, methods=["GET"]),
+        ]
+
+    async def index(self, request: Request) -> Response:
+        """The page."""
+        return self._files["index.html"].response(request)
+
+    async def file(self, request: Request) -> Response:
+        """One of its other files."""
+        name = request.path_params["name"]
+        if name not in self._files:
+            raise NotFound(f"the page has no file {name[:100]!r}; it is at /")
+        return self._files[name].response(request)
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._media_type = _TYPES[path.suffix]
+        self._headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'}
+
+    def response(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self._headers["ETag"]:
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, headers=self._headers, media_type=self._media_type)

@@ -1,0 +1,170 @@
+// Draws one replica: its slots over time, and below them its queue, its KV blocks and its steps.
+
+const LABEL = 54; // pixels on the left for words
+const STRIPS = [["waiting", 26], ["KV blocks", 30], ["step ms", 26], ["tokens", 26]];
+const GAP = 8;
+
+export function rowsOf(replica) {
+  const slots = replica.view?.max_running || replica.facts.max_running || 8;
+  const rows = Math.min(slots, 256);
+  return { rows, rowHeight: Math.max(2, Math.min(14, Math.floor(260 / rows))) };
+}
+
+export function heightOf(replica) {
+  const { rows, rowHeight } = rowsOf(replica);
+  return rows * rowHeight + STRIPS.reduce((sum, [, height]) => sum + height + GAP, 0) + 18;
+}
+
+export function draw(canvas, replica, { history, from, to, kind, selected, colours }) {
+  const ratio = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  const height = heightOf(replica);
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.height = `${height}px`;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  pen.font = "11px system-ui, sans-serif";
+  const x = (at) => LABEL + ((at - from) / (to - from)) * (width - LABEL);
+  const { rows, rowHeight } = rowsOf(replica);
+  drawSlots(pen, replica, { history, from, to, kind, selected, colours, x, width, rows, rowHeight });
+  const samples = replica.samples.filter((each) => each.at >= from - 1000 && each.at <= to + 400 && each.blocks);
+  let top = rows * rowHeight + GAP;
+  for (const [name, tall] of STRIPS) {
+    drawStrip(pen, name, samples, { x, top, tall, width, colours });
+    top += tall + GAP;
+  }
+  drawTime(pen, { from, to, x, top: top + 4, width, colours, now: history.now() });
+}
+
+// ---------------------------------------------------------------- slots
+
+function drawSlots(pen, replica, { history, from, to, kind, selected, colours, x, width, rows, rowHeight }) {
+  const bar = rowHeight > 4 ? rowHeight - 2 : rowHeight - (rowHeight > 2 ? 1 : 0);
+  pen.fillStyle = colours.faint;
+  for (let row = 0; row < rows; row += 1) pen.fillRect(LABEL, row * rowHeight, width - LABEL, bar);
+  const until = replica.goneAt || Math.min(to, replica.viewAt || to);
+  for (const stay of replica.stays) {
+    const end = stay.left ?? until;
+    if (end < from || stay.joined > to || stay.slot >= rows) continue;
+    drawStay(pen, stay, { end: Math.min(end, to), top: stay.slot * rowHeight, bar, from, history, kind, selected, colours, x });
+  }
+  pen.fillStyle = colours.soft;
+  pen.textBaseline = "middle";
+  pen.fillText("slots", 0, 7);
+  pen.fillText(`1–${rows}`, 0, 20);
+}
+
+function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, colours, x }) {
+  const hue = history.hue(kind, stay.use);
+  const isDim = selected && stay.id !== selected;
+  const start = Math.max(stay.joined, from);
+  const first = Math.min(Math.max(stay.first ?? end, start), end);
+  const [thin, tall] = stay.use.is_background ? [top + bar * 0.3, Math.max(1, bar * 0.4)] : [top, bar];
+  pen.globalAlpha = isDim ? 0.25 : 1;
+  const left = x(start);
+  const middle = x(first);
+  const right = Math.max(x(end), left + 1);
+  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "45% 40%" : "60% 82%"})`;
+  pen.fillRect(left, thin, Math.max(middle - left, 0), tall);
+  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "55% 60%" : "58% 55%"})`;
+  for (let at = left; at < middle; at += 4) pen.fillRect(at, thin, Math.min(2, middle - at), tall);
+  pen.fillRect(middle, thin, Math.max(right - middle - (stay.left === null ? 0 : 0.5), 0.5), tall);
+  if (stay.isResumed && stay.joined >= from) {
+    pen.fillStyle = colours.text;
+    pen.fillRect(left, top, 3, bar);
+  }
+  if (stay.why === "preempted" || stay.why === "error" || stay.why === "lost") {
+    pen.fillStyle = colours.bad;
+    pen.fillRect(right - 3, top, 3, bar);
+  }
+  pen.globalAlpha = 1;
+}
+
+// ---------------------------------------------------------------- strips
+
+function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
+  pen.fillStyle = colours.faint;
+  pen.fillRect(LABEL, top, width - LABEL, tall);
+  pen.fillStyle = colours.soft;
+  pen.textBaseline = "middle";
+  pen.fillText(name, 0, top + tall / 2);
+  const area = (value, colour, max) => fill(pen, samples, value, { x, top, tall, colour, max });
+  const note = (text) => {
+    pen.textAlign = "right";
+    pen.fillStyle = colours.soft;
+    pen.fillText(text, width - 4, top + 7);
+    pen.textAlign = "left";
+  };
+  if (!samples.length) return;
+  const last = samples[samples.length - 1];
+  if (name === "waiting") {
+    const most = Math.max(4, ...samples.map((each) => each.waiting));
+    area((each) => each.waiting, colours.warn, most);
+    note(`${last.waiting}`);
+  } else if (name === "KV blocks") {
+    area((each) => each.blocks - each.free, colours.cached, last.blocks);
+    area((each) => each.blocks - each.free - each.cached, colours.owned, last.blocks);
+    const owned = last.blocks - last.free - last.cached;
+    note(`${owned} owned, ${last.cached} cached, ${last.free} free`);
+  } else if (name === "step ms") {
+    const busy = samples.filter((each) => each.num_steps);
+    const most = Math.max(1, ...busy.map((each) => each.longest_ms));
+    area((each) => each.longest_ms, colours.line, most);
+    area((each) => (each.num_steps ? each.busy_ms / each.num_steps : 0), colours.owned, most);
+    note(last.num_steps ? `${(last.busy_ms / last.num_steps).toFixed(1)} ms, longest ${last.longest_ms.toFixed(1)}` : "idle");
+  } else {
+    area((each) => (each.num_steps ? each.num_tokens / each.num_steps : 0), colours.cached, last.budget);
+    area((each) => (each.num_steps ? each.num_drawn_tokens / each.num_steps : 0), colours.owned, last.budget);
+    const mean = last.num_steps ? Math.round(last.num_tokens / last.num_steps) : 0;
+    note(`${mean} of ${last.budget} a step`);
+  }
+}
+
+function fill(pen, samples, value, { x, top, tall, colour, max }) {
+  pen.fillStyle = colour;
+  pen.beginPath();
+  pen.moveTo(x(samples[0].at), top + tall);
+  let before = 0;
+  for (const each of samples) {
+    const y = top + tall - (Math.min(value(each), max) / max) * tall;
+    pen.lineTo(x(each.at), before || y);
+    pen.lineTo(x(each.at), y);
+    before = y;
+  }
+  pen.lineTo(x(samples[samples.length - 1].at), top + tall);
+  pen.fill();
+}
+
+function drawTime(pen, { from, to, x, top, width, colours, now }) {
+  const span = (to - from) / 1000;
+  const every = span <= 20 ? 2 : span <= 40 ? 5 : span <= 90 ? 10 : 60;
+  pen.fillStyle = colours.soft;
+  pen.textBaseline = "top";
+  pen.textAlign = "center";
+  for (let back = 0; back < 600; back += every) {
+    const at = now - back * 1000;
+    if (at > to || at < from) continue;
+    const place = x(at);
+    if (place < LABEL + 12 || place > width - 14) continue;
+    pen.fillText(`−${back} s`, place, top - 6);
+  }
+  pen.textAlign = "left";
+}
+
+// ---------------------------------------------------------------- pointing
+
+// The stay at a place of the canvas; null where there is none.
+export function stayAt(canvas, replica, { offsetX, offsetY }, { from, to }) {
+  const { rows, rowHeight } = rowsOf(replica);
+  const slot = Math.floor(offsetY / rowHeight);
+  if (slot >= rows) return null;
+  const at = from + ((offsetX - LABEL) / (canvas.clientWidth - LABEL)) * (to - from);
+  const slack = ((to - from) / canvas.clientWidth) * 3;
+  return replica.stays.findLast(
+    (stay) => stay.slot === slot && stay.joined - slack <= at && (stay.left ?? Infinity) + slack >= at,
+  ) || null;
+}

@@ -1,0 +1,25 @@
+// "Send 40 demo requests": prompts and outputs of mixed lengths, of five tenants. A browser opens six connections to a
+// service, and the live view has one, so that each of five calls carries eight prompts.
+
+import { call, events } from "/page/api.js";
+
+const WORDS = "the carousel turns and one horse after another joins the ride while the music plays in the square".split(" ");
+const LENGTHS = [24, 48, 96, 160, 240]; // tokens of output, at most, of each call
+
+export async function sendDemo(model, onError) {
+  const calls = LENGTHS.map((maxTokens, index) => one(model, maxTokens, `tenant ${index + 1}`, index));
+  for (const result of await Promise.allSettled(calls)) if (result.status === "rejected") onError(result.reason);
+}
+
+async function one(model, maxTokens, user, index) {
+  const prompts = Array.from({ length: 8 }, (_, each) => text(10 + ((each * 7 + index * 13) % 12) * 12));
+  const body = { model, prompt: prompts, max_tokens: maxTokens, temperature: 1, ignore_eos: true, user, stream: true };
+  const response = await call("/v1/completions", { body });
+  for await (const event of events(response)) void event;
+}
+
+function text(numWords) {
+  const words = [];
+  for (let each = 0; each < numWords; each += 1) words.push(WORDS[Math.floor(Math.random() * WORDS.length)]);
+  return words.join(" ");
+}

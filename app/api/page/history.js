@@ -1,0 +1,159 @@
+// What the live view has shown in the last five minutes: for each replica its stays in slots, and samples of its state.
+
+export const KEPT_MS = 5 * 60 * 1000 + 15 * 1000;
+const SAME_MS = 400; // the same stay, seen in two views: clocks and networks are not exact
+const GONE_MS = 60 * 1000; // a replica that is gone is shown for so long
+
+// A request that went on elsewhere has the id of its attempt there: its own, a dot and a number.
+export const baseId = (requestId) => requestId.replace(/\.[1-9]$/, "");
+
+export class History {
+  constructor() {
+    this.models = new Map(); // name -> {name, decision, replicas: Map}
+    this.names = new Map(); // of requests, tenants, classes -> a number in order of appearance, for colours
+    this.at = 0; // of the last event
+    this.lag = Infinity; // this clock less that of the service, at the least delay seen
+  }
+
+  // ---------------------------------------------------------------- events
+
+  take(event, fields) {
+    this.at = event.at;
+    this.lag = Math.min(this.lag, Date.now() - event.at);
+    for (const [name, given] of Object.entries(event.models)) {
+      const model = this.models.get(name) || { name, replicas: new Map() };
+      this.models.set(name, model);
+      model.decision = given.decision;
+      this.#takeReplicas(model, given.replicas, event.at);
+      for (const [id, at, values] of given.views) this.#takeView(this.#replica(model, id), at, named(values, fields));
+    }
+    this.#forget(event.at - KEPT_MS);
+  }
+
+  #replica(model, id) {
+    if (!model.replicas.has(id)) {
+      model.replicas.set(id, {
+        id, model: model.name, state: "serving", facts: {}, open: new Map(), stays: [], samples: [], view: null, goneAt: 0,
+      });
+    }
+    return model.replicas.get(id);
+  }
+
+  #takeReplicas(model, described, at) {
+    const known = new Set();
+    for (const facts of described) {
+      known.add(facts.replica);
+      const replica = this.#replica(model, facts.replica);
+      replica.facts = facts;
+      if (replica.state !== facts.state) replica.samples.push({ at, state: facts.state });
+      replica.state = facts.state;
+      replica.goneAt = 0;
+      if (facts.state === "lost") this.#closeAll(replica, at, "lost");
+    }
+    for (const replica of model.replicas.values()) {
+      if (known.has(replica.id) || replica.goneAt) continue;
+      replica.state = "gone";
+      replica.goneAt = at;
+      this.#closeAll(replica, at, "lost");
+    }
+  }
+
+  #takeView(replica, at, view) {
+    replica.view = view;
+    replica.viewAt = at;
+    replica.samples.push({
+      at, running: view.num_running, waiting: view.num_waiting, slots: view.max_running, budget: view.max_step_tokens,
+      blocks: view.num_blocks, cached: view.num_cached_blocks, free: view.num_free_blocks, ...view.steps,
+    });
+    const seen = new Set();
+    for (const use of view.slots) {
+      const stay = this.#stay(replica, at, use);
+      seen.add(stay);
+      if (use.left_ms !== null) this.#close(replica, stay, at - use.left_ms, use.why_left);
+    }
+    for (const stay of [...replica.open.values()]) if (!seen.has(stay)) this.#close(replica, stay, at, "");
+  }
+
+  #stay(replica, at, use) {
+    const joined = at - use.joined_ms;
+    let stay = replica.open.get(use.request_id);
+    if (!stay || stay.slot !== use.slot || Math.abs(stay.joined - joined) > SAME_MS) {
+      if (stay) this.#close(replica, stay, joined, "");
+      stay = { replica, joined, arrived: at - use.arrived_ms, slot: use.slot, first: null, left: null, why: "", tokens: [] };
+      replica.open.set(use.request_id, stay);
+      replica.stays.push(stay);
+    }
+    stay.use = use;
+    stay.id = baseId(use.request_id);
+    stay.isResumed = use.num_given_tokens > 0 || (stay.id !== use.request_id && this.#isKnown(stay.id, stay));
+    if (use.first_token_ms !== null && stay.first === null) stay.first = at - use.first_token_ms;
+    const last = stay.tokens[stay.tokens.length - 1];
+    if (!last || last[1] !== use.num_generated_tokens) stay.tokens.push([at, use.num_generated_tokens]);
+    return stay;
+  }
+
+  #isKnown(id, but) {
+    return this.staysOf(id).some((stay) => stay !== but);
+  }
+
+  #closeAll(replica, at, why) {
+    for (const stay of [...replica.open.values()]) this.#close(replica, stay, at, why);
+  }
+
+  #close(replica, stay, at, why) {
+    stay.left = Math.max(at, stay.joined);
+    stay.why = why;
+    if (replica.open.get(stay.use.request_id) === stay) replica.open.delete(stay.use.request_id);
+  }
+
+  #forget(before) {
+    for (const model of this.models.values()) {
+      for (const replica of model.replicas.values()) {
+        const old = replica.stays.findIndex((stay) => stay.left === null || stay.left > before);
+        if (old > 200) replica.stays.splice(0, old);
+        while (replica.samples.length && replica.samples[0].at < before) replica.samples.shift();
+        if (replica.goneAt && this.at - replica.goneAt > GONE_MS) model.replicas.delete(replica.id);
+      }
+    }
+    if (this.names.size > 20000) this.names.clear();
+  }
+
+  // ---------------------------------------------------------------- questions
+
+  replicas() {
+    return [...this.models.values()].flatMap((model) => [...model.replicas.values()]);
+  }
+
+  staysOf(id) {
+    return this.replicas().flatMap((replica) => replica.stays.filter((stay) => stay.id === id))
+      .sort((one, other) => one.joined - other.joined);
+  }
+
+  // Now by the clock of the service.
+  now() {
+    return Number.isFinite(this.lag) ? Date.now() - this.lag : this.at;
+  }
+
+  hue(kind, use) {
+    const name = kind === "tenant" ? `t:${use.tenant}` : kind === "class" ? classOf(use) : `r:${baseId(use.request_id)}`;
+    if (!this.names.has(name)) this.names.set(name, this.names.size);
+    return (205 + this.names.get(name) * 137.508) % 360; // the golden angle: neighbours differ
+  }
+}
+
+export const classOf = (use) => (use.is_background ? "background" : `priority ${use.priority}`);
+
+// Lists as objects: the first event of a stream names their fields.
+function named(values, fields) {
+  const view = asObject(values, fields.view);
+  view.steps = asObject(view.steps, fields.steps);
+  view.slots = view.slots.map((each) => asObject(each, fields.slots));
+  view.waiting = view.waiting.map((each) => asObject(each, fields.waiting));
+  return view;
+}
+
+function asObject(values, names) {
+  const object = {};
+  names.forEach((name, index) => { object[name] = values[index]; });
+  return object;
+}

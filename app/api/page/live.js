@@ -1,0 +1,340 @@
+// The view "Live": reads the events, keeps a panel for each replica, draws, and shows one request's timeline.
+
+import { ApiError, call, events } from "/page/api.js";
+import { draw, stayAt } from "/page/carousel.js";
+import { History, classOf } from "/page/history.js";
+
+const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
+const HIDDEN_MS = 30_000; // a tab that nobody sees stops to watch after this
+const history = new History();
+const view = { isPaused: false, pausedAt: 0, selected: null };
+const $ = (id) => document.getElementById(id);
+
+// ---------------------------------------------------------------- events
+
+let stream = null;
+
+export async function watch() {
+  stream?.abort();
+  const own = (stream = new AbortController());
+  let wait = 0;
+  while (!own.signal.aborted) {
+    try {
+      const response = await call(`/admin/live?after=${history.at}`, { signal: own.signal });
+      let fields = null;
+      for await (const { name, data } of events(response)) {
+        if (own.signal.aborted) return;
+        if (name === "fields") fields = JSON.parse(data);
+        else history.take(JSON.parse(data), fields);
+        wait = 0;
+        say("live", "on");
+        notice("");
+      }
+    } catch (error) {
+      if (own.signal.aborted) return;
+      wait = Math.min(wait ? wait * 2 : 500, 5000);
+      say(error instanceof ApiError ? `refused (${error.status})` : "not connected", "off");
+      if (error instanceof ApiError) notice(explained(error));
+      if (error.status === 401 || error.status === 403) return; // until another key is given
+      await new Promise((resolve) => setTimeout(resolve, wait));
+    }
+  }
+}
+
+function explained(error) {
+  if (error.status === 401) return "The live view needs an admin's API key: write it into the field at the top.";
+  if (error.status === 403) return `The live view is for administrators: ${error.message}`;
+  return error.message;
+}
+
+function say(text, kind) {
+  const place = $("connection");
+  if (place.textContent !== text) place.textContent = text;
+  place.className = kind;
+}
+
+function notice(text) {
+  $("notice").hidden = !text;
+  if ($("notice").textContent !== text) $("notice").textContent = text;
+}
+
+let hiding = 0;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hiding);
+  if (document.hidden) hiding = setTimeout(() => stream?.abort(), HIDDEN_MS);
+  else if (stream?.signal.aborted) watch();
+});
+
+// ---------------------------------------------------------------- time
+
+function range() {
+  const to = (view.isPaused ? view.pausedAt : history.now() - DELAY_MS) - Number($("back").value) * 1000;
+  return { from: to - Number($("window").value) * 1000, to };
+}
+
+function pause(isPaused) {
+  view.isPaused = isPaused;
+  view.pausedAt = history.now() - DELAY_MS;
+  $("pause").setAttribute("aria-pressed", String(isPaused));
+  $("pause").textContent = isPaused ? "Go on" : "Pause";
+  if (!isPaused) goBack(0);
+}
+
+function goBack(seconds) {
+  const back = Math.max(0, Math.min(300, seconds));
+  if (back && !view.isPaused) pause(true);
+  $("back").value = String(back);
+  $("back-s").textContent = back ? `${back} s` : "now";
+}
+
+// ---------------------------------------------------------------- panels
+
+const panels = new Map(); // by replica
+
+function panelOf(replica) {
+  const key = `${replica.model}/${replica.id}`;
+  if (!panels.has(key)) panels.set(key, newPanel(replica));
+  const panel = panels.get(key);
+  panel.replica = replica;
+  return panel;
+}
+
+function newPanel(replica) {
+  const root = element("section", "replica");
+  const head = element("div", "head");
+  const stage = element("div", "stage");
+  const canvas = element("canvas");
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "img");
+  const queue = element("div", "queue");
+  stage.append(canvas, queue);
+  root.append(head, stage);
+  const panel = { root, head, canvas, queue, replica };
+  canvas.addEventListener("click", (event) => select(stayAt(canvas, panel.replica, event, range())?.id ?? null));
+  canvas.addEventListener("keydown", (event) => move(event, panel.replica));
+  return panel;
+}
+
+function move(event, replica) {
+  const step = Number($("window").value) / 10;
+  if (event.key === "ArrowLeft") goBack(Number($("back").value) + step);
+  else if (event.key === "ArrowRight") goBack(Number($("back").value) - step);
+  else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+    const { from, to } = range();
+    const shown = replica.stays.filter((stay) => stay.joined < to && (stay.left ?? to) > from);
+    shown.sort((one, other) => one.slot - other.slot || one.joined - other.joined);
+    const now = shown.findIndex((stay) => stay.id === view.selected);
+    const next = shown.at((now + (event.key === "ArrowDown" ? 1 : -1)) % shown.length);
+    if (next) select(next.id);
+  } else if (event.key === "Escape") select(null);
+  else if (event.key === " ") pause(!view.isPaused);
+  else return;
+  event.preventDefault();
+}
+
+function element(tag, kind = "", text = "") {
+  const made = document.createElement(tag);
+  if (kind) made.className = kind;
+  if (text) made.textContent = text;
+  return made;
+}
+
+function setText(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
+// Rebuild the list of panels when models or replicas have come or gone.
+let shape = "";
+function arrange() {
+  const models = [...history.models.values()];
+  const now = models.map((model) => `${model.name}:${[...model.replicas.keys()]}`).join(";");
+  if (now === shape) return;
+  shape = now;
+  const parts = [];
+  for (const model of models) {
+    model.line = element("div", "model");
+    model.line.append(element("b", "", model.name), element("span", "decision"));
+    parts.push(model.line, ...[...model.replicas.values()].map((replica) => panelOf(replica).root));
+  }
+  $("fleet").replaceChildren(...parts);
+}
+
+const STATES = {
+  serving: "", lost: "lost: its stream broke; its requests go on elsewhere", leaving: "leaving: it ends what it has", gone: "gone",
+};
+
+function updateWords() {
+  arrange();
+  for (const model of history.models.values()) {
+    const why = model.decision ? `last dispatch: ${model.decision.reason}` : "no request yet";
+    const place = model.line.lastChild;
+    setText(place, why);
+    place.title = model.decision?.loads || "";
+    for (const replica of model.replicas.values()) updateHead(panelOf(replica));
+  }
+  if (view.selected) showRequest();
+}
+
+function updateHead({ root, head, queue, canvas, replica }) {
+  root.className = `replica ${replica.state}`;
+  const { view: seen, facts } = replica;
+  const recent = replica.samples.filter((each) => each.num_steps && each.at > history.at - 3000);
+  const drawn = recent.reduce((sum, each) => sum + each.num_drawn_tokens, 0);
+  const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
+  const bubbles = bubblesOf(replica);
+  const parts = [
+    ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
+    ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
+    ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
+    ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
+    ["n", `${Math.round(drawn / span)} tokens/s`],
+    ["why", bubbles > 0.005 ? `${Math.round(bubbles * 100)} % of the slots were empty while requests waited` : ""],
+  ].filter(([, text]) => text);
+  const text = parts.map((each) => each.join()).join("|");
+  if (head.dataset.text !== text) {
+    head.dataset.text = text;
+    head.replaceChildren(...parts.map(([kind, words]) => element(kind === "i" ? "i" : "span", kind, words)));
+    canvas.setAttribute("aria-label", `Slots over time: ${parts.map((each) => each[1]).join(", ")}`);
+  }
+  updateQueue(queue, seen);
+}
+
+// The share of slots that no request used in steps of the last ten seconds in which some waited.
+function bubblesOf(replica) {
+  let all = 0;
+  let used = 0;
+  for (const each of replica.samples) {
+    if (!each.num_steps || !each.waiting || each.at < history.at - 10_000) continue;
+    all += each.num_steps * each.slots;
+    used += each.num_sequences;
+  }
+  return all ? 1 - used / all : 0;
+}
+
+const REASONS = {
+  slots: "all slots are in use", blocks: "memory is short", budget: "the step's token budget is used up",
+  strategy: "the strategy lets none join now", result: "its last token is being drawn",
+};
+
+function updateQueue(queue, seen) {
+  const waiting = seen?.waiting || [];
+  const list = element("ol");
+  for (const each of waiting.slice(0, 14)) {
+    const row = element("li");
+    const dot = element("span", "dot");
+    dot.style.background = `hsl(${history.hue($("colour").value, each)} 55% 55%)`;
+    const expected = each.expected_ms ? `≈${seconds(each.expected_ms)}` : "next";
+    row.append(dot, element("span", "", each.tenant || each.request_id.slice(0, 12)), element("span", "", expected));
+    row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`;
+    list.append(row);
+  }
+  const title = element("h3", "", seen?.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty");
+  const parts = [title];
+  if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
+  if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
+  queue.replaceChildren(...parts, list);
+}
+
+// ---------------------------------------------------------------- one request
+
+export function select(id) {
+  view.selected = id;
+  $("request").hidden = !id;
+  if (id) showRequest();
+}
+
+function showRequest() {
+  const stays = history.staysOf(view.selected);
+  if (!stays.length) return;
+  const last = stays[stays.length - 1];
+  const rows = [
+    ["id", view.selected], ["tenant, class", `${last.use.tenant || "–"}, ${classOf(last.use)}`],
+    ["prompt", `${last.use.num_prompt_tokens} tokens, ${last.use.num_cached_tokens} of them cached`],
+    ["output", `${last.use.num_generated_tokens} tokens`], ["memory", last.left === null ? `${last.use.num_blocks} blocks` : "given back"],
+    ["queue", seconds(stays[0].joined - stays[0].arrived)],
+  ];
+  stays.forEach((stay, index) => {
+    const first = stay.first ?? stay.left ?? history.at;
+    const end = stay.left ?? history.at;
+    if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
+    rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
+  });
+  const table = element("table");
+  for (const [name, value] of rows) {
+    const row = element("tr");
+    row.append(element("th", "", name), element("td", name === "id" ? "mono" : "", value));
+    table.append(row);
+  }
+  const close = element("button", "close", "Close");
+  close.addEventListener("click", () => select(null));
+  const canvas = element("canvas");
+  $("request").replaceChildren(close, element("b", "", "Request"), table, canvas);
+  drawTokens(canvas, stays);
+}
+
+const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
+
+// Its tokens over time.
+function drawTokens(canvas, stays) {
+  const colours = palette();
+  const ratio = window.devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, 70];
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  const points = stays.flatMap((stay) => stay.tokens);
+  const begin = stays[0].arrived;
+  const end = Math.max(stays[stays.length - 1].left ?? history.at, begin + 1);
+  const most = Math.max(1, ...points.map((each) => each[1]));
+  const x = (at) => ((at - begin) / (end - begin)) * width;
+  pen.fillStyle = colours.faint;
+  pen.fillRect(0, 0, width, height);
+  pen.strokeStyle = colours.owned;
+  pen.lineWidth = 2;
+  pen.beginPath();
+  pen.moveTo(0, height - 2);
+  for (const stay of stays) if (stay.first !== null) pen.lineTo(x(stay.first), height - 2 - (stay.use.num_given_tokens / most) * (height - 16));
+  for (const [at, tokens] of points) pen.lineTo(x(at), height - 2 - (tokens / most) * (height - 16));
+  pen.stroke();
+  pen.fillStyle = colours.soft;
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillText(`${most} tokens in ${seconds(end - begin)}`, 4, 12);
+}
+
+const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+// ---------------------------------------------------------------- drawing
+
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["faint", "soft", "text", "line", "bad", "warn", "owned", "cached"];
+  const colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  return { ...colours, isDark: document.documentElement.classList.contains("dark") };
+}
+
+let drawnAt = 0;
+function frame(at) {
+  requestAnimationFrame(frame);
+  if (at - drawnAt < 45 || $("live").hidden || document.hidden) return; // some 20 pictures a second
+  drawnAt = at;
+  const times = range();
+  const colours = palette();
+  const kind = $("colour").value;
+  for (const { canvas, replica, root } of panels.values()) {
+    if (!root.isConnected) continue;
+    const { top, bottom } = canvas.getBoundingClientRect();
+    if (bottom < 0 || top > window.innerHeight) continue;
+    draw(canvas, replica, { history, ...times, kind, selected: view.selected, colours });
+  }
+}
+
+export function begin() {
+  $("pause").addEventListener("click", () => pause(!view.isPaused));
+  $("back").addEventListener("input", () => goBack(Number($("back").value)));
+  setInterval(() => { if (!$("live").hidden && !document.hidden) updateWords(); }, 200);
+  requestAnimationFrame(frame);
+  watch();
+}
+
+export { history };

@@ -1,0 +1,73 @@
+// Tabs, the key, light and dark.
+
+import { key } from "/page/api.js";
+import { sendDemo } from "/page/demo.js";
+import * as live from "/page/live.js";
+import * as playground from "/page/playground.js";
+
+const $ = (id) => document.getElementById(id);
+const TABS = ["live", "playground"];
+
+function open(name) {
+  for (const each of TABS) {
+    $(each).hidden = each !== name;
+    $(`tab-${each}`).setAttribute("aria-selected", String(each === name));
+    $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
+  }
+  if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
+}
+
+for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => open(name));
+document.querySelector("nav").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  const now = TABS.findIndex((each) => $(`tab-${each}`).getAttribute("aria-selected") === "true");
+  const next = TABS.at((now + step) % TABS.length);
+  open(next);
+  $(`tab-${next}`).focus();
+});
+
+const wanted = localStorage.getItem("carousel.theme");
+const system = matchMedia("(prefers-color-scheme: dark)");
+const setTheme = (isDark) => document.documentElement.classList.toggle("dark", isDark);
+setTheme(wanted ? wanted === "dark" : system.matches);
+system.addEventListener("change", () => { if (!localStorage.getItem("carousel.theme")) setTheme(system.matches); });
+$("theme").addEventListener("click", () => {
+  const isDark = !document.documentElement.classList.contains("dark");
+  setTheme(isDark);
+  localStorage.setItem("carousel.theme", isDark ? "dark" : "light");
+});
+
+$("key").value = key.get();
+$("key").addEventListener("change", () => {
+  key.set($("key").value.trim());
+  live.watch();
+  models();
+});
+
+async function models() {
+  try {
+    await playground.loadModels();
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function fail(error) {
+  $("notice").textContent = error.message;
+  $("notice").hidden = false;
+}
+
+$("demo").addEventListener("click", async () => {
+  $("demo").disabled = true;
+  const model = $("model").value;
+  const failed = (error) => fail(error);
+  const sending = sendDemo(model, failed);
+  setTimeout(() => { $("demo").disabled = false; }, 1000);
+  await sending;
+});
+
+open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
+playground.begin();
+models();
+live.begin();

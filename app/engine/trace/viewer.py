@@ -1,0 +1,224 @@
+"""Notes which request has which slot while people look at an engine; makes their views.
+
+A slot is a line on a screen: the engine itself knows running sequences only. Each gets the lowest free number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from app.config import SchedulerConfig
+from app.engine.batch import Batch, SchedulingDecision
+from app.engine.request import Request, TokenDelta
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
+from app.engine.trace.entries import FailureKind
+from app.engine.trace.recorder import Recorder
+from app.engine.view import EngineView, SlotUse, StepSums, WaitingRequest
+
+# A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
+MAX_SLOTS = 256
+MAX_WAITING = 50
+# Requests that left between two views. Beyond, the oldest are not shown.
+_MAX_LEFT = 512
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A sequence in a slot. Times are readings of the engine's clock."""
+
+    sequence: Sequence
+    slot: int
+    joined_at: float
+    first_token_at: float | None = None
+    left_at: float | None = None
+    why_left: str = ""
+
+
+class Viewer(Recorder):
+    """Gets an engine's events in front of its own recorder. Belongs to the engine's thread."""
+
+    def __init__(self, recorder: Recorder, running: Iterable[Sequence], *, now: float) -> None:
+        """`recorder` gets every event too. `running`: what already runs."""
+        self.recorder = recorder
+        self._stays: dict[str, _Stay] = {}  # by request id
+        self._prefilling: dict[str, _Stay] = {}  # of these, without a token since they joined
+        self._left: deque[_Stay] = deque(maxlen=_MAX_LEFT)
+        self._num_slots = 0
+        self._free_slots: list[int] = []  # below that number; a heap
+        self._wait_reason = ""
+        self._sampled: Batch | None = None
+        self._last_step_at = now
+        self._forget_steps()
+        for sequence in running:
+            stay = self._enter(sequence, now)
+            if sequence.is_decoding:
+                stay.first_token_at = now
+                del self._prefilling[sequence.request.request_id]
+
+    def _forget_steps(self) -> None:
+        self._num_steps = self._num_tokens = self._num_drawn = self._num_sequences = self._most_tokens = 0
+        self._busy_s = self._longest_s = 0.0
+
+    # ------------------------------------------------------------------ events
+
+    def arrived(self, request: Request, *, at: float) -> None:
+        self.recorder.arrived(request, at=at)
+
+    def aborted(self, request_id: str) -> None:
+        self._leave(request_id, self._last_step_at, "abort")
+        self.recorder.aborted(request_id)
+
+    def reconfigured(self, config: SchedulerConfig) -> None:
+        self.recorder.reconfigured(config)
+
+    def cache_cleared(self) -> None:
+        self.recorder.cache_cleared()
+
+    def step_began(self) -> None:
+        self.recorder.step_began()
+
+    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+        for sequence in decision.preempted:
+            self._leave(sequence.request.request_id, batch.began_at, "preempted")
+        for sequence in decision.joined:
+            self._enter(sequence, batch.began_at)
+        self._wait_reason = "" if decision.wait_reason is None else str(decision.wait_reason)
+        self.recorder.scheduled(batch, decision)
+
+    def sampled(self, batch: Batch, token_ids: list[int]) -> None:
+        self._sampled = batch
+        self.recorder.sampled(batch, token_ids)
+
+    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+        failed = list(sequences)
+        if how is FailureKind.DEVICE:  # no `step_ended` follows
+            for sequence in failed:
+                self._leave(sequence.request.request_id, self._last_step_at, "error")
+        self.recorder.failed(how, failed)
+
+    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
+        batch, self._sampled = self._sampled, None
+        if batch:
+            self._note_step(batch, at)
+        for delta in deltas:
+            if self._prefilling and delta.token_ids and delta.request_id in self._prefilling:
+                self._prefilling.pop(delta.request_id).first_token_at = at
+            if delta.finish_reason is not None:
+                self._leave(delta.request_id, at, str(delta.finish_reason))
+        self.recorder.step_ended(deltas, at=at)
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def _note_step(self, batch: Batch, at: float) -> None:
+        step_s = at - max(batch.began_at, self._last_step_at)
+        self._last_step_at = at
+        self._num_steps += 1
+        self._num_tokens += batch.num_scheduled_tokens
+        self._num_drawn += len(batch.sampled)
+        self._num_sequences += len(batch.sequences)
+        self._busy_s += step_s
+        self._longest_s = max(self._longest_s, step_s)
+        self._most_tokens = max(self._most_tokens, batch.num_scheduled_tokens)
+
+    def _enter(self, sequence: Sequence, at: float) -> _Stay:
+        request_id = sequence.request.request_id
+        self._leave(request_id, at, "")  # of an earlier request with this id, if its end was not seen
+        if self._free_slots:
+            slot = heappop(self._free_slots)
+        else:
+            slot, self._num_slots = self._num_slots, self._num_slots + 1
+        stay = self._stays[request_id] = self._prefilling[request_id] = _Stay(sequence, slot, at)
+        return stay
+
+    def _leave(self, request_id: str, at: float, why: str) -> None:
+        stay = self._stays.pop(request_id, None)
+        if stay is None:
+            return  # it waited
+        self._prefilling.pop(request_id, None)
+        heappush(self._free_slots, stay.slot)
+        stay.left_at, stay.why_left = at, why
+        self._left.append(stay)
+
+    # ------------------------------------------------------------------ views
+
+    def view(self, scheduler: Scheduler, *, now: float) -> EngineView:
+        """The engine now, and what happened since the last view."""
+        stats = scheduler.stats()
+        slots = tuple([_slot_use(each, now) for each in (*self._left, *self._stays.values()) if each.slot < MAX_SLOTS])
+        steps = StepSums(
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            num_drawn_tokens=self._num_drawn,
+            num_sequences=self._num_sequences,
+            busy_ms=round(1000 * self._busy_s, 2),
+            longest_ms=round(1000 * self._longest_s, 2),
+            most_tokens=self._most_tokens,
+        )
+        self._left.clear()
+        self._forget_steps()
+        return EngineView(
+            strategy=stats.strategy,
+            policy=stats.policy,
+            max_running=stats.max_running,
+            max_step_tokens=scheduler.max_step_tokens,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            wait_reason=self._wait_reason if stats.num_waiting else "",
+            num_blocks=stats.num_blocks,
+            num_cached_blocks=scheduler.num_cached_blocks,
+            num_free_blocks=stats.num_free_blocks - scheduler.num_cached_blocks,
+            steps=steps,
+            slots=slots,
+            waiting=tuple(_waiting_requests(scheduler, now)),
+        )
+
+
+def _slot_use(stay: _Stay, now: float) -> SlotUse:
+    sequence = stay.sequence
+    request = sequence.request
+    return SlotUse(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        priority=request.priority,
+        is_background=request.is_background,
+        slot=stay.slot,
+        arrived_ms=_ms(now - sequence.arrived_at),
+        joined_ms=_ms(now - stay.joined_at),
+        first_token_ms=None if stay.first_token_at is None else _ms(now - stay.first_token_at),
+        left_ms=None if stay.left_at is None else _ms(now - stay.left_at),
+        why_left=stay.why_left,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_given_tokens=len(request.generated_token_ids),
+        num_generated_tokens=sequence.num_generated_tokens,
+        num_blocks=len(sequence.blocks),
+        num_preemptions=sequence.num_preemptions,
+    )
+
+
+def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[WaitingRequest]:
+    work = 0  # tokens of those before it
+    for sequence in scheduler.first_waiting(MAX_WAITING):
+        request = sequence.request
+        yield WaitingRequest(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            is_background=request.is_background,
+            arrived_ms=_ms(now - sequence.arrived_at),
+            expected_ms=_ms(scheduler.expected_wait_s(work)),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_generated_tokens=sequence.num_generated_tokens,
+            num_preemptions=sequence.num_preemptions,
+        )
+        work += sequence.estimated_work
+
+
+def _ms(seconds: float) -> int:
+    return round(1000 * seconds)

@@ -1,0 +1,75 @@
+"""What an engine shows to people that look: its slots, queue, memory and steps. No prompt, no output.
+
+Views cross processes by position: new fields go to the end and need a default. Times are milliseconds before the view
+was made: the clocks of two machines need not agree.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One request in one slot, from when it joined until it left. A preempted request has several of these."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    is_background: bool
+    slot: int  # the lowest that was free when it joined
+    arrived_ms: int
+    joined_ms: int
+    first_token_ms: int | None  # the first since it joined; None while its prompt is computed
+    left_ms: int | None  # None while it runs
+    why_left: str  # "preempted", or the finish reason
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of these, found in the prefix cache
+    num_computed_tokens: int
+    num_given_tokens: int  # generated at another replica before
+    num_generated_tokens: int  # these included
+    num_blocks: int
+    num_preemptions: int
+
+
+class WaitingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One request that waits, with what it will probably wait still."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    is_background: bool
+    arrived_ms: int
+    expected_ms: int  # from now until it joins; 0 while the throughput is not known
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+
+
+class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """All steps since the view before."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drawn_tokens: int = 0  # the others are of prompts
+    num_sequences: int = 0
+    busy_ms: float = 0.0
+    longest_ms: float = 0.0
+    most_tokens: int = 0  # of one step
+
+
+class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """An engine at one moment, and the slots that were left since the view before."""
+
+    strategy: str
+    policy: str
+    max_running: int
+    max_step_tokens: int
+    num_running: int
+    num_waiting: int
+    wait_reason: str  # why the first waiting request waits; "" when none does
+    num_blocks: int
+    num_cached_blocks: int  # free, with content that can be shared
+    num_free_blocks: int  # with nothing in them
+    steps: StepSums
+    slots: tuple[SlotUse, ...]  # those in use, and those that were left
+    waiting: tuple[WaitingRequest, ...]  # the first, in the order in which they would join now

@@ -1,0 +1,157 @@
+"""The real page, API, fleet, frames and engines in one process, with a model that only sleeps. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from app.api import RequestHandler, ServedModel, build_app
+from app.assembly import build_engine
+from app.config import ApiConfig, EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.fleet import (
+    Address,
+    FailoverLimits,
+    Fleet,
+    FrameReader,
+    FrameServer,
+    LivenessTimeouts,
+    ReplicaRegistry,
+    report_of,
+)
+from app.fleet import connect as connect_frames
+from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
+from app.metrics import ModelMetrics
+from app.text import Tokenizer
+from tests.waiting import eventually
+
+MODEL = "demo"
+
+
+class StagedReplica:
+    """An engine behind a socket."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.server = FrameServer("127.0.0.1", engine, self.report)
+
+    def report(self) -> ReplicaReport:
+        engine = self.engine
+        return report_of(engine.stats(), group="", max_requests=engine.max_requests, step_age_s=engine.step_age_s)
+
+    async def close(self) -> None:
+        """As when its process dies: its connections break."""
+        await self.server.close()
+        await asyncio.to_thread(self.engine.shutdown)
+
+
+class Stage:
+    """A service with some replicas on a port of its own. Use it `with`."""
+
+    def __init__(
+        self, demo_path: Path, *, num_replicas: int = 2, api: dict[str, Any] | None = None, **engine: Any
+    ) -> None:
+        """`engine` are branches of the engine's settings; the model is simulated."""
+        self._path = str(demo_path)
+        self._num_replicas = num_replicas
+        self._api = ApiConfig.model_validate(api or {})
+        self._config = EngineConfig.model_validate(
+            {"model": {"path": self._path, "simulated": {"step_ms": 20.0, "per_token_ms": 0.05}}} | engine
+        )
+        self.replicas: dict[str, StagedReplica] = {}
+        self._num_started = 0
+        self.url = ""
+
+    def __enter__(self) -> Stage:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._call(self._begin())
+        eventually(lambda: self._server.started, every_s=0.005)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def kill(self, replica_id: str) -> None:
+        """Its connections break, and Serve says a while later that it is gone."""
+        self._call(self._kill(replica_id))
+
+    def replace(self, replica_id: str) -> None:
+        """Serve says that it is gone, and has started another."""
+        self._call(self._replace(replica_id))
+
+    # ------------------------------------------------------------------ in the loop
+
+    def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        future: Future[None] = asyncio.run_coroutine_threadsafe(what, self._loop)
+        future.result(20)
+
+    async def _begin(self) -> None:
+        self.registry = ReplicaRegistry(
+            make_policy("least_loaded", random.Random(1)), GroupChooser([]), block_size=16, clock=time.monotonic
+        )
+        for _ in range(self._num_replicas):
+            self._start_replica()
+        limits = FailoverLimits(place_timeout_s=5, liveness=LivenessTimeouts(silence_s=10, step_s=30))
+        self.fleet = Fleet(self, self.registry, limits, ModelMetrics(time.monotonic))
+        self.registry.set_replicas(list(self.replicas))
+        model = ServedModel(
+            name=MODEL,
+            tokenizer=Tokenizer.load(self._path),
+            facts=next(iter(self.replicas.values())).engine.facts,
+            generate=self.fleet.generate,
+            created=0,
+        )
+        app = build_app(RequestHandler([model], self._api), self._is_ready, fleets={MODEL: self.fleet})
+        config = uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="error")
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._server.serve())
+
+    async def _end(self) -> None:
+        await self._serving
+        self.fleet.close()
+        for replica in self.replicas.values():
+            await replica.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _start_replica(self) -> None:
+        self._num_started += 1
+        self.replicas[f"replica{self._num_started}"] = StagedReplica(build_engine(self._config))
+
+    async def _kill(self, replica_id: str) -> None:
+        await self.replicas[replica_id].close()
+
+    async def _replace(self, replica_id: str) -> None:
+        del self.replicas[replica_id]
+        self._start_replica()
+        self.registry.set_replicas(list(self.replicas))
+
+    async def _is_ready(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------ as the fleet's transport
+
+    async def wake(self) -> None:
+        await asyncio.sleep(1)
+
+    async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
+        address: Address = await self.replicas[replica_id].server.open()
+        return await connect_frames(address, "stage", reader, heartbeat_s=heartbeat_s)
