@@ -258,7 +258,9 @@ class _Launch:
 
     @property
     def _prefill_rows(self) -> int:
-        rows = self._attention.tuning.rows(self._shape["value_padded"])
+        shape = self._shape
+        is_padded = (shape["key_dim"], shape["value_dim"]) != (shape["key_padded"], shape["value_padded"])
+        rows = self._attention.tuning.rows(shape["value_padded"], is_padded=is_padded)
         if self._query.element_size() == torch.float32.itemsize:
             rows = _ROWS_OF_FLOAT32
         elif self._attention.batch_invariant:

@@ -33,16 +33,17 @@ CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
 
 
-def runner_of(path: Path, backend: str = "torch") -> GraphModelRunner:
-    """backend: auto for our decoder."""
+def runner_of(path: Path, backend: str = "torch", *, split_tokens: int = 16) -> GraphModelRunner:
+    """backend: auto for our decoder. Of 32 tokens, in two splits of keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
         model = load_model(
             ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
         )
     attention = TritonAttention(
-        model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device
-    )
+        model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
+        split_tokens=split_tokens,
+    )  # fmt: skip
     return GraphModelRunner(model, attention, max_rows=6, capture=None)
 
 
@@ -71,9 +72,15 @@ def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, 
     """What our own decoder is there to lower."""
     two, three = of_layers(architecture, tmp_path, "torch")
     assert three.num_launches - two.num_launches <= most
-    # So short a context is one split: nothing is reduced.
-    assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel"]
+    assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel", "reduce_kernel"]
     assert not three.waits
+
+
+def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_path: Callable[[str], Path]) -> None:
+    runner = runner_of(tiny_model_path("llama"), split_tokens=32)
+    with counting() as counts:
+        runner.compute_padding(decode_size(2))
+    assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
