@@ -27,7 +27,7 @@ def logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
 
     They are relative to the spread of the logits. The weights are the same: both are drawn from one seed.
     """
-    prompt, single = bench.sized((200, 8), (6, 2))
+    prompt, single = bench.sized((200, 8), (4, 1))
     num_blocks = -(-(prompt + single) // BLOCK_SIZE)
     config = engine_config(
         bench, shape, max_running=2, max_step_tokens=bench.sized(256, 4), max_model_len=num_blocks * BLOCK_SIZE,

@@ -180,8 +180,8 @@ def prompt_operations(bench: Bench, length: int) -> int:
     attention = hidden * head_dim * 2 * (heads + shape["num_key_value_heads"])
     matrices = attention + 3 * hidden * shape["intermediate_size"]
     of_pairs = 2 * heads * head_dim * length * (length + 1)
-    num_layers: int = shape["num_hidden_layers"]
-    return num_layers * (2 * matrices * length + of_pairs) + 2 * hidden * int(shape["vocab_size"])
+    of_layers = shape["num_hidden_layers"] * (2 * matrices * length + of_pairs)
+    return int(of_layers + 2 * hidden * shape["vocab_size"])
 
 
 class _WithoutLaunches:
