@@ -20,6 +20,7 @@ from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.sampler import TritonSampler
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel, check_attention
@@ -86,7 +87,8 @@ def _in_native_code(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         forward = TransformersForward(model.module, NativeAttention(pages, team))
         return _native_runner(forward, model.device, team)
     torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow the team's
-    return _native_runner(NativeDecoder(model.native, pages, team), model.device, team)
+    decoder = NativeDecoder(model.native, pages, team, memory=model.ranks)
+    return _native_runner(decoder, model.device, team)
 
 
 def _native_runner(forward: ForwardPass, device: torch.device, team: Team) -> TorchModelRunner:
@@ -119,4 +121,5 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         max_tokens=config.scheduler.max_step_tokens,
         capture=capture,
         synchronize=synchronize,
+        sample=TritonSampler(model.device),
     )

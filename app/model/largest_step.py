@@ -17,8 +17,9 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.decoder import KERNELS_PER_LAYER
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.cuda.sampler import TritonSampler
 from app.model.loader import LoadedModel
-from app.model.memory import MemoryNeeds, graph_bytes, workspace_bytes
+from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
@@ -35,15 +36,11 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
     weights = num_bytes_of(model.tensors())
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device)
-    logits = len(largest.sampled) * model.facts.vocab_size
     return MemoryNeeds(
         weights=weights,
         step=step,
         graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
-        workspaces=workspace_bytes(
-            num_streams=_NUM_WORKSPACES - is_cuda,
-            sorted_numbers=0 if is_cuda else logits,  # on a GPU it is inside of the step that was computed
-        ),
+        workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
     )
 
 
@@ -93,4 +90,6 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
         # On the meta device no kernel runs; those that keep the order of sums take no other memory.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )
-    return GraphModelRunner(model, attention, max_rows=max_rows, capture=None)
+    return GraphModelRunner(
+        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device)
+    )  # fmt: skip

@@ -26,10 +26,11 @@ from app.model.attention import (
 )
 from app.model.cpu.checkpoint import Checkpoint, add_positions, compute_from, load_from
 from app.model.cpu.decoder import NativeDecoder
-from app.model.cpu.kept_check import CheckedModel, KeptCheck
+from app.model.cpu.kept_check import CheckedModel, KeptCheck, from_json, to_json
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team, is_fast, library
-from app.model.cpu.weights import BITS, NativeWeights, pack_weights, why_not_native
+from app.model.cpu.ranks import RankMemory
+from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
@@ -38,6 +39,7 @@ from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
 from app.model.llama import (
     ARCHITECTURES,
+    DecoderSettings,
     by_expert,
     settings_of,
     why_attention_is_not_llama_like,
@@ -45,6 +47,8 @@ from app.model.llama import (
 )
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
+from app.model.parallel.group import Group
+from app.model.parallel.slices import part_of, settings_of_rank
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 
@@ -75,6 +79,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
+    ranks: RankMemory | None = None  # where `native` is one rank's part
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights on a GPU, and what else is kept there; those that are tied more than once."""
@@ -250,18 +255,26 @@ def _without_weights(found: PreTrainedConfig, location: str, dtype: torch.dtype)
 
 
 def _kept_check(
-    config: ModelConfig, checks: Path | None, location: Path, dtype: torch.dtype, block_size: int
+    config: ModelConfig, checks: Path | None, location: Path, dtype: torch.dtype, block_size: int, num_ranks: int = 1
 ) -> KeptCheck | None:
     """None where checks are not kept: of models on a hub, or without native code."""
     if checks is None or not location.is_dir() or not (config.quantization != "none" or is_fast(dtype)):
         return None
-    return KeptCheck(checks, location, dtype=dtype, quantization=config.quantization, block_size=block_size)
+    return KeptCheck(
+        checks,
+        location,
+        dtype=dtype,
+        quantization=config.quantization,
+        block_size=block_size,
+        num_ranks=num_ranks,
+    )
 
 
 def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dtype: torch.dtype) -> LoadedModel:
     settings = checked.settings
     shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
-    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)))
+    part = None if settings.num_ranks == 1 else partial(part_of, settings)
+    weights = Checkpoint(Path(location), dtype, Quantised.of(read_config(config, location)), part=part)
     return LoadedModel(
         module=None,
         native=pack_weights(weights, settings, bits=BITS[config.quantization], release=weights.release),
@@ -508,8 +521,7 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     name = module.config.model_type
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     num_embeddings = module.get_input_embeddings().weight.shape[0]
-    # Ordinary ones: special tokens, which often are the first, bring out numbers that no text does.
-    token_ids = (positions + 1) * max(1, num_embeddings // (_PROBE_TOKENS + 1)) % num_embeddings
+    token_ids = _spread_tokens(num_embeddings, positions)
     step = ProbeStep()
     try:
         ours = _run(module, token_ids, positions, step)
@@ -531,6 +543,11 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     return Probe(
         token_ids, positions, own, step.layers, step.rules, vocab_size=min(own.logits.shape[-1], num_embeddings)
     )
+
+
+def _spread_tokens(num_embeddings: int, positions: torch.Tensor) -> torch.Tensor:
+    """Ordinary ones: special tokens, which often are the first, bring out numbers that no text does."""
+    return (positions + 1) * max(1, num_embeddings // (_PROBE_TOKENS + 1)) % num_embeddings
 
 
 def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: Probe, max_model_len: int) -> None:
@@ -646,32 +663,113 @@ def _native_weights(
         weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
     else:
         weights = pack_weights(checkpoint, settings, bits=bits, release=checkpoint.release)
-    pages = NativeKVCache(
-        probe.layers, num_blocks=-(-_PROBE_TOKENS // block_size), block_size=block_size, dtype=module.dtype
-    )
-    inputs = ModelInputs(
-        token_ids=probe.token_ids,
-        positions=probe.positions,
-        slots=probe.positions[0],
-        logits_indices=probe.positions[0],
-    )
-    segments = Segments(
-        torch.tensor([[0, _PROBE_TOKENS, 0, 0]], dtype=torch.int32),
-        torch.arange(-(-_PROBE_TOKENS // block_size), dtype=torch.int32),
-        _PROBE_TOKENS,
-    )
-
-    def logits(num_layers: int) -> torch.Tensor:
-        return NativeDecoder(weights, pages, Team(1), num_layers=num_layers).compute(inputs, segments).logits[None]
-
-    ours = _Output(logits(1), logits(len(weights.layers)))
-    difference = _difference(ours, own, bits=bits)
+    difference = _difference(_native_output(weights, probe.layers, probe.token_ids, block_size), own, bits=bits)
     if difference is not None and bits:
         raise _not_quantised(config, difference)
     if difference is not None:
         logger.warning("%s runs on transformers' code, slower: in C++ %s", config.path, difference)
         return None
     return weights
+
+
+def _native_output(
+    weights: NativeWeights,
+    layers: dict[int, LayerShape],
+    token_ids: torch.Tensor,
+    block_size: int,
+    ranks: RankMemory | None = None,
+) -> _Output:
+    """As `_with_first_logits` has it.
+
+    token_ids: [1, num_tokens]. ranks: where the weights are those of one rank; all call it, rank 0 has the output.
+    """
+    num_tokens = token_ids.shape[1]
+    num_blocks = -(-num_tokens // block_size)
+    pages = NativeKVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=weights.dtype)
+    places = torch.arange(num_tokens)
+    inputs = ModelInputs(token_ids=token_ids, positions=places[None], slots=places, logits_indices=places)
+    segments = Segments(
+        torch.tensor([[0, num_tokens, 0, 0]], dtype=torch.int32),
+        torch.arange(num_blocks, dtype=torch.int32),
+        num_tokens,
+    )
+
+    def logits(num_layers: int) -> torch.Tensor:
+        decoder = NativeDecoder(weights, pages, Team(1), num_layers=num_layers, memory=ranks)
+        return decoder.compute(inputs, segments).logits[None]
+
+    return _Output(logits(1), logits(len(weights.layers)))
+
+
+@torch.inference_mode()
+def load_native_rank(
+    config: ModelConfig, location: str, group: Group, *, block_size: int, checks: Path | None
+) -> LoadedModel | None:
+    """One rank's part of a model for the C++ decoder; None if that cannot compute it so. All ranks of a group call it.
+
+    Rank 0 loads the model as one process does, with all checks, computes a few tokens and gives it back; then all ranks
+    together are compared with that. A check that is kept spares it.
+
+    Raises as `load_model` does, and InvalidSetup if quantised weights cannot be divided.
+    """
+    folder, dtype, num_ranks = _folder_of(config, location), dtype_of(config, location).dtype, group.size
+    if folder is None or library() is None:
+        return None
+    check, checked, whole = None, None, None
+    if group.rank == 0:
+        check = _kept_check(config, checks, folder, dtype, block_size, num_ranks)
+        checked = None if check is None else check.read()
+        if checked is None:
+            checked, whole = _tried_whole(config, folder, dtype, block_size, checks)
+    checked = from_json(group.send_all(to_json(checked)))
+    if checked is None:
+        return None
+    try:
+        unit = input_unit(config.quantization)
+        settings = settings_of_rank(checked.settings, rank=group.rank, size=num_ranks, unit=unit)
+    except InvalidSetup as error:
+        if config.quantization != "none":
+            raise
+        logger.info("%s runs on transformers' code: %s", config.path, error)
+        return None
+    part = _load_checked(config, str(folder), replace(checked, settings=settings), dtype)
+    part = replace(part, ranks=RankMemory.of_group(settings, group))
+    assert part.native is not None
+    if group.minimum(int(group.rank > 0 or whole is not None)):  # rank 0 has something to compare with
+        ours = _native_output(part.native, part.layers, _tried_tokens(settings), block_size, part.ranks)
+        difference = None if whole is None else _difference(ours, whole, bits=BITS[config.quantization])
+        if not group.minimum(int(difference is None)):
+            raise UnsupportedModel(
+                f"{config.path} computes other results on {num_ranks} ranks than on one: {difference}"
+            )
+        if check is not None:
+            check.write(checked)
+    return part
+
+
+def _tried_whole(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, block_size: int, checks: Path | None
+) -> tuple[CheckedModel | None, _Output | None]:
+    """A model as one process loads it, and what it computes; None, None if that is not native."""
+    location = str(folder)
+    found, quantised = _check_architecture(config, location), Quantised.of(read_config(config, location))
+    if _checkpoint(found, folder, dtype, quantised) is None:
+        return None, None
+    model = load_model(config, location, block_size=block_size, checks=checks)
+    if model.native is None:
+        return None, None
+    settings = model.native.settings
+    output = _native_output(model.native, model.layers, _tried_tokens(settings), block_size)
+    # With the limits of the type that it is computed in: logits are always float32.
+    own = _Output(output.first_layer.to(dtype), output.logits.to(dtype), settings.experts.num_experts > 0)
+    check = _kept_check(config, checks, folder, dtype, block_size)
+    kept = None if check is None else check.read()  # with the model's own limit of length
+    return kept or CheckedModel(settings=settings, facts=model.facts), own
+
+
+def _tried_tokens(settings: DecoderSettings) -> torch.Tensor:
+    """[1, num_tokens], the same on all ranks."""
+    return _spread_tokens(settings.vocab_size, torch.arange(_PROBE_TOKENS)[None])
 
 
 def _with_first_logits(module: PreTrainedModel, probe: Probe) -> _Output:

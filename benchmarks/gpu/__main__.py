@@ -26,12 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import benchmarks.gpu.without_msgspec  # noqa: F401 - first: it stands in for what `app` imports
+from app.versions import commit
 from benchmarks.gpu.results import NO_CLAIM, Result, ResultsFile, report
 from benchmarks.gpu.stages import STAGES, Stage
-
-from app.versions import commit  # isort: skip
-from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, refused, tell  # isort: skip
+from benchmarks.harness.command import BenchmarkError, command_parser, did_you_mean, refused, tell
 
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 _EARLIER = "earlier.json"

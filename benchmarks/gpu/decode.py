@@ -9,6 +9,7 @@ import torch
 
 from app.engine.batch import Batch
 from app.engine.engine import LaunchingRunner
+from app.model.allocated_bytes import num_bytes_of
 from app.model.kv_cache import block_bytes
 from app.model.loader import LoadedModel
 from benchmarks.gpu.bench import Bench
@@ -23,7 +24,9 @@ _ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for 
 def measure(bench: Bench) -> None:
     rows = bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2))
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
-    config = engine_config(bench, max_running=max(rows), max_model_len=max(contexts) + BLOCK_SIZE)
+    config = engine_config(
+        bench, max_running=max(rows), max_step_tokens=max(rows), max_model_len=max(contexts) + BLOCK_SIZE
+    )
     model = made_model(config)
     weights = bytes_of_a_step(model)
     of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
@@ -70,12 +73,13 @@ def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch
 
 
 def bytes_of_a_step(model: LoadedModel) -> int:
-    """Weights that a decode step reads: all but the table of embeddings, of which it reads a row for each sequence."""
-    assert model.module is not None, "native code is for CPUs"
-    head = model.module.get_output_embeddings().weight
-    table = model.module.get_input_embeddings().weight
-    read = sum(int(parameter.nbytes) for parameter in model.module.parameters())
-    return read if head is table else read - int(table.nbytes)
+    """Weights that a decode step reads: all but the table of embeddings, of which it reads a row for each sequence.
+
+    The table is no other matrix too: the models that are made here have a head of their own.
+    """
+    assert model.facts.embedding_size is not None, "a known model gives embeddings"
+    table = model.facts.vocab_size * model.facts.embedding_size * model.dtype.itemsize
+    return num_bytes_of(model.tensors()) - table
 
 
 def _blocks_with_room(weights: int, of_block: int) -> int:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from app.engine.engine import Engine
 from benchmarks.engine.carousel import Carousel
 from benchmarks.engine.run import Run, times_of, warmed_up
 from benchmarks.gpu.bench import Bench
@@ -19,6 +20,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "no overlap": ({}, False),
     "no graphs": ({"backend": "torch"}, True),
     "batch_invariant": ({"batch_invariant": True}, True),
+    "transformers' code": ({"backend": "attention"}, True),  # the last: its weights are not joined
 }
 
 
@@ -26,19 +28,28 @@ def measure(bench: Bench) -> None:
     workload = requests_for(bench)
     max_running = bench.sized(256, 2)
     longest = max(timed.max_total_tokens for timed in workload.requests)
-    num_blocks = max_running * (longest // BLOCK_SIZE + 1)
     sizes: dict[str, Any] = {
         "max_running": max_running,
         "max_model_len": longest + BLOCK_SIZE,
-        "num_blocks": num_blocks,
+        "num_blocks": max_running * (longest // BLOCK_SIZE + 1),
     }
     model = made_model(engine_config(bench, **sizes))
     for name, (settings, overlaps) in VARIANTS.items():
         config = engine_config(bench, **sizes, **settings)
-        contender = Carousel(engine_of(config, model, overlaps=overlaps))
-        warmed_up(contender, workload)
-        contender.forget()
-        bench.row("engine", variant=name, **cells_of(workload, contender.serve(workload)))
+        if config.model.backend == "attention":
+            del model  # there may be no room for both
+            model = made_model(config)
+        cells = _served(engine_of(config, model, overlaps=overlaps), workload)
+        bench.row("engine", variant=name, **cells)
+        if overlaps and not settings:  # as it is served
+            bench.put(output_tokens_per_s=cells["output_tokens_per_s"])
+
+
+def _served(engine: Engine, workload: Workload) -> dict[str, Any]:
+    contender = Carousel(engine)
+    warmed_up(contender, workload)
+    contender.forget()
+    return cells_of(workload, contender.serve(workload))
 
 
 def requests_for(bench: Bench) -> Workload:

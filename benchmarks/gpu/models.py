@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from app.assembly import assemble
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -62,15 +62,16 @@ def engine_config(
     bench: Bench,
     shape: str = "8b",
     *,
-    max_running: int = 256,
-    max_step_tokens: int = 8192,
+    max_running: int | None = None,
+    max_step_tokens: int | None = None,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     **model: Any,
 ) -> EngineConfig:
     """The engine's settings for a model of this shape, of which only the config.json is written.
 
-    num_blocks: of KV memory; None: all that the GPU has left. model: more settings of the model.
+    num_blocks: of KV memory; None: all that the GPU has left. model: more settings of the model. The limits of a step
+    are those of deployments/serve_gpu.yaml.
     """
     folder = bench.out / "models" / shape
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,9 +82,9 @@ def engine_config(
         ),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, memory_gib=0.01),
         scheduler=SchedulerConfig(
-            max_running=max_running,
-            max_step_tokens=max_step_tokens,
-            prefill_chunk_tokens=min(2048, max_step_tokens),
+            max_running=max_running or bench.sized(256, 2),
+            max_step_tokens=max_step_tokens or bench.sized(8192, 8),
+            prefill_chunk_tokens=bench.sized(2048, 8),
             max_waiting=10_000,
         ),
     )
@@ -93,13 +94,12 @@ def engine_config(
 def made_weights() -> Iterator[None]:
     """In here a model that is loaded gets random weights, made on its device; all that follows is the loader's own."""
 
-    def onto(device: torch.device, config: ModelConfig, found: Any, location: str, dtype: torch.dtype) -> Any:
-        return _made(found, dtype, device)
+    def made(
+        device: torch.device, config: ModelConfig, found: Any, location: str, dtype: torch.dtype, *_: object
+    ) -> Any:
+        return random_module(found, dtype, device)
 
-    def on_cpu(config: ModelConfig, location: str, dtype: torch.dtype) -> Any:
-        return _made(AutoConfig.from_pretrained(location), dtype, torch.device("cpu"))
-
-    with patch("app.model.loader._loaded_onto", onto), patch("app.model.loader._from_pretrained", on_cpu):
+    with patch("app.model.loader._with_weights", made):
         yield
 
 
@@ -131,8 +131,9 @@ class _WithoutLaunches:
         self.run = runner.run
 
 
-def _made(found: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def random_module(found: Any, dtype: torch.dtype, device: torch.device, *, attention: str = ATTENTION_NAME) -> Any:
+    """transformers' model of a configuration, its weights drawn on the device as its code draws them, from one seed."""
     torch.manual_seed(0)
     with torch.device(device):
-        module = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        module = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attention)
     return module.eval()

@@ -21,6 +21,15 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("rates", "benchmarks.gpu.rates", 20, "versions, the card, rates of copies and of matrix products"),
+    Stage("kernels", "benchmarks.gpu.kernels", 100, "every kernel against fp64, then the tests of the kernels"),
+    Stage("memory", "benchmarks.gpu.memory", 50, "an 8B model's start; memory predicted against used; the worst step"),
     Stage("decode", "benchmarks.gpu.decode", 70, "decode steps by replay against bytes / rate of copies"),
+    Stage(
+        "profile", "benchmarks.gpu.profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"
+    ),
+    Stage("attention", "benchmarks.gpu.attention", 80, "decode GB/s, prefill TFLOP/s; stages x warps x tile"),
+    Stage("sampler", "benchmarks.gpu.sampler", 15, "draws: greedy, T = 1, top-p, top-k"),
     Stage("engine", "benchmarks.gpu.engine", 110, "the whole engine on requests of ragged lengths"),
+    Stage("transformers", "benchmarks.gpu.transformers_batching", 50, "transformers' own batching, the same requests"),
+    Stage("faults", "benchmarks.gpu.faults", 20, "the engine after an illegal address and a lack of memory"),
 )

@@ -1,7 +1,7 @@
 """A stand-in for msgspec where it is not installed: the engine's structs become frozen dataclasses.
 
-It is put in place by the import of this module, before any of `app`; also as a plugin of pytest. Structs are made
-faster than dataclasses: the result of a stage says which of them it had.
+It is put in place by the import of this package, also as a plugin of pytest. Structs are made faster than dataclasses:
+the stage `rates` says which of them a run had.
 """
 
 from __future__ import annotations

@@ -79,8 +79,10 @@ class TransformersContinuous:
 
 
 def _cpu_config(workload: Workload) -> ContinuousBatchingConfig:
+    # Its name in transformers 5.17 is another one.
+    page_size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
     return ContinuousBatchingConfig(
-        page_size=PAGE_SIZE,
+        **{page_size: PAGE_SIZE},
         num_blocks=sum(timed.max_total_tokens // PAGE_SIZE + 2 for timed in workload.requests),
         max_batch_tokens=MAX_STEP_TOKENS,
         max_requests_per_batch=MAX_RUNNING,

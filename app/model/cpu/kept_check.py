@@ -33,18 +33,36 @@ class CheckedModel:
 
 
 _CHECKED_MODEL = TypeAdapter(CheckedModel)
+_CHECKED_OR_NONE = TypeAdapter(CheckedModel | None)
+
+
+def to_json(checked: CheckedModel | None) -> bytes:
+    return _CHECKED_OR_NONE.dump_json(checked)
+
+
+def from_json(content: bytes) -> CheckedModel | None:
+    return _CHECKED_OR_NONE.validate_json(content)
 
 
 class KeptCheck:
     """The check of one model on this machine, in a file."""
 
-    def __init__(self, folder: Path, location: Path, *, dtype: torch.dtype, quantization: str, block_size: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        location: Path,
+        *,
+        dtype: torch.dtype,
+        quantization: str,
+        block_size: int,
+        num_ranks: int = 1,
+    ) -> None:
         """`folder` has the files of all checks, `location` is the folder of the model."""
         code = library()
         assert code is not None, "only models that native code can compute"
         what = hashlib.sha256()
         versions = (code._name, torch.__version__, version("transformers"))
-        for part in (*versions, location.resolve(), dtype, quantization, block_size):
+        for part in (*versions, location.resolve(), dtype, quantization, block_size, num_ranks):
             what.update(f"{part}\0".encode())
         for path in [*sorted(location.glob("*.json")), *sorted(Path(__file__).parents[1].rglob("*.py"))]:
             what.update(path.read_bytes())

@@ -56,13 +56,14 @@ class Ranks {
     int64_t missing() const { return missing_; }
 
   private:
-    struct alignas(64) Line {
+    struct alignas(64) Line {  // of a rank
         std::atomic<uint64_t> num_meetings;
+        std::atomic<uint64_t> is_aborted;  // set by another thread of it: it waits no longer
     };
 
     bool has_come(int64_t rank) const {
         constexpr int SPINS = 4000, YIELDS = 2000;  // together about a millisecond
-        const auto& theirs = line(rank).num_meetings;
+        const auto &theirs = line(rank).num_meetings, &is_aborted = line(shape_.rank).is_aborted;
         std::chrono::steady_clock::time_point end;
         for (int tries = 0; theirs.load(std::memory_order_acquire) < num_meetings_; ++tries) {
             if (tries < SPINS) {
@@ -73,7 +74,7 @@ class Ranks {
                 std::this_thread::yield();
                 end = std::chrono::steady_clock::now() + std::chrono::microseconds(int64_t(shape_.timeout_s * 1e6));
             } else {
-                if (std::chrono::steady_clock::now() > end) return false;
+                if (is_aborted.load() || std::chrono::steady_clock::now() > end) return false;
                 tries = SPINS + YIELDS;
                 std::this_thread::sleep_for(std::chrono::microseconds(50));
             }

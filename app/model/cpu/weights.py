@@ -74,6 +74,11 @@ class NativeWeights:
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
 
+def input_unit(quantization: str) -> int:
+    """Inputs of a matrix that are packed together: ranks do not divide them. quantization: as in the settings."""
+    return _GROUPS.get(BITS[quantization], LANES)
+
+
 def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
     reason = why_not_llama_like(model)

@@ -40,7 +40,7 @@ from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
 from app.model.memory import first_line, is_out_of_memory
 from app.model.pooling import PooledStates
-from app.model.sampler import sample
+from app.model.sampler import Sample, sample
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class GraphModelRunner:
         max_tokens: int = 0,
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
+        sample: Sample = sample,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -70,6 +71,7 @@ class GraphModelRunner:
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         self._model = model
+        self._sample = sample
         self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -119,10 +121,10 @@ class GraphModelRunner:
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, batch: Batch) -> _Drawn:
         if not batch.has_logprobs:
-            self._drawn = sample(logits, batch.sampled)
+            self._drawn = self._sample(logits, batch.sampled)
             return _Drawn(self._drawn)
         wanted = WantedLogprobs(batch)
-        self._drawn = sample(wanted.of_sampled(logits), batch.sampled)
+        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled)
         return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:

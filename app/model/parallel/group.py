@@ -6,6 +6,7 @@ raise RuntimeError; where one ends, they raise it at once. The group is of no us
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Group:
         self.rank = rank
         self.size = size
         self.device = device
+        self._also_aborted: list[Callable[[], None]] = []
         timeout = timedelta(seconds=timeout_s)
         # A file needs no port, on which another user of this machine could be the first to answer.
         files = FileStore(str(store), size)
@@ -74,8 +76,24 @@ class Group:
         self._processes.allreduce([least], ReduceOp.MIN).wait()
         return int(least.item())
 
+    def send_all(self, content: bytes = b"") -> bytes:
+        """Rank 0's content on all ranks."""
+        length = torch.tensor([len(content)], device=self.device)
+        self.broadcast(length)
+        numbers = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            numbers.copy_(torch.tensor(list(content), dtype=torch.uint8))
+        self.broadcast(numbers)
+        return bytes(numbers.tolist())
+
+    def when_aborted(self, call: Callable[[], None]) -> None:
+        """Have `abort` call it, too: for exchanges of this group's ranks by other means."""
+        self._also_aborted.append(call)
+
     def abort(self) -> None:
         """End what this rank waits for in another thread, with an error there. Any thread may call it."""
+        for call in self._also_aborted:
+            call()
         self._processes.abort()
 
 

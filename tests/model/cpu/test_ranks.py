@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +48,8 @@ class Ranks:
         assert whole.native is not None
         settings, bits = whole.native.settings, whole.native.weight_bits
         self.memory = torch.zeros(0)
-        self.decoders = []
+        self.decoders: list[NativeDecoder] = []
+        self.views: list[RankMemory] = []
         for rank in range(size):
             own = settings_of_rank(settings, rank=rank, size=size, unit=_UNITS[bits])
             if rank == 0:
@@ -59,8 +61,8 @@ class Ranks:
             )
             poison(pages)
             weights = pack_weights(checkpoint, own, bits=bits, release=checkpoint.release)
-            memory = RankMemory(self.memory, timeout_s=timeout_s)
-            self.decoders.append(NativeDecoder(weights, pages, Team(1 + rank % 2), memory=memory))
+            self.views.append(RankMemory(own, self.memory, timeout_s=timeout_s))
+            self.decoders.append(NativeDecoder(weights, pages, Team(1 + rank % 2), memory=self.views[-1]))
 
     def all(self, compute: Callable[[NativeDecoder], Prediction]) -> Prediction:
         """What rank 0 has."""
@@ -174,6 +176,18 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(path_of: Callable
     for _ in range(2):  # and the group is of no use from then on
         with pytest.raises(RankMissing, match="rank 1 did not come"):
             alone.step(chunk(PROMPT, 0, 20, BLOCKS))
+
+
+@torch.inference_mode()
+def test_an_aborted_rank_waits_no_longer(path_of: Callable[..., Path]) -> None:
+    path = path_of("llama")
+    alone = Ranks(path, load(path, "float32"), 2)
+    alone.decoders = [alone.decoders[0]]
+    timer = threading.Timer(0.2, alone.views[0].abort)
+    timer.start()
+    with pytest.raises(RankMissing, match="rank 1 did not come"):
+        alone.step(chunk(PROMPT, 0, 20, BLOCKS))
+    timer.join()
 
 
 @torch.inference_mode()

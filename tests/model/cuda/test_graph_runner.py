@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -320,17 +321,16 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
 
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
-    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model_path: Callable[[str], Path],
 ) -> None:
     """One sequence alone and whole; beside others, its prompt in pieces, some of one token."""
     model = load(tiny_model_path("llama"))
     seen: list[torch.Tensor] = []
 
-    def spy(logits: torch.Tensor, items: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+    def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known: Any) -> torch.Tensor:
         seen.extend(row.clone() for row, item in zip(logits, items, strict=True) if item.request_id == "watched")
-        return sample(logits, items)
+        return sample(logits, items, **known)
 
-    monkeypatch.setattr("app.model.cuda.graph_runner.sample", spy)
     params, tokens, block_ids, others = (
         SamplingParams(max_tokens=1, temperature=0.0),
         (5, 6, 7, 8, 9, 10),
@@ -340,7 +340,7 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
 
     def run(sizes: tuple[int, ...], *, beside: int, max_tokens: int = 0) -> list[torch.Tensor]:
         attention = attention_for(model, batch_invariant=True)
-        runner = GraphModelRunner(model, attention, max_rows=6, max_tokens=max_tokens, capture=RunAgain())
+        runner = GraphModelRunner(model, attention, max_rows=6, max_tokens=max_tokens, capture=RunAgain(), sample=spy)
         seen.clear()
         at = 0
         for size in sizes:

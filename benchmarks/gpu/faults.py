@@ -1,0 +1,144 @@
+"""What the engine does after an illegal address and after a lack of memory in a step, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.assembly import assemble
+from app.config import EngineConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.batch import Batch, DeviceLost
+from app.engine.engine import LaunchingRunner, PendingStep
+from app.engine.request import Request, SamplingParams
+from app.errors import CarouselError
+from app.model.backends import build_runner
+from app.model.inputs import build_inputs
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.head_shapes import ON_GPU, attention_of
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model
+from benchmarks.gpu.stand_in import standing_in
+from benchmarks.gpu.steps import step_of
+
+_DEADLINE_S = 60.0  # of a case, its process and the model's start included
+_NUM_STREAMS = 4
+_NUM_TOKENS = 6
+_FAILING_STEP = 3
+
+
+def measure(bench: Bench) -> None:
+    for case in CASES:
+        file = bench.out / f"fault-{case.replace(' ', '-')}.json"
+        file.unlink(missing_ok=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_case, args=(case, str(bench.out), str(file), bench.stands_in)
+        )
+        process.start()
+        process.join(_DEADLINE_S)
+        hangs = process.is_alive()
+        process.kill()
+        process.join()
+        found = json.loads(file.read_text(encoding="utf-8"))["figures"] if file.exists() else {}
+        bench.row("faults", fault=case, process="hangs" if hangs else f"ended with {process.exitcode}", **found)
+
+
+def _run_case(case: str, out: str, file: str, stands_in: bool) -> None:
+    bench = Bench(out=Path(out), file=Path(file), stands_in=stands_in, earlier={})
+    if stands_in:
+        with standing_in():
+            bench.put(**asyncio.run(_served(bench, CASES[case])))
+    else:
+        bench.put(**asyncio.run(_served(bench, CASES[case])))
+
+
+async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any]:
+    """Streams of which a step fails, and a request after them."""
+    config = engine_config(
+        bench, "sampling", max_running=_NUM_STREAMS, max_step_tokens=bench.sized(64, 8), max_model_len=64, num_blocks=64
+    )
+    runner = _Failing(_runner_of(config), lambda: fault(bench))
+    engine = AsyncEngine(
+        assemble(config.scheduler, config.cache, num_blocks=64, runner=runner, facts=runner.facts), max_requests=100
+    )
+    ends = await asyncio.gather(*[_streamed(engine, f"{number}") for number in range(_NUM_STREAMS)])
+    ended_at = time.perf_counter()
+    after = await _streamed(engine, "after")
+    return {
+        "streams": _counted(ends),
+        "ms_to_last_end": round((ended_at - (runner.failed_at or ended_at)) * 1e3, 1),
+        "next_request": after,
+    }
+
+
+def _runner_of(config: EngineConfig) -> tuple[LaunchingRunner, Any]:
+    model = made_model(config)
+    runner = build_runner(config, model, num_blocks=64, num_threads=1)
+    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    return runner, model.facts
+
+
+async def _streamed(engine: AsyncEngine, name: str) -> str:
+    """How a request ended, in words."""
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling)
+    num_tokens = 0
+    try:
+        async for delta in engine.generate(request):
+            num_tokens += len(delta.token_ids)
+    except CarouselError as error:
+        return type(error).__name__
+    return "answered" if num_tokens == _NUM_TOKENS else f"{num_tokens} of {_NUM_TOKENS} tokens"
+
+
+def _counted(ends: list[str]) -> str:
+    return ", ".join(f"{ends.count(end)} {end}" for end in dict.fromkeys(ends))
+
+
+class _Failing:
+    """A runner of which one step meets a fault."""
+
+    def __init__(self, built: tuple[LaunchingRunner, Any], fault: Callable[[], None]) -> None:
+        self._runner, self.facts = built
+        self._fault = fault
+        self._num_launches = 0
+        self.failed_at: float | None = None
+        self.prepare = self._runner.prepare
+
+    def run(self, batch: Batch) -> Any:
+        return self.launch(batch).result()
+
+    def launch(self, batch: Batch) -> PendingStep:
+        self._num_launches += 1
+        if self._num_launches == _FAILING_STEP:
+            self.failed_at = time.perf_counter()
+            self._fault()
+        return self._runner.launch(batch)
+
+
+def _illegal_address(bench: Bench) -> None:
+    """One of our kernels writes where no memory is; the device says so at the next wait."""
+    if bench.stands_in:
+        raise DeviceLost("as a device does after an illegal address")
+    shape = ON_GPU[0]
+    attention = attention_of(bench, shape, num_blocks=1, max_rows=1)
+    batch = step_of([(0, 1)], num_blocks=1, block_size=BLOCK_SIZE)
+    inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=bench.device)
+    inputs.slots.fill_(2**36)
+    attention.begin_step(batch, inputs).attend(0, *shape.tensors(1, bench.device), shape.rules(bench.device))
+
+
+def _too_little_memory(bench: Bench) -> None:
+    torch.empty(2**50, dtype=torch.uint8, device=bench.device)
+
+
+CASES: dict[str, Callable[[Bench], None]] = {
+    "illegal address": _illegal_address,
+    "out of memory": _too_little_memory,
+}

@@ -1,0 +1,121 @@
+"""An 8B model from its start: seconds, graphs, memory predicted against used; then the step that takes most."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import app.model.largest_step
+from app.assembly import build_sync_engine, planned_memory
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.largest_batch import largest_batch
+from app.model.memory import GIB, MemoryNeeds
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
+from benchmarks.gpu.steps import Replays
+
+
+def measure(bench: Bench) -> None:
+    config = engine_config(bench, max_model_len=bench.sized(8192, 32))
+    of_others = _used_of_card()  # before this process has a context of its own
+    began_at = time.perf_counter()
+    planned = planned_memory(config)
+    bench.put(plan_s=_since(began_at))
+    began_at = time.perf_counter()
+    with Replays().watched() as replays, made_weights(), _noted_needs() as noted:
+        engine = build_sync_engine(config)
+    bench.synchronize()
+    bench.put(load_s=_since(began_at), kv_blocks=engine.stats().num_blocks)
+    before = _used(bench)
+    began_at = time.perf_counter()
+    engine.prepare()
+    bench.synchronize()
+    bench.put(
+        capture_s=_since(began_at), graphs=replays.num_graphs, graphs_used_gib=_gib(_difference(_used(bench), before))
+    )
+    measured = noted[0] if noted else _needs(config)
+    for part in fields(MemoryNeeds):
+        bench.row(
+            "memory beside KV, GiB",
+            part=part.name,
+            from_config=_gib(getattr(planned.needs, part.name)),
+            at_start=_gib(getattr(measured, part.name)),
+        )
+    _worst_step(bench, config, engine)
+    kv = engine.stats().num_blocks * planned.block_bytes
+    predicted, used = planned.needs.total + kv, _difference(_used(bench), of_others)
+    bench.put(kv_gib=_gib(kv), predicted_gib=_gib(predicted), used_gib=_gib(used))
+    bench.put(predicted_over_used=None if used is None else round(predicted / used, 4))
+
+
+def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
+    """The step that memory was sized by: every limit reached, all rows with top-p, grammars and log-probabilities."""
+    batch = largest_batch(config.scheduler, engine.facts, block_size=BLOCK_SIZE)
+    for name in ("first_worst_step_s", "worst_step_s"):
+        began_at = time.perf_counter()
+        engine.runner.run(batch)
+        bench.put(**{name: _since(began_at)})
+    if bench.device.type == "cuda":
+        bench.put(
+            torch_allocated_peak_gib=_gib(torch.cuda.max_memory_allocated()),
+            torch_reserved_peak_gib=_gib(torch.cuda.max_memory_reserved()),
+        )
+
+
+@contextmanager
+def _noted_needs() -> Iterator[list[MemoryNeeds]]:
+    """The needs that an engine measures of its model while it is built."""
+    noted: list[MemoryNeeds] = []
+    measure_needs = app.model.largest_step.needs_of
+
+    def noting(*arguments: Any) -> MemoryNeeds:
+        noted.append(measure_needs(*arguments))
+        return noted[-1]
+
+    with patch("app.model.largest_step.needs_of", noting):
+        yield noted
+
+
+def _needs(config: EngineConfig) -> MemoryNeeds:
+    """The same where no engine measures it: on a CPU."""
+    model = made_model(config)
+    largest = largest_batch(config.scheduler, model.facts, block_size=BLOCK_SIZE)
+    return app.model.largest_step.needs_of(config, model, largest)
+
+
+def _used(bench: Bench) -> int | None:
+    """Bytes of the whole card that are in use; None on a CPU."""
+    if bench.device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def _used_of_card() -> int | None:
+    """The same as the driver says it, without a context of this process; 0 where it cannot be asked."""
+    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.split()[0]) * 1024**2
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return 0
+
+
+def _difference(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before
+
+
+def _gib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else round(num_bytes / GIB, 3)
+
+
+def _since(began_at: float) -> float:
+    return round(time.perf_counter() - began_at, 2)

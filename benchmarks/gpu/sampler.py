@@ -1,0 +1,46 @@
+"""Drawing of tokens: a step of a model that has one thin layer before the whole vocabulary, without its replay.
+
+Steps go through the runner as the engine's do, so that whatever draws there is measured. Where the draw is part of the
+graph, it is in the replay.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from app.engine.engine import LaunchingRunner
+from app.engine.request import SamplingParams
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.steps import Replays, step_of
+
+DRAWS = {
+    "greedy": SamplingParams(max_tokens=1, temperature=0.0),
+    "T = 1": SamplingParams(max_tokens=1, temperature=1.0, seed=7),
+    "top-p 0.9": SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=7),
+    "top-k 50, top-p 0.9": SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.9, seed=7),
+}
+
+
+@torch.inference_mode()
+def measure(bench: Bench) -> None:
+    numbers = bench.sized((64, 256), (2,))
+    config = engine_config(
+        bench, "sampling", max_running=max(numbers), max_step_tokens=bench.sized(512, 8), max_model_len=32,
+        num_blocks=max(numbers),
+    )  # fmt: skip
+    model = made_model(config)
+    with Replays().watched() as replays:
+        runner = engine_of(config, model).runner
+    assert isinstance(runner, LaunchingRunner), "on a GPU steps are launched"
+    runner.prepare()
+    bench.put(vocabulary=model.facts.vocab_size)
+    for number in numbers:
+        for name, sampling in DRAWS.items():
+            batch = step_of([(7, 1)] * number, num_blocks=max(numbers), block_size=BLOCK_SIZE, sampling=sampling)
+            step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
+            replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0
+            bench.row(
+                "draws", rows=number, draw=name, step_us=round(step_s * 1e6, 1), replay_us=round(replay_s * 1e6, 1),
+                draw_us=round((step_s - replay_s) * 1e6, 1),
+            )  # fmt: skip
