@@ -4,7 +4,7 @@
 import { call, events } from "/page/api.js";
 
 const WORDS = "the carousel turns and one horse after another joins the ride while the music plays in the square".split(" ");
-const LENGTHS = [24, 48, 96, 160, 240]; // tokens of output, at most, of each call
+const LENGTHS = [32, 64, 128, 256, 448]; // tokens of output, at most, of each call
 
 export async function sendDemo(model, onError) {
   const calls = LENGTHS.map((maxTokens, index) => one(model, maxTokens, `tenant ${index + 1}`, index));

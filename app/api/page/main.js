@@ -39,10 +39,16 @@ $("theme").addEventListener("click", () => {
 });
 
 $("key").value = key.get();
-$("key").addEventListener("change", () => {
+function takeKey() {
+  if (key.get() === $("key").value.trim()) return;
   key.set($("key").value.trim());
   live.watch();
   models();
+}
+$("key").addEventListener("change", takeKey);
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  takeKey();
 });
 
 async function models() {
@@ -61,10 +67,8 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  const failed = (error) => fail(error);
-  const sending = sendDemo(model, failed);
   setTimeout(() => { $("demo").disabled = false; }, 1000);
-  await sending;
+  await sendDemo(model, fail);
 });
 
 open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
