@@ -27,7 +27,7 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels
+from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels, sampler, sampler_kernels
 from app.model.cuda import decoder as triton_decoder
 from app.model.cuda import kernels as attention_kernels
 from app.model.cuda.tuning import tuning_of
@@ -38,6 +38,7 @@ ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B20
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -175,6 +176,11 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
     decoder._gated(zeros(4, 2 * inner_size))
 
 
+def launch_sampler(dtype: torch.dtype) -> None:
+    items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
+    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
+
+
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
     return ScheduledSequence("r", (0,) * num_tokens, start, block_ids, True, SamplingParams(max_tokens=1))
 
@@ -214,6 +220,8 @@ def compile_all() -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
             launch_invariant(dtype)
+        with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results):
+            launch_sampler(dtype)
     for shape_name, case in CASES.items():
         for architecture in ARCHITECTURES:
             with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):

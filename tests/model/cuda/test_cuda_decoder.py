@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +14,27 @@ from transformers import AutoModelForCausalLM
 
 from app.assembly import build_sync_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import Batch, ScheduledSequence
 from app.engine.engine import Engine
+from app.engine.request import Pooling, SamplingParams
+from app.model.allocated_bytes import num_bytes_of
+from app.model.cuda import weights
+from app.model.forward import Prediction, TransformersForward
+from app.model.loader import LoadedModel, load_model
 from tests.fakes import make_request, run_to_end
+from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.captured_inputs import StepSize, decode_size
+from app.model.cuda.decoder import KERNELS_PER_LAYER, CudaDecoder
+from app.model.cuda.graph_runner import GraphModelRunner
+from tests.model.cuda.counting import Counts, counting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 18)), (5, 6, 7), tuple(range(3, 14)))
 
 
@@ -73,3 +87,173 @@ def test_tokens_are_those_of_generate_beside_others_in_pieces_and_after_preempti
     for request, prompt in zip(requests, PROMPTS, strict=True):
         assert outcome.token_ids[request.request_id] == generate_plainly(path, prompt, 7)
     assert engine.stats().total_preemptions > 0
+
+
+def load(path: Path, *, backend: str = "auto", dtype: str = "float32", **changes: Any) -> LoadedModel:
+    return load_model(ModelConfig(path=str(path), dtype=dtype, backend=backend, **changes), str(path))
+
+
+def attention_for(model: LoadedModel, *, batch_invariant: bool = False) -> TritonAttention:
+    return TritonAttention(
+        model.layers, num_blocks=NUM_BLOCKS, block_size=4, max_rows=6, max_blocks=NUM_BLOCKS, dtype=model.dtype,
+        device=model.device, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def runner_of(model: LoadedModel, *, batch_invariant: bool = False) -> GraphModelRunner:
+    return GraphModelRunner(model, attention_for(model, batch_invariant=batch_invariant), max_rows=6, capture=None)
+
+
+def piece(
+    token_ids: tuple[int, ...], start: int, block_ids: list[int], pooling: Pooling | None = None
+) -> ScheduledSequence:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    return ScheduledSequence("r", token_ids, start, block_ids, True, params, pooling=pooling)
+
+
+def predict(model: LoadedModel, *items: ScheduledSequence) -> Prediction:
+    """Of a step without anything before it."""
+    with torch.inference_mode():
+        has_pooling = any(item.pooling is not None for item in items)
+        return runner_of(model)._eagerly(Batch(items, (), has_pooling=has_pooling))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_hidden_states_are_those_of_transformers_code(
+    architecture: str, dtype: str, tiny_model_path: Callable[[str], Path]
+) -> None:
+    path = tiny_model_path(architecture)
+    items = (
+        piece(tuple(range(3, 17)), 0, [3, 1, 4, 5], Pooling.MEAN),
+        piece((9,), 0, [2]),
+        piece((5, 6), 0, [6], Pooling.LAST),
+    )
+    ours, right = (predict(load(path, backend=each, dtype=dtype), *items) for each in ("auto", "attention"))
+    assert right.hidden is not None
+    for mine, theirs in ((ours.logits, right.logits), (ours.hidden, right.hidden)):
+        assert mine is not None
+        assert mine.dtype is theirs.dtype
+        assert mine.shape == theirs.shape
+        error = torch.linalg.vector_norm((mine - theirs).float()) / torch.linalg.vector_norm(theirs.float())
+        assert error < (1e-5 if dtype == "float32" else 0.06)
+
+
+@pytest.mark.parametrize("backend", ["attention", "torch"])
+def test_other_backends_keep_transformers_code(backend: str, tiny_model_path: Callable[[str], Path]) -> None:
+    model = load(tiny_model_path("llama"), backend=backend)
+    assert model.joined is None
+    assert isinstance(runner_of(model)._forward, TransformersForward)
+
+
+def test_a_model_that_it_does_not_know_runs_on_transformers_code(
+    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load(tiny_model_path("gemma2")).joined is None
+    assert "runs on transformers' code: Gemma2ForCausalLM is none of Llama" in caplog.text
+
+
+def test_where_its_results_differ_the_weights_are_read_again_for_transformers_code(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model_path("llama")
+    items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
+    expected = predict(load(path, backend="attention"), *items).logits
+    gated = CudaDecoder._gated
+    monkeypatch.setattr(CudaDecoder, "_gated", lambda decoder, gate_up: gated(decoder, gate_up) * 1.01)
+    with caplog.at_level(logging.WARNING):
+        model = load(path)
+    assert "in the decoder for CUDA the first layer's output differs by" in caplog.text
+    assert model.joined is None
+    torch.testing.assert_close(predict(model, *items).logits, expected)
+
+
+def test_positions_that_follow_the_length_are_those_of_transformers_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotary = {
+        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 8, "long_factor": [1.0, 3.0] * 4,
+        "original_max_position_embeddings": 64, "factor": 4.0,
+    }  # fmt: skip
+    build_tiny_model("llama", rope_parameters=rotary).save_pretrained(tmp_path)
+    items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
+    with caplog.at_level(logging.INFO):
+        model = load(tmp_path)
+    assert "positions of one of 256 tokens" in caplog.text
+    assert model.joined is not None
+    assert len(model.joined.rotary) == 256
+    theirs = predict(load(tmp_path, backend="attention"), *items).logits
+    torch.testing.assert_close(predict(model, *items).logits, theirs, atol=1e-3, rtol=1e-4)
+
+
+def test_weights_are_there_once_and_no_more_than_a_layers_twice(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model_path("qwen3")
+    plain = load(path, backend="attention")
+    assert plain.module is not None
+    join, alive = weights._join_layer, []
+    released: list[bool] = []
+
+    def joined(layer: Any, rules: Any) -> Any:
+        released.append(all(each() is None for each in alive))
+        alive.append(weakref.ref(layer.mlp.gate_proj.weight))
+        return join(layer, rules)
+
+    monkeypatch.setattr(weights, "_join_layer", joined)
+    model = load(path)
+    assert model.module is None
+    assert released == [True] * len(model.layers)
+    assert model.joined is not None
+    parameters = num_bytes_of(plain.module.parameters())
+    assert num_bytes_of(model.tensors()) == parameters + model.joined.rotary.nbytes
+
+
+@pytest.mark.usefixtures("equal_rows")
+def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    model = load(tiny_model_path("qwen3"))
+    tokens, beside = (5, 6, 7, 8, 9, 10), (11, 12, 13)
+    with torch.inference_mode():
+        alone = runner_of(model, batch_invariant=True)
+        first = alone._eagerly(Batch((piece(tokens, 0, [3, 1]),), ())).logits
+        second = alone._eagerly(Batch((piece((14,), 6, [3, 1]),), ())).logits
+        among = runner_of(model, batch_invariant=True)
+        among._eagerly(Batch((piece(beside, 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
+        among._eagerly(Batch((piece(tokens[2:3], 2, [3, 1]), piece(beside, 0, [4])), ()))
+        items = (piece((9,), 0, [5]), piece(tokens[3:], 3, [3, 1]))
+        assert torch.equal(among._eagerly(Batch(items, ())).logits[1], first[0])
+        items = (piece((9,), 1, [5]), piece((9,), 0, [6]), piece((14,), 6, [3, 1]))
+        assert torch.equal(among._eagerly(Batch(items, ())).logits[2], second[0])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
+class TestLaunches:
+    """Of a layer: those of a model with one layer more, all layers alike."""
+
+    def counts(self, architecture: str, folder: Path, num_layers: int, size: StepSize, *, backend: str) -> Counts:
+        path = folder / str(num_layers)
+        build_tiny_model(
+            architecture, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers, mlp_only_layers=[]
+        ).save_pretrained(path)
+        runner = runner_of(load(path, backend=backend))
+        with counting() as counts:
+            runner.compute_padding(size)
+        return counts
+
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("is_mixed", [False, True])
+    def test_a_layer_takes_ten_launches_and_no_wait(self, architecture: str, tmp_path: Path, *, is_mixed: bool) -> None:
+        size = StepSize(8, 4, 2) if is_mixed else decode_size(4)
+        two, three = (self.counts(architecture, tmp_path, n, size, backend="auto") for n in (2, 3))
+        of_prefill = ["prefill_kernel"] * is_mixed
+        of_ours = [
+            "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", *of_prefill, "add_norm_kernel",
+            "gate_kernel",
+        ]  # fmt: skip
+        assert [each.kernel for each in three.kernels] == 3 * of_ours + ["add_norm_kernel"]
+        assert len(of_ours) - is_mixed == KERNELS_PER_LAYER
+        assert three.num_launches - two.num_launches == 10 + is_mixed
+        assert not three.waits
