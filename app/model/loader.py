@@ -47,7 +47,7 @@ from app.model.llama import (
 )
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
@@ -703,7 +703,7 @@ def _native_output(
 
 @torch.inference_mode()
 def load_native_rank(
-    config: ModelConfig, location: str, group: Group, *, block_size: int, checks: Path | None
+    config: ModelConfig, location: str, group: RankGroup, *, block_size: int, checks: Path | None
 ) -> LoadedModel | None:
     """One rank's part of a model for the C++ decoder; None if that cannot compute it so. All ranks of a group call it.
 
