@@ -307,6 +307,8 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     module = _without_weights(found, location, dtype)
     # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
     tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
+    for each in (module, tried):
+        fix_positions(each, longest)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
     try:
@@ -340,7 +342,13 @@ def _device(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if device.type == "cuda" and not TritonAttention.fits(device):
+        raise InvalidSetup(
+            f"model.device is {config.device} and torch sees a CUDA device, but Triton, in which attention is written, "
+            f"is not installed: pip install triton (torch for CUDA brings it on Linux), or set model.device: cpu"
+        )
+    return device
 
 
 def _check_quantization(config: ModelConfig, device: torch.device) -> None:
@@ -375,7 +383,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
 
     Raises:
-        InvalidSetup: there is no such device.
+        InvalidSetup: there is no such device, or it has no Triton.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from app.config import GIB
 from app.errors import InvalidSetup
-
-GIB = 1024**3
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
