@@ -1,6 +1,7 @@
 // The view "Batches": uploads a file of requests, begins a batch, shows progress, and fetches results and errors.
 
 import { call } from "/page/api.js";
+import { element } from "/page/elements.js";
 
 const $ = (id) => document.getElementById(id);
 const EVERY_MS = 1000;
@@ -85,13 +86,6 @@ async function doing(what) {
     $("batch-error").textContent = error.message;
   }
   await show();
-}
-
-function element(tag, kind = "", text = "") {
-  const made = document.createElement(tag);
-  if (kind) made.className = kind;
-  if (text) made.textContent = text;
-  return made;
 }
 
 function button(text, action) {

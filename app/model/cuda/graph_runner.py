@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
-from app.errors import InvalidSetup, described
+from app.errors import InvalidSetup, described, first_line
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import (
@@ -38,7 +38,7 @@ from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
 from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
-from app.model.memory import first_line, is_out_of_memory
+from app.model.memory import is_out_of_memory
 from app.model.pooling import PooledStates
 from app.model.sampler import Sample, sample
 

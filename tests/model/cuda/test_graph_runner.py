@@ -474,7 +474,7 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
         if is_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def fails(*_: object) -> torch.Tensor:
+    def fails(*_: object, **_options: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
     model = load(tiny_model_path("llama"))
@@ -482,7 +482,7 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
     item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
     assert len(runner.run(Batch((item,), ())).token_ids) == 1
     if fails_at == "launch":
-        monkeypatch.setattr("app.model.cuda.graph_runner.sample", fails)
+        monkeypatch.setattr(runner, "_sample", fails)
         launched = partial(runner.launch, Batch((item,), ()))
     else:
         step = runner.launch(Batch((item,), ()))
