@@ -27,11 +27,13 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels
+from app.model.cuda import batch_invariant, decoder_kernels, expert_kernels, invariant_kernels
 from app.model.cuda import decoder as triton_decoder
+from app.model.cuda import experts as triton_experts
 from app.model.cuda import kernels as attention_kernels
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
+from app.model.llama import ExpertSettings
 
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 CPU = torch.device("cpu")
@@ -167,6 +169,18 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
     decoder._gated(zeros(4, 2 * inner_size))
 
 
+def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_token: int, dtype: torch.dtype) -> None:
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device="meta")
+
+    mixture = triton_experts.ExpertMixture(ExpertSettings(num_experts=num_experts, per_token=per_token), CPU)
+    mixture._widen = False
+    mixture(
+        zeros(40, hidden_size), zeros(num_experts, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
+        zeros(num_experts, hidden_size, inner_size),
+    )  # fmt: skip
+
+
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
     return ScheduledSequence("r", (0,) * num_tokens, start, block_ids, True, SamplingParams(max_tokens=1))
 
@@ -198,11 +212,23 @@ DECODERS = {
 }  # fmt: skip
 
 
+EXPERTS = {
+    "mixtral": {
+        "hidden_size": 4096, "inner_size": 14336, "num_experts": 8, "per_token": 2, "dtype": torch.bfloat16,
+    },
+    "qwen30b": {"hidden_size": 2048, "inner_size": 768, "num_experts": 128, "per_token": 8, "dtype": torch.bfloat16},
+    "float32": {"hidden_size": 64, "inner_size": 48, "num_experts": 4, "per_token": 2, "dtype": torch.float32},
+}  # fmt: skip
+
+
 def compile_all() -> list[Compiled]:
     results: list[Compiled] = []
     for shape_name, decoder in DECODERS.items():
         with compiling(triton_decoder, decoder_kernels, shape_name, results):
             launch_decoder(**decoder)  # type: ignore[arg-type]
+    for shape_name, experts in EXPERTS.items():
+        with compiling(triton_experts, expert_kernels, shape_name, results):
+            launch_experts(**experts)  # type: ignore[arg-type]
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
             launch_invariant(dtype)

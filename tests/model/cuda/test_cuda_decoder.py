@@ -28,12 +28,12 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
-from app.model.cuda.decoder import KERNELS_PER_LAYER, CudaDecoder
+from app.model.cuda.decoder import CudaDecoder, num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
 from tests.model.cuda.counting import Counts, counting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 18)), (5, 6, 7), tuple(range(3, 14)))
 
@@ -243,17 +243,22 @@ class TestLaunches:
             runner.compute_padding(size)
         return counts
 
-    @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
     @pytest.mark.parametrize("is_mixed", [False, True])
-    def test_a_layer_takes_ten_launches_and_no_wait(self, architecture: str, tmp_path: Path, *, is_mixed: bool) -> None:
+    def test_a_layer_takes_ten_launches_or_twelve_with_experts_and_no_wait(
+        self, architecture: str, tmp_path: Path, *, is_mixed: bool
+    ) -> None:
         size = StepSize(8, 4, 2) if is_mixed else decode_size(4)
         two, three = (self.counts(architecture, tmp_path, n, size, backend="auto") for n in (2, 3))
         of_prefill = ["prefill_kernel"] * is_mixed
+        is_mixture = architecture in ("mixtral", "qwen3_moe")
+        of_experts = ["route_kernel", "order_kernel", "expert_gate_kernel", "expert_down_kernel"]
         of_ours = [
             "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", *of_prefill, "add_norm_kernel",
-            "gate_kernel",
+            *(of_experts if is_mixture else ["gate_kernel"]),
         ]  # fmt: skip
         assert [each.kernel for each in three.kernels] == 3 * of_ours + ["add_norm_kernel"]
-        assert len(of_ours) - is_mixed == KERNELS_PER_LAYER
-        assert three.num_launches - two.num_launches == 10 + is_mixed
+        if not is_mixed:
+            assert len(three.kernels) == num_kernels_of(load(tmp_path / "3").joined)  # type: ignore[arg-type]
+        assert three.num_launches - two.num_launches == 10 + is_mixed + 2 * is_mixture
         assert not three.waits
