@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 from zlib import crc32
 
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -164,7 +164,7 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
     """What weights, the largest step and everything else leave of the engine's share of its GPU."""
     from app.model.kv_cache import block_bytes
     from app.model.largest_step import needs_of
-    from app.model.memory import GIB, gpu_memory, refusing_to_run_short
+    from app.model.memory import gpu_memory, refusing_to_run_short
 
     limits, block_size = config.scheduler, config.cache.block_size
     fix = (

@@ -148,6 +148,12 @@ def to_device(
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
+def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As `to_device`, of numbers that lie in memory as the device wants them. There must be some."""
+    tensor, is_cuda = torch.frombuffer(numbers, dtype=dtype), device.type == "cuda"
+    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
+
+
 def build_attention_rows(batch: Batch, *, block_size: int, device: torch.device) -> AttentionRows:
     ends = list(accumulate(len(item.token_ids) for item in batch.scheduled))
     both = list(zip(batch.scheduled, ends, strict=True))

@@ -13,16 +13,13 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import Batch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.attention import TorchAttention
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.forward import TransformersForward
-from app.model.kv_cache import KVCache
+from app.model.cuda.sampler import TritonSampler
 from app.model.loader import LoadedModel
-from app.model.memory import MemoryNeeds, graph_bytes, workspace_bytes
-from app.model.runner import TorchModelRunner
+from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
@@ -37,24 +34,13 @@ def needs_of(config: EngineConfig, model: LoadedModel, largest: Batch) -> Memory
     """
     is_cuda = model.device.type == "cuda"
     weights = num_bytes_of(model.tensors())
-    if is_cuda and not TritonAttention.fits(model.device):
-        return MemoryNeeds(
-            weights=weights,
-            step=_peak_of(lambda: _without_triton(config, model).run(largest), model.device),
-            graphs=0,
-            workspaces=workspace_bytes(num_streams=1, sorted_numbers=0),
-        )
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device)
-    logits = len(largest.sampled) * model.facts.vocab_size
     return MemoryNeeds(
         weights=weights,
         step=step,
         graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
-        workspaces=workspace_bytes(
-            num_streams=_NUM_WORKSPACES - is_cuda,
-            sorted_numbers=0 if is_cuda else logits,  # on a GPU it is inside of the step that was computed
-        ),
+        workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
     )
 
 
@@ -104,12 +90,6 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
         # On the meta device no kernel runs; those that keep the order of sums take no other memory.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )
-    return GraphModelRunner(model, attention, max_rows=max_rows, capture=None)
-
-
-def _without_triton(config: EngineConfig, model: LoadedModel) -> TorchModelRunner:
-    assert model.module is not None, "native code is for CPUs"
-    cache = KVCache(
-        model.layers, num_blocks=1, block_size=config.cache.block_size, dtype=model.dtype, device=model.device
-    )
-    return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
+    return GraphModelRunner(
+        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device)
+    )  # fmt: skip

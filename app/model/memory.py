@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from app.errors import InvalidSetup
-
-GIB = 1024**3
+from app.config import GIB
+from app.errors import InvalidSetup, first_line
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
@@ -23,8 +22,6 @@ CONTEXT_BYTES = GIB * 6 // 10
 _GRAPH_NODE_BYTES = 10 * 1024
 # What torch gives cuBLAS on each stream: 32 MiB on Hopper and newer, 8 MiB on older cards.
 WORKSPACE_BYTES = 32 * 1024**2
-# CUDA's sort of many rows has pairs of row and index beside keys and indices, and a second copy of all to sort into.
-_SORT_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +101,6 @@ def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
     return step + num_graphs * num_kernels * _GRAPH_NODE_BYTES
 
 
-def workspace_bytes(*, num_streams: int, sorted_numbers: int) -> int:
-    """Memory of cuBLAS and of a sort that draws tokens. sorted_numbers: rows times vocabulary."""
-    return num_streams * WORKSPACE_BYTES + sorted_numbers * _SORT_BYTES
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had too little memory; the CUDA driver's own error has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -128,7 +120,3 @@ def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InvalidSetup(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.inputs import to_device
+from app.model.inputs import bytes_to_device, to_device
 
 # splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -27,7 +27,20 @@ class Draw(Protocol):
     """Draws a token for some rows by temperature, filters and noise."""
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """logits: [_, vocab_size] float32; one token for each of its `rows` → [len(rows)] int64."""
+        """logits: [_, vocab_size]; one token for each of its `rows` → [len(rows)] int64."""
+        ...
+
+
+class Sample(Protocol):
+    """Takes or draws a token for each row of a step: `sample`, or what replaces it on some device."""
+
+    def __call__(
+        self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """logits: [num_rows, vocab_size], unchanged → [num_rows] int64.
+
+        likeliest: [num_rows] int64, each row's argmax, if it is known already.
+        """
         ...
 
 
@@ -35,18 +48,18 @@ class Adjust(Protocol):
     """Applies the penalties, biases, bans and matchers of some items, in this order."""
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """logits: [_, vocab_size] float32, unchanged → a changed copy of its `rows`, [len(rows), vocab_size]."""
+        """logits: [_, vocab_size], unchanged → a changed copy of its `rows`, [len(rows), vocab_size] float32."""
         ...
 
 
 def draw(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
     """Plain torch, on any device."""
-    return _draw(logits[to_device(rows, logits.device)], items)
+    return _draw(logits[to_device(rows, logits.device)].float(), items)
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
     """Plain torch, on any device."""
-    adjusted = logits[to_device(rows, logits.device)]
+    adjusted = logits[to_device(rows, logits.device)].float()
     numbered = [(row, item.adjustments) for row, item in enumerate(items) if item.adjustments is not None]
     _penalise_repetition(adjusted, [(row, each.seen, each.repetition_penalty) for row, each in numbered])
     _add(adjusted, [(row, each.deducted, each.deductions) for row, each in numbered])
@@ -69,7 +82,7 @@ def _penalise_repetition(logits: torch.Tensor, entries: Sequence[tuple[int, arra
         return
     lengths = to_device([len(tokens) for _, tokens, _ in entries], logits.device)
     penalties = to_device([penalty for _, _, penalty in entries], logits.device, torch.float32)
-    penalties = penalties.repeat_interleave(lengths)
+    penalties = penalties.repeat_interleave(lengths, output_size=len(places))
     before = flat[places]
     flat[places] = torch.where(before > 0, before / penalties, before * penalties)  # equal places get equal values
 
@@ -79,7 +92,7 @@ def _add(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], array[fl
     places = _places(logits, [(row, tokens) for row, tokens, _ in entries])
     if len(places):
         values = bytearray().join([values for _, _, values in entries])
-        logits.view(-1).index_add_(0, places, _from_bytes(values, torch.float32, logits.device))
+        logits.view(-1).index_add_(0, places, bytes_to_device(values, torch.float32, logits.device))
 
 
 def _ban(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> None:
@@ -95,20 +108,16 @@ def _places(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> 
     if not joined:
         return torch.empty(0, dtype=torch.long, device=device)
     lengths = to_device([len(tokens) for _, tokens in entries], device)
-    firsts = to_device([row * logits.shape[-1] for row, _ in entries], device).repeat_interleave(lengths)
-    return firsts + _from_bytes(joined, torch.long, device)
+    tokens = bytes_to_device(joined, torch.long, device)
+    firsts = to_device([row * logits.shape[-1] for row, _ in entries], device)
+    # Without its size the host would wait for the lengths.
+    return firsts.repeat_interleave(lengths, output_size=len(tokens)) + tokens
 
 
 def _masked(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> torch.Tensor:
-    packed = _from_bytes(allowed, torch.uint8, logits.device).view(len(rows), -1)
+    packed = bytes_to_device(allowed, torch.uint8, logits.device).view(len(rows), -1)
     penalties = _penalties_of_bytes(logits.device)[packed.long()].view(len(rows), -1)[:, : logits.shape[-1]]
     return logits.index_add_(0, to_device(rows, logits.device), penalties)
-
-
-def _from_bytes(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `to_device`, of numbers that lie in memory as the device wants them. There must be some."""
-    tensor, is_cuda = torch.frombuffer(numbers, dtype=dtype), device.type == "cuda"
-    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 
 @cache
@@ -133,7 +142,6 @@ def sample(
     """
     if not items:
         return torch.empty(0, dtype=torch.long, device=logits.device)
-    logits = logits.float()
     changed = [row for row, item in enumerate(items) if not item.takes_all_logits]
     if not changed:
         return _taken(logits, range(len(items)), items, likeliest, draw)

@@ -11,7 +11,6 @@ from app.model.memory import (
     graph_bytes,
     is_out_of_memory,
     refusing_to_run_short,
-    workspace_bytes,
 )
 
 NEEDS = MemoryNeeds(weights=15 * GIB, step=3 * GIB, graphs=1 * GIB, workspaces=GIB // 2, context=GIB // 2)
@@ -65,11 +64,6 @@ def test_graphs_take_the_largest_step_and_something_for_each_kernel() -> None:
     one, many = (graph_bytes(step=GIB, num_kernels=2000, num_graphs=number) for number in (1, 35))
     assert GIB < one < many
     assert many - GIB == 35 * (one - GIB)
-
-
-def test_library_workspaces_grow_with_streams_and_with_what_is_sorted() -> None:
-    assert workspace_bytes(num_streams=2, sorted_numbers=0) == 2 * workspace_bytes(num_streams=1, sorted_numbers=0)
-    assert workspace_bytes(num_streams=1, sorted_numbers=256 * 152_000) > GIB // 2
 
 
 def test_out_of_memory_at_start_is_refused_and_other_errors_are_not_changed() -> None:

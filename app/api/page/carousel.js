@@ -68,9 +68,9 @@ function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, col
   const left = x(start);
   const middle = x(first);
   const right = Math.max(x(end), left + 1);
-  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "45% 40%" : "60% 82%"})`;
+  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "30% 36%" : "50% 84%"})`;
   pen.fillRect(left, thin, Math.max(middle - left, 0), tall);
-  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "55% 60%" : "58% 55%"})`;
+  pen.fillStyle = `hsl(${hue} ${colours.isDark ? "42% 62%" : "48% 58%"})`;
   for (let at = left; at < middle; at += 4) pen.fillRect(at, thin, Math.min(2, middle - at), tall);
   pen.fillRect(middle, thin, Math.max(right - middle - (stay.left === null ? 0 : 0.5), 0.5), tall);
   if (stay.isResumed && stay.joined >= from) {
@@ -95,6 +95,10 @@ function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
   const area = (value, colour, max) => fill(pen, samples, value, { x, top, tall, colour, max });
   const note = (text) => {
     pen.textAlign = "right";
+    pen.globalAlpha = 0.75;
+    pen.fillStyle = colours.panel;
+    pen.fillRect(width - 6 - pen.measureText(text).width, top, pen.measureText(text).width + 6, 14);
+    pen.globalAlpha = 1;
     pen.fillStyle = colours.soft;
     pen.fillText(text, width - 4, top + 7);
     pen.textAlign = "left";

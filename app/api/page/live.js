@@ -2,10 +2,11 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
+import { element } from "/page/elements.js";
 import { History, classOf } from "/page/history.js";
 
 const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
-const HIDDEN_MS = 30_000; // a tab that nobody sees stops to watch after this
+const HIDDEN_MS = 30_000; // a hidden tab stops to watch after this
 const history = new History();
 const view = { isPaused: false, pausedAt: 0, selected: null };
 const $ = (id) => document.getElementById(id);
@@ -132,13 +133,6 @@ function move(event, replica) {
   event.preventDefault();
 }
 
-function element(tag, kind = "", text = "") {
-  const made = document.createElement(tag);
-  if (kind) made.className = kind;
-  if (text) made.textContent = text;
-  return made;
-}
-
 function setText(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
@@ -147,14 +141,16 @@ function setText(place, text) {
 let shape = "";
 function arrange() {
   const models = [...history.models.values()];
-  const now = models.map((model) => `${model.name}:${[...model.replicas.keys()]}`).join(";");
+  const byState = (model) => [...model.replicas.values()].sort((one, other) => (one.goneAt ? 1 : 0) - (other.goneAt ? 1 : 0));
+  const now = models.map((model) => `${model.name}:${byState(model).map((each) => each.id)}`).join(";");
   if (now === shape) return;
   shape = now;
+  for (const [key, panel] of panels) if (!history.replicas().includes(panel.replica)) panels.delete(key);
   const parts = [];
   for (const model of models) {
     model.line = element("div", "model");
     model.line.append(element("b", "", model.name), element("span", "decision"));
-    parts.push(model.line, ...[...model.replicas.values()].map((replica) => panelOf(replica).root));
+    parts.push(model.line, ...byState(model).map((replica) => panelOf(replica).root));
   }
   $("fleet").replaceChildren(...parts);
 }
@@ -177,7 +173,8 @@ function updateWords() {
 
 function updateHead({ root, head, queue, canvas, replica }) {
   root.className = `replica ${replica.state}`;
-  const { view: seen, facts } = replica;
+  const isThere = replica.state === "serving" || replica.state === "leaving";
+  const { view: seen, facts } = isThere ? replica : { view: null, facts: replica.facts };
   const recent = replica.samples.filter((each) => each.num_steps && each.at > history.at - 3000);
   const drawn = recent.reduce((sum, each) => sum + each.num_drawn_tokens, 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
@@ -187,8 +184,8 @@ function updateHead({ root, head, queue, canvas, replica }) {
     ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
-    ["n", `${Math.round(drawn / span)} tokens/s`],
-    ["why", bubbles > 0.005 ? `${Math.round(bubbles * 100)} % of the slots were empty while requests waited` : ""],
+    ["n", seen ? `${Math.round(drawn / span)} tokens/s` : ""],
+    ["why", bubbles > 0.005 ? `bubbles: ${Math.round(bubbles * 100)} % of the slots empty while requests wait for the batch` : ""],
   ].filter(([, text]) => text);
   const text = parts.map((each) => each.join()).join("|");
   if (head.dataset.text !== text) {
@@ -199,12 +196,12 @@ function updateHead({ root, head, queue, canvas, replica }) {
   updateQueue(queue, seen);
 }
 
-// The share of slots that no request used in steps of the last ten seconds in which some waited.
+// The share of slots that no request used in steps of the last ten seconds, while the strategy let none join.
 function bubblesOf(replica) {
   let all = 0;
   let used = 0;
   for (const each of replica.samples) {
-    if (!each.num_steps || !each.waiting || each.at < history.at - 10_000) continue;
+    if (!each.num_steps || each.reason !== "strategy" || each.at < history.at - 10_000) continue;
     all += each.num_steps * each.slots;
     used += each.num_sequences;
   }
@@ -228,8 +225,7 @@ function updateQueue(queue, seen) {
     row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`;
     list.append(row);
   }
-  const title = element("h3", "", seen?.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty");
-  const parts = [title];
+  const parts = seen ? [element("h3", "", seen.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty")] : [];
   if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
   if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
   queue.replaceChildren(...parts, list);
@@ -308,7 +304,7 @@ const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms
 
 function palette() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["faint", "soft", "text", "line", "bad", "warn", "owned", "cached"];
+  const names = ["faint", "panel", "soft", "text", "line", "bad", "warn", "owned", "cached"];
   const colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   return { ...colours, isDark: document.documentElement.classList.contains("dark") };
 }

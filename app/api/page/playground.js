@@ -28,6 +28,7 @@ function body(prompt) {
   const system = $("system").value.trim();
   const all = [...(system ? [{ role: "system", content: system }] : []), ...messages];
   if (prompt) all.push({ role: "user", content: prompt });
+  else if (all.at(-1)?.role === "assistant") all.pop(); // the request that was sent last
   return { ...parameters(), messages: all, stream: true };
 }
 
@@ -56,6 +57,7 @@ async function ask(event) {
       if (chunk.error) throw new Error(chunk.error.message);
       const piece = chunk.choices?.[0]?.delta?.content || "";
       if (piece && !times.first) times.first = performance.now();
+      if (piece) times.last = performance.now();
       text += piece;
       times.tokens = chunk.usage?.completion_tokens ?? times.tokens;
       place.firstChild.textContent = text;
@@ -79,10 +81,10 @@ async function ask(event) {
   showCode();
 }
 
-function speed({ first, tokens, replica }, began) {
+function speed({ first, last, tokens, replica }, began) {
   if (!first) return "";
-  const after = Math.max((performance.now() - first) / 1000, 0.001);
-  const rate = tokens > 1 ? `, ${((tokens - 1) / after).toFixed(0)} tokens/s` : "";
+  const after = (last - first) / 1000;
+  const rate = after > 0.1 ? `, ${((tokens - 1) / after).toFixed(0)} tokens/s` : "";
   return `first token after ${Math.round(first - began)} ms, ${tokens} tokens${rate}${replica ? `, replica ${replica}` : ""}`;
 }
 

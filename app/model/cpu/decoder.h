@@ -17,7 +17,7 @@ namespace carousel {
 struct DecoderShape {  // of one rank: its heads, and inner numbers of its MLPs
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
-    int64_t rank_tokens;  // of the vocabulary, whose embedding and output layer each rank has; the last has what is left
+    int64_t rank_tokens;  // of the vocabulary, with their embeddings and outputs, on each rank; the last has what is left
     float epsilon, scaling;
     ExpertsShape experts;
     RanksShape ranks;

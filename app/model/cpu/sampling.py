@@ -28,8 +28,8 @@ class NativeDraw:
         self._team, self._draw = team, team.code.carousel_draw
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """logits: [_, vocab_size] float32; one token for each of its `rows` → [len(rows)] int64."""
-        logits = logits.contiguous()
+        """See `sampler.Draw`."""
+        logits = logits.float().contiguous()
         numbers: list[float] = []
         for item in items:
             sampling = item.sampling
@@ -53,7 +53,7 @@ class NativeAdjust:
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """See `sampler.Adjust`."""
-        logits = logits.contiguous()
+        logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)
         # Until the call returns nothing else refers to them.

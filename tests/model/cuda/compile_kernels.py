@@ -27,7 +27,14 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, decoder_kernels, expert_kernels, invariant_kernels
+from app.model.cuda import (
+    batch_invariant,
+    decoder_kernels,
+    expert_kernels,
+    invariant_kernels,
+    sampler,
+    sampler_kernels,
+)
 from app.model.cuda import decoder as triton_decoder
 from app.model.cuda import experts as triton_experts
 from app.model.cuda import kernels as attention_kernels
@@ -39,6 +46,7 @@ ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -158,7 +166,9 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
 
     head_dim = 128
     layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
-    settings = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6)
+    settings = SimpleNamespace(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6, experts=ExpertSettings()
+    )  # fmt: skip
     weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
     cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
     decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
@@ -179,6 +189,11 @@ def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_t
         zeros(40, hidden_size), zeros(num_experts, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
         zeros(num_experts, hidden_size, inner_size),
     )  # fmt: skip
+
+
+def launch_sampler(dtype: torch.dtype) -> None:
+    items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
+    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -232,6 +247,8 @@ def compile_all() -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
             launch_invariant(dtype)
+        with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results):
+            launch_sampler(dtype)
     for shape_name, case in CASES.items():
         with compiling(triton_attention, attention_kernels, shape_name, results):
             launch_attention(**case)  # type: ignore[arg-type]

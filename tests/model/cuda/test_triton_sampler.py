@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.engine.batch import ScheduledSequence
+from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.matcher import TokenSet
+from app.engine.request import SamplingParams
+from app.model.sampler import gumbel_noise, sample
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+from app.model.cuda.sampler import TritonSampler
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB_SIZE = 45
+TILE = 32  # so that a row has two
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def item(
+    *,
+    position: int = 3,
+    banned: tuple[int, ...] = (),
+    allowed: tuple[int, ...] = (),
+    generated: tuple[int, ...] = (),
+    **sampling: Any,
+) -> ScheduledSequence:
+    params = SamplingParams(max_tokens=9, **sampling)
+    adjustments = LogitAdjustments(params, (1, 2, 2))
+    adjustments.follow(generated)
+    return ScheduledSequence(
+        request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
+        banned_token_ids=banned, adjustments=adjustments if params.adjusts_logits else None,
+        matcher=TokenSet(allowed, vocab_size=VOCAB_SIZE) if allowed else None,
+    )  # fmt: skip
+
+
+def triton(device: torch.device = DEVICE) -> TritonSampler:
+    return TritonSampler(device, tile=TILE)
+
+
+any_filters = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 0, 1, 3, 7, VOCAB_SIZE, VOCAB_SIZE + 5]),
+        "top_p": st.sampled_from([1e-6, 0.2, 0.5, 0.9, 1.0, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+        "seed": st.sampled_from([0, 1, 2**63 - 1]),
+        "banned": st.sampled_from([(), (), (3, 44)]),
+        "allowed": st.sampled_from([(), (), (3, 17, 39, 44)]),
+    }
+)
+# Few different values: most tokens have equals.
+some_logits = st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE)
+
+
+# Without shrinking: a row takes the interpreter some 50 ms.
+@settings(deadline=None, max_examples=80, derandomize=True, phases=[Phase.generate])
+@given(rows=st.lists(st.tuples(some_logits, any_filters), min_size=1, max_size=3), dtype=st.sampled_from(TYPES))
+def test_the_same_tokens_as_the_plain_sampler_alone_and_in_any_batch(
+    rows: list[tuple[list[float], dict[str, Any]]], dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
+    items = [item(position=n + 1, **filters) for n, (_, filters) in enumerate(rows)]
+    together = triton()(logits, items).tolist()
+    alone = [triton()(logits[n : n + 1], items[n : n + 1]).item() for n in range(len(rows))]
+    assert together == alone
+    # Where sums of weights reach top-p exactly, rounding decides.
+    plain = [
+        sample(logits, [_with_shares(each, factor) for each in items]).tolist() for factor in (1, 1.00001, 0.99999)
+    ]
+    assert all(token in expected for token, *expected in zip(together, *plain, strict=True))
+
+
+def _with_shares(item: ScheduledSequence, factor: float) -> ScheduledSequence:
+    params = item.sampling
+    top_p = params.top_p if params.top_p == 1.0 else params.top_p * factor
+    min_p = params.min_p if params.min_p == 1.0 else params.min_p / factor
+    return structs.replace(
+        item,
+        sampling=SamplingParams(
+            max_tokens=9, seed=params.seed, temperature=params.temperature, top_k=params.top_k, top_p=top_p, min_p=min_p
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.2, "top_k": 50}, {"top_p": 1e-6}, {"min_p": 0.05},
+        {"min_p": 0.01, "top_p": 0.95, "top_k": 40},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_same_tokens_of_other_numbers(filters: dict[str, float], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(9, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE).repeat(3, 1)).to(
+        dtype
+    )
+    items = [item(position=n, temperature=0.7, seed=n * 7919, **filters) for n in range(1, 10)]
+    assert TritonSampler(DEVICE, tile=128)(logits, items).tolist() == sample(logits, items).tolist()
+
+
+def test_the_noise_is_the_same_function() -> None:
+    seeds, positions = torch.arange(3, 9)[:, None] * 2**58, torch.arange(6)[:, None] * 1000
+    noise = gumbel_noise(seeds, positions, vocab_size=2)
+    # Two logits differ by the noise's difference and a little more: the choice shows the noise exactly.
+    for hair, expected in ((1e-5, 1), (-1e-5, 0)):
+        logits = torch.stack([torch.zeros(6), noise[:, 0] - noise[:, 1] + hair], dim=1).to(DEVICE)
+        items = [
+            item(seed=seed, position=at) for (seed,), (at,) in zip(seeds.tolist(), positions.tolist(), strict=True)
+        ]
+        assert triton()(logits, items).tolist() == [expected] * 6
+
+
+def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() -> None:
+    logits = torch.randn(4, VOCAB_SIZE, device=DEVICE)
+    logits[0], logits[1], logits[2, :5] = float("nan"), float("-inf"), float("nan")
+    for filters in ({"top_p": 0.5}, {"top_k": 3}, {}, {"temperature": 0.0}):
+        items = [item(seed=1, **filters)] * 4
+        drawn = triton()(logits, items).tolist()
+        assert all(0 <= token < VOCAB_SIZE for token in drawn)
+        assert drawn[3] == sample(logits[3:], items[:1]).item()
+
+
+def test_minus_zero_is_zero() -> None:
+    logits = torch.full((1, VOCAB_SIZE), -1.0, device=DEVICE)
+    logits[0, 7], logits[0, 9] = -0.0, 0.0
+    assert triton()(logits, [item(top_k=1)]).item() == 7
+
+
+class Launches:
+    """Stands for the kernels' module: counts launches and computes nothing."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(*_given: Any, **_named: Any) -> None:
+            self.names.append(name)
+
+        return dict.fromkeys([(n,) for n in range(1, 9)], launch)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.waiting: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names.append(name)
+        is_unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if is_unsized or name in ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"):
+            self.waiting.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+CHANGED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0, "generated": (3, 3, 5)}, {"repetition_penalty": 1.3, "generated": (3, 5)},
+    {"logit_bias": ((3, 2.0),)}, {"banned": (4,)}, {"allowed": (3, 17)}, {"top_p": 0.9}, {"temperature": 0.0}, {},
+]  # fmt: skip
+
+
+def test_a_sampled_step_is_one_launch_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr("app.model.cuda.sampler._kernels", lambda: launches)
+    logits = torch.randn(5, VOCAB_SIZE, dtype=torch.bfloat16)
+    ours = TritonSampler(torch.device("cpu"))
+    with Operators() as operators:
+        ours(logits, [item(**{"temperature": 0.6, **row}) for row in CHANGED[3:]])
+    assert launches.names == ["draw_kernel"]
+    assert operators.waiting == []
+    assert not {"clone", "copy_", "sort", "_to_copy", "argmax"} & set(operators.names), "nothing as large as logits"
+
+
+def test_a_greedy_step_is_no_launch_where_the_likeliest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    monkeypatch.setattr("app.model.cuda.sampler._kernels", lambda: launches)
+    ours, logits, likeliest = triton(), torch.randn(2, VOCAB_SIZE), torch.tensor([4, 9])
+    with Operators() as operators:
+        taken = ours(logits, [item(temperature=0.0)] * 2, likeliest=likeliest)
+    assert (launches.names, operators.names, taken.tolist()) == ([], [], [4, 9])
+
+
+def test_the_plain_sampler_does_not_wait_for_the_device_either() -> None:
+    logits = torch.randn(len(CHANGED), VOCAB_SIZE)
+    with Operators() as operators:
+        sample(logits, [item(**row) for row in CHANGED])
+    assert operators.waiting == []
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("filters", "passes"),
+    # One to draw; one for the greatest logit; 4 digits of a bfloat16 for each of top-k and top-p.
+    [({}, 1), ({"temperature": 0.0}, 1), ({"top_k": 5}, 5), ({"top_p": 0.9}, 6), ({"top_k": 5, "top_p": 0.9}, 10),
+     ({"min_p": 0.1}, 2)],
+)  # fmt: skip
+def test_logits_are_read_as_often_as_a_filter_needs(
+    filters: dict[str, Any], passes: int, bytes_read: list[int]
+) -> None:
+    logits = torch.randn(3, 1000).bfloat16()
+    TritonSampler(DEVICE, tile=512)(logits, [item(**filters)] * 3)
+    assert sum(bytes_read) == pytest.approx(logits.nbytes * passes, rel=0.05)
+    bytes_read.clear()
+    mask = bytes([255] * 125)
+    TritonSampler(DEVICE, tile=512)(logits, [structs.replace(item(**filters), banned_token_ids=(1,))] * 3)
+    # Eight tokens load the same byte of a mask.
+    assert sum(bytes_read) == pytest.approx((logits.nbytes + 3 * 8 * len(mask)) * passes, rel=0.05)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every load in Triton's interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    read: list[int] = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        loaded = load(self, pointers, mask, *others)
+        read.append(int(np.broadcast_to(mask.data, pointers.data.shape).sum()) * loaded.data.itemsize)
+        return loaded
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+    return read

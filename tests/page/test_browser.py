@@ -1,0 +1,212 @@
+"""The page in a real Chromium: `apt-get install chromium` and `pip install carousel[browser]`; skipped without them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.keys import ADMIN_KEY, KEY, entry
+from tests.page.stage import Stage
+from tests.waiting import eventually
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium: apt-get install chromium", allow_module_level=True)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not there: pip install carousel[browser]")
+
+PATIENCE_MS = 30_000
+ENGINE: dict[str, Any] = {"scheduler": {"max_running": 8, "max_waiting": 256}, "cache": {"num_blocks": 400}}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def stage(demo_path: Path) -> Iterator[Stage]:
+    with Stage(demo_path, **ENGINE) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A new tab. An error of a script or of the Content-Security-Policy fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    errors: list[str] = []
+    tab = context.new_page()
+    tab.set_default_timeout(PATIENCE_MS)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
+    yield tab
+    context.close()
+    assert errors == []
+
+
+def seen(page: Any) -> dict[str, Any]:
+    """What the page knows: for each replica the requests that had a slot, and why they left."""
+    return dict(
+        json.loads(
+            page.evaluate("""async () => {
+                const { history } = await import("/page/live.js");
+                return JSON.stringify(Object.fromEntries(history.replicas().map((replica) => [replica.id, {
+                    state: replica.state,
+                    stays: replica.stays.map((stay) => [stay.id, stay.why, stay.isResumed, stay.left !== null]),
+                }])));
+            }""")
+        )
+    )
+
+
+def stays(page: Any) -> list[list[Any]]:
+    return [stay for replica in seen(page).values() for stay in replica["stays"]]
+
+
+def colours(page: Any) -> int:
+    """How many different colours the picture of the first replica has."""
+    return int(
+        page.evaluate("""() => {
+            const canvas = document.querySelector(".replica canvas");
+            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            return new Set(new Uint32Array(data.buffer)).size;
+        }""")
+    )
+
+
+def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    page.wait_for_selector("#connection.on")
+    page.wait_for_selector(".queue:has-text('Queue: empty')")
+    assert "0 of 8 running" in page.inner_text(".head >> nth=0")
+
+
+def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    num_colours = colours(page)
+    page.click("#demo")
+    page.wait_for_selector(".queue li >> nth=3")  # more than there are slots
+    eventually(lambda: colours(page), lambda found: found > num_colours + 8)
+    eventually(lambda: {stay[0] for stay in stays(page)}, lambda ids: len(ids) == 40)
+    eventually(lambda: [stay for stay in stays(page) if stay[1] == "length"], lambda ended: len(ended) == 40)
+    eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
+
+
+def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
+    page.goto(stage.url)
+    page.wait_for_selector(".replica >> nth=1")
+    page.click("#demo")
+    eventually(lambda: stays(page), lambda found: len(found) > 8)
+    page.focus(".replica canvas >> nth=0")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("#request table")
+    text = page.inner_text("#request")
+    assert "queue" in text
+    assert "replica1, slot " in text
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#request")
+    page.keyboard.press(" ")
+    assert page.get_attribute("#pause", "aria-pressed") == "true"
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#back-s") == "3 s"
+
+
+def test_a_chat_streams(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#playground")
+    page.wait_for_selector("#model option", state="attached")
+    page.fill("#max_tokens", "60")
+    page.fill("#prompt", "Hello")
+    page.click("#send")
+    lengths = set()
+    eventually(
+        lambda: lengths.add(len(page.inner_text(".message.assistant"))) or page.query_selector(".cost") is not None
+    )
+    assert len(lengths) > 3, "it grows piece by piece"
+    assert "first token after" in page.inner_text(".cost")
+    assert "60 tokens" in page.inner_text(".cost")
+    assert '"content": "Hello"' in page.inner_text("#code")
+    page.click("#as-python")
+    assert "OpenAI(base_url=" in page.inner_text("#code")
+
+
+def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page: Any, demo_path: Path) -> None:
+    with Stage(demo_path, **ENGINE) as stage:
+        page.goto(stage.url)
+        page.wait_for_selector(".replica >> nth=1")
+        page.click("#demo")
+        eventually(lambda: stays(page), lambda found: len(found) >= 16)
+        stage.kill("replica1")
+        page.wait_for_selector(".replica.lost", timeout=5000)
+        assert "lost" in page.inner_text(".replica.lost .state")
+        stage.replace("replica1")
+        page.wait_for_selector(".replica.gone")
+        page.wait_for_selector(".replica:has-text('replica3')")
+        eventually(lambda: [stay for stay in stays(page) if stay[2]], bool)
+        moved = {stay[0] for stay in stays(page) if stay[2]}
+        lost = {stay[0] for stay in stays(page) if stay[1] == "lost"}
+        assert moved & lost, "the same request, linked"
+
+
+def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, demo_path: Path) -> None:
+    api = {"keys": [entry(), entry(ADMIN_KEY, "root", admin=True)]}
+    with Stage(demo_path, num_replicas=1, api=api, **ENGINE) as stage:
+        page.goto(stage.url)
+        page.wait_for_selector("#notice:has-text('admin')")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#notice:has-text('administrators')")
+        page.wait_for_selector("#model option", state="attached")
+        page.fill("#key", ADMIN_KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#connection.on")
+        page.wait_for_selector(".replica")
+        assert page.is_hidden("#notice")
+        page.reload()
+        page.wait_for_selector("#connection.on")
+        assert page.evaluate("Object.values(localStorage).length") == 0
+
+
+def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions",
+         "body": {"model": "demo", "prompt": "Hello", "max_tokens": 5}}
+        for number in range(20)
+    ]  # fmt: skip
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with Stage(demo_path, batches=tmp_path / "batches", **ENGINE) as stage:
+        page.goto(f"{stage.url}/#batches")
+        page.wait_for_selector("#batches-notice:has-text('no batches yet')")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list:has-text('20 of 20 done')")
+        with page.expect_download() as download:
+            page.click("text=Results")
+        found = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+        assert {each["custom_id"] for each in found} == {f"line-{number}" for number in range(20)}
+        file.write_text("no JSON")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list .failed ~ .why, #batch-error:not(:empty)")
+
+
+def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#batches")
+    page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
+
+
+def test_a_phone_shows_everything_in_one_column(browser: Any, stage: Stage) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
+    tab = context.new_page()
+    tab.goto(stage.url)
+    tab.wait_for_selector(".replica >> nth=1")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.evaluate("document.documentElement.classList.contains('dark')")
+    context.close()
