@@ -2,7 +2,7 @@
 
 The query, key and value matrices are one product, and so are gate and up; what is between the products and the
 attention are three kernels of ours (`decoder_kernels.py`). So a layer takes ten launches where every sequence has one
-token, and eleven beside a longer piece; with experts (`experts.py`) two more. The loader compares its logits with those
+token, and eleven beside a longer piece; with experts (`experts.py`) one more. The loader compares its logits with those
 of the model's own code.
 
 Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
@@ -22,7 +22,7 @@ from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
 
 _KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them
-_KERNELS_OF_EXPERTS = 9  # the same of a layer with experts
+_KERNELS_OF_EXPERTS = 8  # the same of a layer with experts
 _GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
 # Of a tile of queries. Eight for each thread; the kernel needs at least one, because it changes them in place.
 _NUMBERS_PER_WARP = 256
@@ -38,6 +38,7 @@ class CudaDecoder:
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
         self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
         self._mixture = ExpertMixture(weights.settings.experts, attention.device)
+        self._num_experts = max((len(each.down) for each in self._layers if each.router is not None), default=0)
 
     def compute(
         self,
@@ -51,11 +52,12 @@ class CudaDecoder:
         """As DeviceForward has it."""
         residual = functional.embedding(token_ids[0], self._weights.embedding)  # [num_tokens, hidden_size]
         addend = None
+        lengths = positions.new_zeros(len(self._layers), self._num_experts, dtype=torch.int32)
         for index, layer in enumerate(self._layers):
             normed = self._add_norm(addend, residual, layer.input_norm)
             addend = self._attention_output(index, layer, normed, positions[0], step)
             normed = self._add_norm(addend, residual, layer.post_attention_norm)
-            addend = self._mlp_output(layer, normed)
+            addend = self._mlp_output(layer, normed, lengths[index])
         hidden = self._add_norm(addend, residual, self._weights.final_norm)
         wanted = hidden if logits_indices is None else hidden[logits_indices]
         return Prediction(
@@ -74,13 +76,13 @@ class CudaDecoder:
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
         return functional.linear(attended.flatten(1), layer.output, layer.output_bias)
 
-    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size]; of experts [num_tokens, per_token, hidden_size], to be added up.
+    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]; of experts [num_tokens, num_chosen, hidden_size], to be added up.
 
-        Of weights sliced by inner outputs it is a partial sum, as above.
+        Of weights sliced by inner outputs it is a partial sum, as above. lengths: [num_experts] of zeros.
         """
         if layer.router is not None:
-            return self._mixture(normed, layer.router, layer.gate_up, layer.down)
+            return self._mixture(normed, layer.router, layer.gate_up, layer.down, lengths)
         gate_up = functional.linear(normed, layer.gate_up)
         return functional.linear(self._gated(gate_up), layer.down)
 

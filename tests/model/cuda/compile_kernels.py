@@ -187,7 +187,7 @@ def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_t
     mixture._widen = False
     mixture(
         zeros(40, hidden_size), zeros(num_experts, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
-        zeros(num_experts, hidden_size, inner_size),
+        zeros(num_experts, hidden_size, inner_size), torch.zeros(num_experts, dtype=torch.int32),
     )  # fmt: skip
 
 
