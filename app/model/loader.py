@@ -48,8 +48,8 @@ from app.model.llama import (
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import Group
-from app.model.parallel.plan import SplitPlan, check_divisible
 from app.model.parallel.slices import part_of, settings_of_rank
+from app.model.parallel.split_plan import SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 

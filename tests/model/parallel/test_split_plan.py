@@ -10,7 +10,7 @@ import torch
 
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.parallel.group import Group
-from app.model.parallel.plan import SplitPlan, check_divisible
+from app.model.parallel.split_plan import SplitPlan, check_divisible
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 TOKEN_IDS = torch.arange(3, 15)[None]
