@@ -19,7 +19,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.child_process import PROJECT, child_command, child_environment
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -61,6 +61,15 @@ class Devices:
     gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
     tensor_parallel: int = 1  # devices that compute each step together, with a process for each
     step_timeout_s: float = 60.0  # for which one of these waits for the others
+
+    @classmethod
+    def of(cls, replicas: ReplicasConfig) -> Devices:
+        """Those of one replica."""
+        return cls(
+            gpu_share=replicas.gpu_share,
+            tensor_parallel=replicas.tensor_parallel,
+            step_timeout_s=replicas.step_timeout_s,
+        )
 
 
 ONE_DEVICE = Devices()
@@ -155,9 +164,11 @@ def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     import torch
 
     from app.model.loader import device_of
-    from app.model.parallel.ranks import Ranks
+    from app.model.parallel.ranks import Ranks, cards, check_cards
 
     device = device_of(config.model)
+    if device.type == "cuda":
+        check_cards(cards(), devices.tensor_parallel)
     own, size = os.getpid(), devices.tensor_parallel
 
     def start(descriptor: int) -> subprocess.Popen[bytes]:

@@ -128,13 +128,19 @@ def load_model(
     quantised = Quantised.of(read_config(config, location))
     may_be_packed = may_be_native and library() is not None
     checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
-    if checkpoint is None:
+    whole = None
+    if group is not None:
+        _check_ranks(config, found, quantised, group.size)
+        host = torch.device("cpu")  # a device may not hold the whole model
+        module = _with_weights(host, config, found, location, dtype, None)
+        whole = _split(config, module, group).to(device)
+        module.to(device)
+    elif checkpoint is None:
         module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
     limit = _limit_of(module)
-    whole = None if group is None else _split(config, module, group, device)
     probe = _probe(config, module, device)
     if whole is not None:
         _compare(config, "divided among ranks", probe.own, whole)
@@ -498,6 +504,9 @@ class _Output:
         """The outputs for some of the tokens."""
         return _Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
 
+    def to(self, device: torch.device) -> _Output:
+        return replace(self, first_layer=self.first_layer.to(device), logits=self.logits.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -524,11 +533,20 @@ def _run(
     return _Output(output.hidden_states[1], output.logits, is_mixture)
 
 
-def _split(config: ModelConfig, module: PreTrainedModel, group: Group, device: torch.device) -> _Output:
+def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quantised | None, size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share a model; before any weight is read."""
+    if quantised is not None or config.quantization != "none":
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}; quantised weights are divided only for the native decoder on a "
+            f"CPU, which does not compute {config.path} here (the log says why). Serve weights that are not quantised"
+        )
+    check_divisible(found, size, path=config.path)
+
+
+def _split(config: ModelConfig, module: PreTrainedModel, group: Group) -> _Output:
     """Leave of a model what is this rank's. Returns the outputs of the whole one on the tokens of `_probe`."""
-    check_divisible(module.config, group.size, path=config.path)
     plan = SplitPlan(module, group, path=config.path)
-    whole = _own_output(module, *_tokens_to_try(module, device))
+    whole = _own_output(module, *_tokens_to_try(module, torch.device("cpu")))
     plan.split("", module)
     return whole
 

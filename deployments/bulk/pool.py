@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from app.assembly import Devices
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput
@@ -102,10 +103,10 @@ class EnginePool(Executor[PreparedItem]):
     def _start(self) -> Any:
         replicas = self._served.replicas
         remote = ray.remote(EngineActor).options(
-            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0,
+            num_cpus=replicas.reserved_cpus, num_gpus=replicas.reserved_gpus, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD",  # by default Ray fills one machine first
         )  # fmt: skip
-        return remote.remote(self._served.engine, self._threads, replicas.gpu_share)
+        return remote.remote(self._served.engine, self._threads, Devices.of(replicas))
 
     async def _load(self, actor: Any) -> None:
         facts = actor.load.remote()
