@@ -19,7 +19,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.child_process import PROJECT, child_command, child_environment
-from app.config import CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
+from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.loader import LoadedModel
     from app.model.memory import MemoryNeeds
-    from app.model.parallel.group import Group
+    from app.model.parallel.group import RankGroup
     from app.model.parallel.ranks import Ranks
     from app.model.runner import TorchModelRunner
 
@@ -193,7 +193,7 @@ class LoadedRunner:
     num_blocks: int  # of its KV memory
 
 
-def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: Group | None = None) -> LoadedRunner:
+def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
     """Load the model, or one rank's part of it, and size its KV memory. All ranks of a group call it."""
     import torch
 
@@ -237,7 +237,7 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
     """What weights, the largest step and everything else leave of the engine's share of its GPU."""
     from app.model.kv_cache import block_bytes
     from app.model.largest_step import needs_of
-    from app.model.memory import GIB, gpu_memory, refusing_to_run_short
+    from app.model.memory import gpu_memory, refusing_to_run_short
 
     limits, block_size = config.scheduler, config.cache.block_size
     fix = (

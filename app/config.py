@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+GIB = 1024**3
 KvType = Literal["auto", "int8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -561,7 +562,7 @@ class BatchesConfig(Settings):
         None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
     max_total_bytes: int = Field(
-        20 * 1024**3, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
+        20 * GIB, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
     )
     max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
     keep_s: int | None = Field(

@@ -31,7 +31,7 @@ class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_preemptions: int
 
 
-class WaitingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request that waits, with what it will probably wait still."""
 
     request_id: str
@@ -72,4 +72,4 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_free_blocks: int  # with nothing in them
     steps: StepSums
     slots: tuple[SlotUse, ...]  # those in use, and those that were left
-    waiting: tuple[WaitingRequest, ...]  # the first, in the order in which they would join now
+    waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now

@@ -51,8 +51,6 @@ def build_runner(
     wants_native = config.model.backend != "torch"
     if wants_native and NativeKVCache.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
         return _in_native_code(config, model, num_blocks, num_threads)
-    if model.device.type == "cuda":
-        logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
     assert model.module is not None, "weights are native only where NativeKVCache fits"
     cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)

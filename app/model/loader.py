@@ -14,7 +14,7 @@ import torch
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import ModelFacts, SamplingParams
-from app.errors import InvalidSetup, UnsupportedModel
+from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import (
     ATTENTION_NAME,
     AttentionRules,
@@ -47,7 +47,7 @@ from app.model.llama import (
 )
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
 from app.model.parallel.split_plan import SplitPlan, check_divisible
 from app.model.positions import fix_positions
@@ -97,7 +97,7 @@ def load_model(
     *,
     block_size: int = 16,
     checks: Path | None = None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
@@ -259,7 +259,7 @@ def _folder_of(config: ModelConfig, location: str) -> Path | None:
     try:
         return Path(snapshot_download(location, revision=config.revision, allow_patterns=_FILES))
     except (OSError, ValueError) as error:
-        logger.info("%s cannot be downloaded as a whole: %s", config.path, _first_line(error))
+        logger.info("%s cannot be downloaded as a whole: %s", config.path, first_line(error))
         return None
 
 
@@ -329,14 +329,16 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     module = _without_weights(found, location, dtype)
     # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
     tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
+    for each in (module, tried):
+        fix_positions(each, longest)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
     try:
         output = _run(tried, token_ids, token_ids, step)
     except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
     except RuntimeError as error:  # an operator whose result has a size that follows from numbers
-        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
     if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
@@ -362,7 +364,13 @@ def device_of(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if device.type == "cuda" and not TritonAttention.fits(device):
+        raise InvalidSetup(
+            f"model.device is {config.device} and torch sees a CUDA device, but Triton, in which attention is written, "
+            f"is not installed: pip install triton (torch for CUDA brings it on Linux), or set model.device: cpu"
+        )
+    return device
 
 
 def _check_quantization(config: ModelConfig, device: torch.device) -> None:
@@ -397,7 +405,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
 
     Raises:
-        InvalidSetup: there is no such device.
+        InvalidSetup: there is no such device, or it has no Triton.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
@@ -438,7 +446,7 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise InvalidSetup(
             f"model.path {config.path!r} is neither a folder with a model nor a model that can be loaded "
-            f"(looked at {location!r}): {_first_line(error)}"
+            f"(looked at {location!r}): {first_line(error)}"
         ) from error
     name = found.model_type
     if getattr(found, "is_encoder_decoder", False):
@@ -486,10 +494,10 @@ def _from_pretrained(
         if is_out_of_memory(error):
             raise
         if quantised is not None:
-            raise UnsupportedModel(quantised.why_not(config.path, _first_line(error), device)) from error
+            raise UnsupportedModel(quantised.why_not(config.path, first_line(error), device)) from error
         if not isinstance(error, OSError | ValueError | RuntimeError):
             raise
-        raise UnsupportedModel(f"{config.path} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} cannot be loaded: {first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +551,7 @@ def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quanti
     check_divisible(found, size, path=config.path)
 
 
-def _split(config: ModelConfig, module: PreTrainedModel, group: Group) -> _Output:
+def _split(config: ModelConfig, module: PreTrainedModel, group: RankGroup) -> _Output:
     """Leave of a model what is this rank's. Returns the outputs of the whole one on the tokens of `_probe`."""
     plan = SplitPlan(module, group, path=config.path)
     whole = _own_output(module, *_tokens_to_try(module, torch.device("cpu")))
@@ -575,12 +583,12 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     try:
         ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {first_line(error)}") from error
     except (RuntimeError, ImportError) as error:
         if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
             raise
         raise UnsupportedModel(
-            f"the quantised layers of {config.path} cannot be computed on {device.type}: {_first_line(error)}. Serve "
+            f"the quantised layers of {config.path} cannot be computed on {device.type}: {first_line(error)}. Serve "
             f"the checkpoint that is not quantised"
         ) from error
     if not step.layers:
@@ -750,7 +758,7 @@ def _native_output(
 
 @torch.inference_mode()
 def load_native_rank(
-    config: ModelConfig, location: str, group: Group, *, block_size: int, checks: Path | None
+    config: ModelConfig, location: str, group: RankGroup, *, block_size: int, checks: Path | None
 ) -> LoadedModel | None:
     """One rank's part of a model for the C++ decoder; None if that cannot compute it so. All ranks of a group call it.
 
@@ -892,7 +900,3 @@ def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
     if found is None:
         found = module.config.get_text_config().eos_token_id
     return as_token_ids(found)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -14,10 +14,11 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
 from benchmarks.gpu.steps import Replays, step_of
 
+TOP_P = "top-p 0.9"
 DRAWS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
     "T = 1": SamplingParams(max_tokens=1, temperature=1.0, seed=7),
-    "top-p 0.9": SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=7),
+    TOP_P: SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=7),
     "top-k 50, top-p 0.9": SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.9, seed=7),
 }
 
@@ -40,7 +41,12 @@ def measure(bench: Bench) -> None:
             batch = step_of([(7, 1)] * number, num_blocks=max(numbers), block_size=BLOCK_SIZE, sampling=sampling)
             step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
             replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0
+            draw_s = step_s - replay_s
+            of_step = bench.of_earlier("decode", f"step_{number}x1024_ms")
+            share = round(draw_s * 1e3 / of_step, 4) if of_step else None
             bench.row(
                 "draws", rows=number, draw=name, step_us=round(step_s * 1e6, 1), replay_us=round(replay_s * 1e6, 1),
-                draw_us=round((step_s - replay_s) * 1e6, 1),
+                draw_us=round(draw_s * 1e6, 1), share_of_8b_step=share,
             )  # fmt: skip
+            if name == TOP_P:
+                bench.put(**{f"top_p_share_{number}": share})

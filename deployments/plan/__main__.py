@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from app.errors import CarouselError
+from deployments.arguments import positive
 from deployments.plan.cards import card_of
 
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=options.dtype,
             max_running=options.max_running,
             max_step_tokens=options.max_step_tokens,
+            gpu_memory_fraction=options.gpu_memory_fraction,
         )
         plan = GpuPlan(config, card, share=options.num_gpus)
         print(plan.table())
@@ -45,19 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file, or a hub id")
     memory.add_argument("--gpu", required=True, help="a card by its name, such as H200, or its memory, such as 80GiB")
-    memory.add_argument("--context", type=_count, help="tokens of prompt and output; default: the model's own")
+    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
     memory.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
-    memory.add_argument("--max-running", type=_count, default=256, help="scheduler.max_running")
-    memory.add_argument("--max-step-tokens", type=_count, default=8192, help="scheduler.max_step_tokens")
+    memory.add_argument("--max-running", type=positive, default=256, help="scheduler.max_running")
+    memory.add_argument("--max-step-tokens", type=positive, default=8192, help="scheduler.max_step_tokens")
+    memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; must be 1 or more")
-    return number
 
 
 def _share(text: str) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from app.assembly import PlannedMemory, planned_memory
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.errors import InvalidSetup
-from app.model.memory import GIB, GpuMemory
+from app.model.memory import GpuMemory
 from deployments.plan.cards import CARDS, Card
 
 
@@ -88,13 +88,22 @@ class GpuPlan:
         return GpuMemory(total=card.memory_bytes, fraction=self._config.cache.gpu_memory_fraction, share=self._share)
 
 
-def config_of(path: str, *, context: int | None, dtype: str, max_running: int, max_step_tokens: int) -> EngineConfig:
+def config_of(
+    path: str,
+    *,
+    context: int | None,
+    dtype: str,
+    max_running: int,
+    max_step_tokens: int,
+    gpu_memory_fraction: float,
+) -> EngineConfig:
     """The settings of a replica on a GPU. Raises InvalidSetup."""
     try:
         return EngineConfig(
             model=ModelConfig.model_validate({"path": path, "dtype": dtype, "max_model_len": context}),
-            cache=CacheConfig(),
+            cache=CacheConfig(gpu_memory_fraction=gpu_memory_fraction),
             scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens),
         )
     except ValidationError as error:
-        raise InvalidSetup("; ".join(detail["msg"] for detail in error.errors())) from error
+        reasons = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
+        raise InvalidSetup("; ".join(reasons)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,37 @@ def test_the_table_says_what_fits(model: Path, capsys: pytest.CaptureFixture[str
     assert "sequences of 8,192" in shown
     assert "at 4,800 GB/s" in shown
     assert "not yet measured on a GPU" in shown
+
+
+def test_another_share_of_the_memory_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "80GiB", "--gpu-memory-fraction", "0.5") == 0
+    assert "40.00 GiB, 0.5 of 80.00 GiB" in capsys.readouterr().out
+    assert plan(model, "--gpu", "80GiB", "--gpu-memory-fraction", "1.5") == 1
+    assert "gpu_memory_fraction: Input should be less than or equal to 0.98" in capsys.readouterr().err
+
+
+def test_a_mixture_of_experts_is_planned_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024, "intermediate_size": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
+    shown = []
+    for dtype in ("bfloat16", "float32"):
+        assert plan(tmp_path, "--gpu", "80GiB", "--dtype", dtype) == 0
+        shown.append(float(re.findall(r"weights +([\d.]+) GiB", capsys.readouterr().out)[0]))
+    assert shown[1] == pytest.approx(2 * shown[0], abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_follow_the_longest_sequence_are_planned(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 4096}
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0} | (factors if kind == "longrope" else {})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"rope_parameters": rotary}))
+    assert plan(tmp_path, "--gpu", "80GiB", "--context", "8192") == 0
+    assert "sequences of 8,192" in capsys.readouterr().out
 
 
 def test_half_a_card_has_half_of_its_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,18 @@ LIMITS = SchedulerConfig(max_running=6, max_step_tokens=40, prefill_chunk_tokens
 META = torch.device("meta")
 
 
+class FirstTokens(NoKernels):
+    """The sampler's kernel without Triton's interpreter, which allocates for itself: each row draws token 0."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def draw(*arguments: object, **_options: object) -> None:
+            tokens = arguments[-1]
+            assert isinstance(tokens, torch.Tensor)
+            tokens.zero_()
+
+        return draw
+
+
 def config_of(path: Path) -> EngineConfig:
     return EngineConfig(model=ModelConfig(path=str(path), device="cpu", dtype="float32"), scheduler=LIMITS)
 
@@ -54,6 +66,7 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
 def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("app.model.cuda.sampler._kernels", FirstTokens)
     build_tiny_model(architecture, vocab_size=5000).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32", backend="torch")
     planned = model_of_config(model, str(tmp_path), dtype=torch.float32)

@@ -173,6 +173,35 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
         assert page.evaluate("Object.values(localStorage).length") == 0
 
 
+def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions",
+         "body": {"model": "demo", "prompt": "Hello", "max_tokens": 5}}
+        for number in range(20)
+    ]  # fmt: skip
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with Stage(demo_path, batches=tmp_path / "batches", **ENGINE) as stage:
+        page.goto(f"{stage.url}/#batches")
+        page.wait_for_selector("#batches-notice:has-text('no batches yet')")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list:has-text('20 of 20 done')")
+        with page.expect_download() as download:
+            page.click("text=Results")
+        found = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+        assert {each["custom_id"] for each in found} == {f"line-{number}" for number in range(20)}
+        file.write_text("no JSON")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list .failed ~ .why, #batch-error:not(:empty)")
+
+
+def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#batches")
+    page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
+
+
 def test_a_phone_shows_everything_in_one_column(browser: Any, stage: Stage) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     tab = context.new_page()

@@ -2,10 +2,11 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
+import { element } from "/page/elements.js";
 import { History, classOf } from "/page/history.js";
 
 const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
-const HIDDEN_MS = 30_000; // a tab that nobody sees stops to watch after this
+const HIDDEN_MS = 30_000; // a hidden tab stops to watch after this
 const history = new History();
 const view = { isPaused: false, pausedAt: 0, selected: null };
 const $ = (id) => document.getElementById(id);
@@ -130,13 +131,6 @@ function move(event, replica) {
   else if (event.key === " ") pause(!view.isPaused);
   else return;
   event.preventDefault();
-}
-
-function element(tag, kind = "", text = "") {
-  const made = document.createElement(tag);
-  if (kind) made.className = kind;
-  if (text) made.textContent = text;
-  return made;
 }
 
 function setText(place, text) {

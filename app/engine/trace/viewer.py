@@ -17,7 +17,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.view import EngineView, SlotUse, StepSums, WaitingRequest
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
@@ -202,11 +202,11 @@ def _slot_use(stay: _Stay, now: float) -> SlotUse:
     )
 
 
-def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[WaitingRequest]:
+def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[QueueEntry]:
     work = 0  # tokens of those before it
     for sequence in scheduler.first_waiting(MAX_WAITING):
         request = sequence.request
-        yield WaitingRequest(
+        yield QueueEntry(
             request_id=request.request_id,
             tenant=request.tenant,
             priority=request.priority,

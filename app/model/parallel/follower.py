@@ -12,7 +12,7 @@ from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.steps import StepReader
 
 if TYPE_CHECKING:
-    from app.model.parallel.group import Group
+    from app.model.parallel.group import RankGroup
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,12 +24,12 @@ class FollowingRunner(Protocol):
         """See `LaunchingRunner.prepare`."""
         ...
 
-    def follow(self, batch: Batch, group: Group) -> None:
+    def follow(self, batch: Batch, group: RankGroup) -> None:
         """Compute a step's forward pass: this rank's part of it."""
         ...
 
 
-def follow(channel: Channel, runner: FollowingRunner, group: Group) -> None:
+def follow(channel: Channel, runner: FollowingRunner, group: RankGroup) -> None:
     """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
     reader = StepReader()
     while True:

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from app.config import GIB
 from app.engine.batch import Batch, DeviceLost
 from app.errors import CarouselError, Failure, InvalidSetup, described
-from app.model.memory import GIB
 from app.model.parallel.channel import Channel, Kind
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Ranks:
                 channel.send(Kind.SETTINGS, json.dumps(own).encode())
             for channel in self._channels:
                 channel.receive()
-            self.group = Group(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
+            self.group = RankGroup(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
             self.group.set_timeout(_LOAD_TIMEOUT_S)
 
     @contextmanager
@@ -186,6 +186,8 @@ class Ranks:
         with suppress(OSError):
             self._waker.send(b"x")
         self._watching.join()
+        for each in (self._wake, self._waker, *self._channels):
+            each.close()
 
     # ------------------------------------------------------------------ ending
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,7 +55,7 @@ def check_divisible(config: PreTrainedConfig, size: int, *, path: str) -> None:
 class SplitPlan:
     """How one model is divided among the ranks of a group."""
 
-    def __init__(self, module: PreTrainedModel, group: Group, *, path: str) -> None:
+    def __init__(self, module: PreTrainedModel, group: RankGroup, *, path: str) -> None:
         """Raises UnsupportedModel if transformers has no plan for it, or one that is not known here."""
         self._group = group
         self._path = path
@@ -146,7 +146,7 @@ class SplitPlan:
 class _Gathered(nn.Module):
     """A linear layer of which each rank has some outputs; all ranks get all."""
 
-    def __init__(self, linear: nn.Module, group: Group) -> None:
+    def __init__(self, linear: nn.Module, group: RankGroup) -> None:
         super().__init__()
         self.linear = linear
         self._join: Callable[[torch.Tensor], torch.Tensor] = group.gather_columns
@@ -163,7 +163,7 @@ class _Gathered(nn.Module):
 class _Summed(nn.Module):
     """A linear layer of which each rank has some inputs; all ranks get the sum."""
 
-    def __init__(self, linear: nn.Module, group: Group, *, takes_part: bool) -> None:
+    def __init__(self, linear: nn.Module, group: RankGroup, *, takes_part: bool) -> None:
         """takes_part: its input comes as a whole."""
         super().__init__()
         self.linear = linear

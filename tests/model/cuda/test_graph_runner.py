@@ -35,6 +35,7 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import CudaCapture
+from app.model.cuda.sampler import TritonSampler
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -319,6 +320,37 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
         assert runner.launch(batch(share(2, [1], -2), beside, share(2, [0], -1))).result() == known
 
 
+def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    """Greedy sequences then need no launch after it."""
+    path = tiny_model_path("llama")
+    model, launched, known = load(path), [], []
+    ours = TritonSampler(model.device)
+
+    def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known_already: Any) -> torch.Tensor:
+        likeliest = known_already["likeliest"]
+        assert likeliest is None or torch.equal(likeliest, logits.argmax(-1))
+        known.append(likeliest is not None)
+        return ours(logits, items, **known_already)
+
+    capture = RunAgain()
+    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=capture, sample=spy)
+    ours._draw = lambda *_given: launched.append(1)  # type: ignore[method-assign, assignment]
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+
+    def step(*token_ids: int) -> Batch:
+        return Batch(
+            tuple(ScheduledSequence("r", (each,), 0, [at], True, greedy) for at, each in enumerate(token_ids)), ()
+        )
+
+    first = runner.launch(step(5, 6, 7))
+    second = runner.launch(step(-1, -3, 9))  # the tokens of the first are read before they are overwritten
+    tokens = first.result().token_ids
+    assert second.result() == runner.launch(step(tokens[0], tokens[2], 9)).result()
+    assert (launched, known, len(capture.replayed)) == ([], [True] * 3, 3)
+
+
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
     tiny_model_path: Callable[[str], Path],
@@ -442,7 +474,7 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
         if is_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def fails(*_: object) -> torch.Tensor:
+    def fails(*_: object, **_options: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
     model = load(tiny_model_path("llama"))
@@ -450,7 +482,7 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
     item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
     assert len(runner.run(Batch((item,), ())).token_ids) == 1
     if fails_at == "launch":
-        monkeypatch.setattr("app.model.cuda.graph_runner.sample", fails)
+        monkeypatch.setattr(runner, "_sample", fails)
         launched = partial(runner.launch, Batch((item,), ()))
     else:
         step = runner.launch(Batch((item,), ()))

@@ -13,7 +13,7 @@ from app.engine.batch import Batch
 from app.errors import InvalidSetup
 from app.model.parallel.channel import Channel, Kind, settings_of
 from app.model.parallel.follower import die_with, follow
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 
 
 class ExchangingFollower:
@@ -22,14 +22,14 @@ class ExchangingFollower:
     def prepare(self) -> None:
         pass
 
-    def follow(self, _batch: Batch, group: Group) -> None:
+    def follow(self, _batch: Batch, group: RankGroup) -> None:
         group.all_reduce(torch.ones(4))
 
 
 class IdleFollower(ExchangingFollower):
     """A model of nothing."""
 
-    def follow(self, _batch: Batch, group: Group) -> None:
+    def follow(self, _batch: Batch, group: RankGroup) -> None:
         pass
 
 
@@ -41,7 +41,7 @@ def main(descriptor: int, parent: int, how: str) -> None:
     if how == "exit":
         return
     channel.send(Kind.SYNC)
-    group = Group(
+    group = RankGroup(
         settings["rank"], settings["size"], store=Path(settings["store"]), device=torch.device("cpu"), timeout_s=60
     )
     if how == "refuse":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,15 +15,16 @@ import pytest
 import torch
 
 from app.child_process import child_command, child_environment
+from app.config import GIB
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, DeviceLost, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
 from app.model.parallel.ranks import Card, Ranks, check_cards
-from app.model.memory import GIB
 from tests.fakes import CountingRunner, build_fake_engine, make_request
 from tests.waiting import eventually, stop_child
 
 STEP_TIMEOUT_S = 4.0
+NUM_TOKENS = 3_000  # a second of steps at least
 
 
 def start(how: str = "follow") -> Callable[[int], subprocess.Popen[bytes]]:
@@ -68,7 +67,9 @@ class ExchangingRunner(CountingRunner):
 def serving() -> Iterator[tuple[AsyncEngine, int]]:
     """An engine of two ranks, and the other one's process."""
     ranks = ranks_of()
-    engine = AsyncEngine(build_fake_engine(runner=ExchangingRunner(ranks), num_blocks=4096), max_requests=16)
+    engine = AsyncEngine(
+        build_fake_engine(runner=ExchangingRunner(ranks), num_blocks=4096, max_model_len=4000), max_requests=16
+    )
     yield engine, ranks.processes[0].pid
     engine.shutdown()
 
@@ -77,7 +78,7 @@ async def one_stream(engine: AsyncEngine, strike: Callable[[], None] | None) -> 
     """Returns how many tokens came before the error."""
     num_tokens = 0
     try:
-        async for delta in engine.generate(make_request(max_tokens=10_000)):
+        async for delta in engine.generate(make_request(max_tokens=NUM_TOKENS)):
             num_tokens += len(delta.token_ids)
             if num_tokens == 20 and strike is not None:
                 await asyncio.to_thread(strike)
