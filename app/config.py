@@ -6,6 +6,7 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections import Counter
@@ -250,6 +251,12 @@ class SchedulerConfig(Settings):
         Serve's own limits are derived from it.
         """
         return self.max_running + self.max_waiting
+
+    @property
+    def version(self) -> str:
+        """The settings in a word: the names of strategy and policy, and a hash of all values."""
+        digest = hashlib.blake2b(self.model_dump_json().encode(), digest_size=4).hexdigest()
+        return f"{self.strategy.name}-{self.policy.name}-{digest}"
 
     @model_validator(mode="after")
     def _every_running_request_gets_a_token(self) -> SchedulerConfig:
