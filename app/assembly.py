@@ -163,9 +163,11 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
 def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     import torch
 
+    from app.model.description import read_config
     from app.model.loader import device_of
-    from app.model.parallel.ranks import Ranks, cards, check_cards
+    from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
 
+    check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
     device = device_of(config.model)
     if device.type == "cuda":
         check_cards(cards(), devices.tensor_parallel)

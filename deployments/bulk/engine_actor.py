@@ -23,16 +23,16 @@ class EngineActor:
 
     def __init__(self, config: EngineConfig, threads: AskedThreads, devices: Devices = ONE_DEVICE) -> None:
         """`threads`: of all engines that run beside it, itself included."""
-        self._devices = devices
-        self._config = with_threads(config, threads)
+        self._config, self._threads, self._devices = config, threads, devices
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
-        engine = build_sync_engine(self._config, self._devices)
-        model = self._config.model
+        config = with_threads(self._config, self._threads, num_ranks=self._devices.tensor_parallel)
+        engine = build_sync_engine(config, self._devices)
+        model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
-        self._worker = EngineWorker(engine, tokenizer, build_matchers(self._config, engine.facts))
+        self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
         keep_waits_for_the_interpreter_short()
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it

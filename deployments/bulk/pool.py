@@ -50,7 +50,8 @@ class EnginePool(Executor[PreparedItem]):
         """
         super().__init__(run)
         self._served = served
-        self._threads = [served.engine.model.num_threads] * self._size if threads is None else threads
+        own = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
+        self._threads = own if threads is None else threads
         self._partial = partial
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died

@@ -41,8 +41,9 @@ class Replica:
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
         self._deployed = model.scheduler_of(self._group)
-        config = with_threads(model.engine, threads)
-        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), Devices.of(model.replicas))
+        devices = Devices.of(model.replicas)
+        config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()

@@ -74,6 +74,20 @@ def check_cards(found: Sequence[Card], size: int) -> None:
         )
 
 
+def check_heads(described: Mapping[str, Any], size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share the attention of the model of a config.json.
+
+    Before any process is started; what else a rank cannot have a part of is found when it loads the model.
+    """
+    heads = (described.get("text_config") or described).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}, which does not divide the {heads} attention heads of the model; it "
+            f"can be {fitting}"
+        )
+
+
 class Ranks:
     """The ranks beside this one, which is rank 0. Steps are sent by one thread."""
 

@@ -9,35 +9,30 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
 import pytest
 import torch
 
-from app.child_process import child_command, child_environment
+from app.child_process import child_environment
 from app.config import GIB
 from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, DeviceLost, StepResult
 from app.errors import EngineStopped, Failure, InvalidSetup
-from app.model.parallel.ranks import Card, Ranks, check_cards
+from app.model.parallel.ranks import Card, Ranks, check_cards, check_heads
 from tests.fakes import CountingRunner, build_fake_engine, make_request
+from tests.model.parallel.fake_rank import start_child
 from tests.waiting import eventually, stop_child
 
 STEP_TIMEOUT_S = 4.0
 NUM_TOKENS = 3_000  # a second of steps at least
 
 
-def start(how: str = "follow") -> Callable[[int], subprocess.Popen[bytes]]:
-    def one(descriptor: int) -> subprocess.Popen[bytes]:
-        command = child_command("tests.model.parallel.fake_rank", str(descriptor), str(os.getpid()), how)
-        return subprocess.Popen(command, env=child_environment(), pass_fds=[descriptor])
-
-    return one
-
-
 def ranks_of(size: int = 2, how: str = "follow") -> Ranks:
+    start = partial(start_child, "tests.model.parallel.fake_rank", how)
     ranks = Ranks(
-        size=size, device=torch.device("cpu"), settings={}, start=start(how), step_timeout_s=STEP_TIMEOUT_S
+        size=size, device=torch.device("cpu"), settings={}, start=start, step_timeout_s=STEP_TIMEOUT_S
     )  # fmt: skip
     with ranks.loading():
         pass
@@ -159,3 +154,9 @@ def test_cards_that_cannot_share_a_model_are_refused_with_the_numbers() -> None:
         check_cards([one, one], 4)
     with pytest.raises(InvalidSetup, match=r"got 2 for 1 x NVIDIA H200 with 141 GiB and 1 x NVIDIA L4 with 22 GiB"):
         check_cards([one, other], 2)
+
+
+def test_heads_that_ranks_cannot_share_are_refused_with_the_numbers() -> None:
+    check_heads({"num_attention_heads": 12}, 4)
+    with pytest.raises(InvalidSetup, match=r"got 5, which does not divide the 12 attention heads .* 1, 2, 3, 4, 6, 12"):
+        check_heads({"text_config": {"num_attention_heads": 12}}, 5)
