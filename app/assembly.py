@@ -319,6 +319,7 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
         config=config.model_dump(mode="json"),
         versions=versions(),
         commit=commit(),
+        settings=config.scheduler.version,
     )
 
 

@@ -155,6 +155,14 @@ class Queued(NamedTuple):
     loads_there: str = ""  # of all candidates, in the same line
 
 
+class EngineTimes(NamedTuple):
+    """How long an engine took until a request's first token, or until its end where it generates nothing."""
+
+    queue_s: float  # from its arrival at the replica to its first step
+    prefill_s: float  # from there on
+    settings: str = ""  # `SchedulerConfig.version` of that moment
+
+
 class TokenLogprobs(NamedTuple):
     """The log-probability of the token at one position, and the likeliest tokens there.
 
@@ -187,6 +195,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
     embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
+    times: EngineTimes | None = None  # with the first token of a stream
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -205,6 +214,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
         prompt_logprobs=tuple([each for delta in deltas for each in delta.prompt_logprobs]),
         embedding=last.embedding,
+        times=next((delta.times for delta in deltas if delta.times is not None), None),
     )
 
 

@@ -116,6 +116,12 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
     yield gauge("carousel_ingresses", "Ingresses that answered this scrape.", (), [((), len(scrape.requests))])
     for name, text, value in _ENGINE_GAUGES:
         yield gauge(f"carousel_{name}", text, _LABELS, [(labels, value(each)) for labels, each in reports])
+    yield gauge(
+        "carousel_settings_info",
+        "The version of the settings of scheduling: their names and a hash.",
+        (*_LABELS, "settings"),
+        [((*labels, each.stats.settings), 1) for labels, each in reports],
+    )
     for name, text, count in _ENGINE_COUNTERS:
         yield counter(f"carousel_{name}", text, _LABELS, [(labels, count(each.stats)) for labels, each in reports])
     for name, text, spread in _ENGINE_HISTOGRAMS:

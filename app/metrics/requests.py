@@ -168,6 +168,19 @@ class CallMetrics:
         self._arrived_at = arrived_at
         self._inter_token_s = model.histograms["inter_token_s"]
         self._requests = [_RequestTimes(num_tokens) for num_tokens in prompt_tokens]
+        self._num_open = len(self._requests)
+        self._first_at: float | None = None  # when the first of them got a token
+        self._ended_at: float | None = None  # when the last of them finished
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the call's arrival to the first token of all; None before."""
+        return None if self._first_at is None else self._first_at - self._arrived_at
+
+    @property
+    def decode_s(self) -> float | None:
+        """From there to the end of the last request; None before, and without any token."""
+        return None if self._first_at is None or self._ended_at is None else self._ended_at - self._first_at
 
     def __enter__(self) -> CallMetrics:
         self._model.num_in_flight += len(self._requests)
@@ -187,6 +200,8 @@ class CallMetrics:
 
     def _first_tokens(self, request: _RequestTimes, now: float) -> None:
         request.first_at = now
+        if self._first_at is None:
+            self._first_at = now
         self._model.histograms["first_token_s"].observe(now - self._arrived_at)
         self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
 
@@ -195,6 +210,8 @@ class CallMetrics:
         now = self._clock()
         request, histograms = self._requests[index], self._model.histograms
         self._end(request, reason)
+        self._num_open -= 1
+        self._ended_at = None if self._num_open else now
         histograms["request_s"].observe(now - self._arrived_at)
         histograms["generated_tokens"].observe(request.num_tokens)
         if request.num_tokens:

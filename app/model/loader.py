@@ -62,7 +62,7 @@ _FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # Of the first layer's output and of the whole model's, relative to their size, by number type or bits of a quantised
-# weight. Measured at most in tests/tiny_models.py, whose weights are wide: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
+# weight. Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
 # In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
 _MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8: (0.1, 0.25), 4: (0.7, 1.0)}
 
@@ -315,7 +315,7 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         output = _run(tried, token_ids, token_ids, step)
     except (UnknownAttention, TypeError) as error:
         raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
-    except RuntimeError as error:  # an operator whose result has a size that follows from numbers
+    except RuntimeError as error:  # an operator with a result of a size that follows from numbers
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
@@ -551,7 +551,7 @@ def _spread_tokens(num_embeddings: int, positions: torch.Tensor) -> torch.Tensor
 
 
 def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: Probe, max_model_len: int) -> None:
-    """Refuse a model whose positions depend on what else is in a step: here the last token of a long sequence."""
+    """Refuse a model with positions that depend on what else is in a step: here the last token of a long sequence."""
     beside = torch.full_like(probe.positions[:, :1], max_model_len - 1)
     token_ids, positions = (torch.cat(both, dim=1) for both in (
         (probe.token_ids, probe.token_ids[:, :1]), (probe.positions, beside)

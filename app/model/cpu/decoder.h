@@ -51,7 +51,7 @@ struct DecoderStep {
     const Segment* segments;
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
-    const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
+    const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
     const void *cosine, *sine;   // [num_positions][rotary_dim]
     float* logits;               // [num_logits][vocab_size]; only rank 0 has them
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each; the same

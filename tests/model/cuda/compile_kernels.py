@@ -30,10 +30,11 @@ from app.model.cuda import attention as triton_attention
 from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels, sampler, sampler_kernels
 from app.model.cuda import decoder as triton_decoder
 from app.model.cuda import kernels as attention_kernels
+from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 
-ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
+ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
@@ -55,8 +56,8 @@ class Compiled(NamedTuple):
 class CompileOnly:
     """Stands for a kernel: a launch compiles it for what it is given, and runs nothing."""
 
-    def __init__(self, kernel: Any, shape: str, results: list[Compiled]) -> None:
-        self._kernel, self._shape, self._results = kernel, shape, results
+    def __init__(self, kernel: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...]) -> None:
+        self._kernel, self._shape, self._results, self._architectures = kernel, shape, results, architectures
 
     def __getitem__(self, grid: tuple[int, ...]) -> CompileOnly:
         assert all(size > 0 for size in grid), grid
@@ -71,7 +72,7 @@ class CompileOnly:
         constants = {p.name: arguments[p.name] for p in parameters if p.is_constexpr}
         signature = {p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in parameters}
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-        for architecture in ARCHITECTURES:
+        for architecture in self._architectures:
             source = ASTSource(
                 fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
             )
@@ -83,10 +84,14 @@ class CompileOnly:
 
 
 @contextmanager
-def compiling(launching: Any, kernels: Any, shape: str, results: list[Compiled]) -> Iterator[None]:
+def compiling(
+    launching: Any, kernels: Any, shape: str, results: list[Compiled], architectures: tuple[int, ...] = ARCHITECTURES
+) -> Iterator[None]:
     """What a module launches meanwhile is compiled. kernels: the module that has them."""
     names = [name for name, found in vars(kernels).items() if isinstance(found, triton.JITFunction)]
-    stand_in = type("Kernels", (), {name: CompileOnly(getattr(kernels, name), shape, results) for name in names})
+    stand_in = type(
+        "Kernels", (), {name: CompileOnly(getattr(kernels, name), shape, results, architectures) for name in names}
+    )
     before, launching._kernels = launching._kernels, lambda: stand_in
     try:
         yield
@@ -118,16 +123,19 @@ def is_aligned(value: Any) -> bool:
 def aligned(parameters: list[Any], arguments: dict[str, Any]) -> dict[tuple[int], list[list[Any]]]:
     """What a launch would find out: pointers and integers that are multiples of 16."""
     return {
-        (p.num,): [["tt.divisibility", 16]] for p in parameters if not p.is_constexpr and is_aligned(arguments[p.name])
+        (p.num,): [["tt.divisibility", 16]]
+        for p in parameters
+        if not p.is_constexpr and not p.do_not_specialize and is_aligned(arguments[p.name])
     }
 
 
 def launch_attention(
-    *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
+    architecture: int, *, num_heads: int, layer: LayerShape, dtype: torch.dtype, block_size: int, rules: AttentionRules
 ) -> None:
     attention = triton_attention.TritonAttention(
         {0: layer}, num_blocks=16, block_size=block_size, max_rows=4, max_blocks=2048, dtype=dtype, device=CPU
     )
+    attention.tuning = tuning_of(divmod(architecture, 10))
     attention.device = torch.device("meta")  # so that nothing is widened for the interpreter
     items = [piece(0, 40, [1, 2, 3]), piece(20, 1, [4, 5])]
     batch = Batch(tuple(items), ())
@@ -217,8 +225,9 @@ def compile_all() -> list[Compiled]:
         with compiling(sampler, sampler_kernels, str(dtype).removeprefix("torch."), results):
             launch_sampler(dtype)
     for shape_name, case in CASES.items():
-        with compiling(triton_attention, attention_kernels, shape_name, results):
-            launch_attention(**case)  # type: ignore[arg-type]
+        for architecture in ARCHITECTURES:
+            with compiling(triton_attention, attention_kernels, shape_name, results, (architecture,)):
+                launch_attention(architecture, **case)  # type: ignore[arg-type]
     return results
 
 

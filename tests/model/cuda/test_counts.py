@@ -34,16 +34,17 @@ CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
 
 
-def runner_of(path: Path, backend: str = "torch") -> GraphModelRunner:
-    """backend: auto for our decoder."""
+def runner_of(path: Path, backend: str = "torch", *, split_tokens: int = 16) -> GraphModelRunner:
+    """backend: auto for our decoder. Of 32 tokens, in two splits of keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
         model = load_model(
             ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
         )
     attention = TritonAttention(
-        model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device
-    )
+        model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
+        split_tokens=split_tokens,
+    )  # fmt: skip
     return GraphModelRunner(model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU))
 
 
@@ -74,6 +75,13 @@ def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, 
     assert three.num_launches - two.num_launches <= most
     assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel", "reduce_kernel"]
     assert not three.waits
+
+
+def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_path: Callable[[str], Path]) -> None:
+    runner = runner_of(tiny_model_path("llama"), split_tokens=32)
+    with counting() as counts:
+        runner.compute_padding(decode_size(2))
+    assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -161,20 +169,20 @@ def test_single_tokens_read_each_key_and_value_once() -> None:
     assert least < moved.read <= least + facts
     # Each key's place is looked up by itself: 8 bytes beside 2 * 128 numbers. A query is read again by each lane.
     assert moved.loaded <= 1.03 * least
-    num_splits = 4 + 1  # of 256 keys
-    assert moved.stored == moved.written == num_splits * 8 * (128 + 2) * 4
+    num_splits = 4  # of 256 keys, of the first; the second is one split, and has its outputs from here
+    assert moved.stored == moved.written == num_splits * 8 * (128 + 2) * 4 + 8 * 128 * BYTES
 
 
 def test_partial_results_are_read_once_and_only_where_there_are_any() -> None:
     moved = attended([(799, 1), (16, 1)]).traffic("reduce_kernel")
-    assert moved.read - 2 * 2 * 8 <= (4 + 1) * 8 * (128 + 2) * 4
-    assert moved.written == moved.stored == 2 * 8 * 128 * BYTES
+    assert moved.read - 2 * 2 * 8 <= 4 * 8 * (128 + 2) * 4
+    assert moved.written == moved.stored == 8 * 128 * BYTES
 
 
 def test_a_piece_of_a_prompt_reads_what_it_attends_to_once_for_each_tile_of_tokens() -> None:
     start, size = 64, 96
     moved = attended([(start, size)]).traffic("prefill_kernel")
-    tokens_in_tile = 64 // 4
+    tokens_in_tile = 128 // 4
     of_cache = (start + size) * 2 * 2 * 128 * BYTES
     of_queries = size * 8 * 128 * BYTES
     assert moved.read <= of_cache + of_queries + (start + size) // 16 * 8 + size // tokens_in_tile * 4 * 8
