@@ -30,7 +30,8 @@ _FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
 _CHANGE = "iifff"
 _CHANGE_BYTES = struct.calcsize(_CHANGE)
 _FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
-_TILE = 2048  # tokens of one pass of a program's loop: 4 for each of its threads
+# Tokens of one pass of a program's loop, 4 for each of its threads; half as many of float32, which would spill registers.
+_TILE = 2048
 _NUM_WARPS = 16
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
 
@@ -39,7 +40,7 @@ class TritonSampler:
     """Replaces `sampler.sample` for logits in a device's memory."""
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
-        """tile: tokens of the vocabulary that a program looks at together, a power of two."""
+        """tile: tokens of 16 bits that a program looks at together, a power of two."""
         self._kernels = NoKernels() if device.type == "meta" else _kernels()
         self._tile = tile
         self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
@@ -64,10 +65,11 @@ class TritonSampler:
         vocab_size = logits.shape[-1]
         # A row with changed logits has a bit for each token and, where they changed, the new ones in float32.
         num_changed = sum(_changes_logits(item) for item in items)
+        tile = self._tile * 2 // logits.itemsize
         scratch = torch.empty(num_changed, -(-vocab_size // 32) + vocab_size, dtype=torch.int32, device=logits.device)
         self._kernels.draw_kernel[(len(items),)](
             logits, logits.stride(0), vocab_size, self._facts_of(items, scratch), tokens,
-            unused=_UNUSED_BITS[logits.dtype], tile=min(self._tile, 1 << (vocab_size - 1).bit_length()),
+            unused=_UNUSED_BITS[logits.dtype], tile=min(tile, 1 << (vocab_size - 1).bit_length()),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,  # a product and a sum are rounded one by one, as on a CPU
         )  # fmt: skip
