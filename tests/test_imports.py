@@ -64,6 +64,7 @@ ALLOWED = {
         "torch",
     },
     "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 
 
