@@ -30,7 +30,7 @@ _FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
 _CHANGE = "iifff"
 _CHANGE_BYTES = struct.calcsize(_CHANGE)
 _FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
-# Tokens of one pass of a program's loop, 4 for each of its threads; half as many of float32, which would spill registers.
+# Tokens of one pass of a program's loop, 4 for each thread; half as many of float32, which would spill registers.
 _TILE = 2048
 _NUM_WARPS = 16
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
