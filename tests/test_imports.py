@@ -27,8 +27,8 @@ ALLOWED = {
         "app.engine.view", "msgspec",
     },
     "app.model": {
-        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers",
-        "triton",
+        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
+        "app.engine.request", "torch", "transformers", "triton",
     },
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
