@@ -226,19 +226,19 @@ def _chosen(value: Any, kinds: Any) -> Any:
     return given
 
 
+Strategy = Annotated[
+    StrategyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, StrategyConfig))
+]
+Policy = Annotated[
+    PolicyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, PolicyConfig))
+]
+
+
 class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
 
-    strategy: Annotated[
-        StrategyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, StrategyConfig)),
-    ] = Field(ContinuousConfig(), description="when waiting requests may join")
-    policy: Annotated[
-        PolicyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, PolicyConfig)),
-    ] = Field(FcfsConfig(), description="which waiting request goes first")
+    strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
+    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
