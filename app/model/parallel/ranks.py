@@ -200,8 +200,10 @@ class Ranks:
         with suppress(OSError):
             self._waker.send(b"x")
         self._watching.join()
-        for each in (self._wake, self._waker, *self._channels):
-            each.close()
+        self._wake.close()
+        self._waker.close()
+        for channel in self._channels:
+            channel.close()
 
     # ------------------------------------------------------------------ ending
 
