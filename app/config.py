@@ -226,19 +226,19 @@ def _chosen(value: Any, kinds: Any) -> Any:
     return given
 
 
+Strategy = Annotated[
+    StrategyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, StrategyConfig))
+]
+Policy = Annotated[
+    PolicyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, PolicyConfig))
+]
+
+
 class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
 
-    strategy: Annotated[
-        StrategyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, StrategyConfig)),
-    ] = Field(ContinuousConfig(), description="when waiting requests may join")
-    policy: Annotated[
-        PolicyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, PolicyConfig)),
-    ] = Field(FcfsConfig(), description="which waiting request goes first")
+    strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
+    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
@@ -333,6 +333,12 @@ class ReplicasConfig(Settings):
     )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="devices that compute each step of one replica together; Ray reserves as much for each",
+    )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
         description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
@@ -361,6 +367,16 @@ class ReplicasConfig(Settings):
                 f"raise num_replicas or remove groups"
             )
         return self
+
+    @property
+    def reserved_cpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_cpus * self.tensor_parallel
+
+    @property
+    def reserved_gpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_gpus * self.tensor_parallel
 
     @property
     def gpu_share(self) -> float:
