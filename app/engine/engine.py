@@ -65,6 +65,19 @@ class LaunchingRunner(ModelRunner, Protocol):
         ...
 
 
+@runtime_checkable
+class ClosingRunner(ModelRunner, Protocol):
+    """A model runner with other processes."""
+
+    def check(self) -> None:
+        """Raise DeviceLost if one of them has ended. Any thread may call."""
+        ...
+
+    def close(self) -> None:
+        """End them. The runner must not be used afterwards."""
+        ...
+
+
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
@@ -85,6 +98,7 @@ class Engine:
         self.facts = facts
         self._scheduler = scheduler
         self.runner = runner
+        self._processes = runner if isinstance(runner, ClosingRunner) else None
         self._clock = clock
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
@@ -235,8 +249,15 @@ class Engine:
         self._recorder.cache_cleared()
 
     def close(self) -> None:
-        """Let the recorder write what it has. The engine must not be used afterwards."""
+        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         self._recorder.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def check_health(self) -> None:
+        """Raise DeviceLost if no step can be computed any more. Any thread may call."""
+        if self._processes is not None:
+            self._processes.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
