@@ -180,7 +180,8 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
 
 def launch_sampler(dtype: torch.dtype) -> None:
     items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
-    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
+    logits = torch.zeros(2, 128_256, dtype=dtype)
+    sampler.TritonLogprobs(CPU)(logits, [0, 1], sampler.TritonSampler(CPU)(logits, items), num_top=20)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
