@@ -17,7 +17,7 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.loader import LoadedModel
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
@@ -91,5 +91,6 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )
     return GraphModelRunner(
-        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device)
+        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
     )  # fmt: skip

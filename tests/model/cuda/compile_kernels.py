@@ -72,13 +72,15 @@ class CompileOnly:
         assert all(size > 0 for size in grid), grid
         return self
 
-    def __call__(self, *given: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+    def __call__(
+        self, *given: Any, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True, **named: Any
+    ) -> None:
         parameters = self._kernel.params
         arguments = {p.name: value for p, value in zip(parameters, given, strict=False)} | named
         assert arguments.keys() == {p.name for p in parameters}, arguments.keys() ^ {p.name for p in parameters}
         constants = {p.name: arguments[p.name] for p in parameters if p.is_constexpr}
         signature = {p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in parameters}
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         for architecture in self._architectures:
             source = ASTSource(
                 fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
@@ -201,7 +203,8 @@ def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_t
 
 def launch_sampler(dtype: torch.dtype) -> None:
     items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
-    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
+    logits = torch.zeros(2, 128_256, dtype=dtype)
+    sampler.TritonLogprobs(CPU)(logits, [0, 1], sampler.TritonSampler(CPU)(logits, items), num_top=20)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:

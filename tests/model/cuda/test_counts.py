@@ -14,6 +14,7 @@ import torch
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
@@ -29,12 +30,13 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from tests.model.cuda.counting import Counts, counting
 
 CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
 DECODE = decode_size(4)
+VOCAB_SIZE = 4096
 
 
 def loaded(path: Path, backend: str = "torch") -> LoadedModel:
@@ -53,7 +55,9 @@ def runner_of(model: LoadedModel, *, split_tokens: int = 16) -> GraphModelRunner
         model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
         split_tokens=split_tokens,
     )  # fmt: skip
-    return GraphModelRunner(model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU))
+    return GraphModelRunner(
+        model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU), compute_logprobs=TritonLogprobs(CPU)
+    )
 
 
 def saved(architecture: str, folder: Path, num_layers: int) -> Path:
@@ -108,12 +112,23 @@ def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts
         assert not two.waits
 
 
-def scheduled(token_ids: list[int], start: int, block_ids: list[int], **sampling: Any) -> ScheduledSequence:
+def scheduled(
+    token_ids: list[int],
+    start: int,
+    block_ids: list[int],
+    *,
+    banned: tuple[int, ...] = (),
+    allowed: range | None = None,
+    **sampling: Any,
+) -> ScheduledSequence:
     params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling)
     adjustments = LogitAdjustments(params, token_ids) if params.adjusts_logits else None
     if adjustments is not None:
         adjustments.follow([7, 8, 7])
-    return ScheduledSequence("r", tuple(token_ids), start, block_ids, True, params, adjustments=adjustments)
+    return ScheduledSequence(
+        "r", tuple(token_ids), start, block_ids, True, params, banned_token_ids=banned, adjustments=adjustments,
+        matcher=None if allowed is None else TokenSet(allowed, vocab_size=VOCAB_SIZE),
+    )  # fmt: skip
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -121,11 +136,16 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 0.8, "seed": 3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalised": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
-}
+    "banned": {"banned": (2, 3)},
+    "grammar": {"allowed": range(0, 64, 3), "banned": (3,), "temperature": 0.8, "top_p": 0.9},
+    "all": {
+        "allowed": range(0, 64, 3), "frequency_penalty": 0.5, "temperature": 0.8, "top_p": 0.9, "logprobs": 5,
+    },
+    "log-probabilities": {"logprobs": 2},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", SAMPLED)
-@pytest.mark.parametrize("has_prompt", [False, True])
+@pytest.mark.parametrize(("how", "has_prompt"), [*((how, False) for how in SAMPLED), ("greedy", True), ("all", True)])
 @torch.inference_mode()
 def test_the_host_never_waits_between_a_batch_and_its_tokens(
     how: str, tiny_model_path: Callable[[str], Path], *, has_prompt: bool
@@ -134,13 +154,58 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
     if has_prompt:
         items.append(scheduled(list(range(7)), 0, [6, 7]))
     runner = runner_of(loaded(tiny_model_path("llama")))
+    has_logprobs = "logprobs" in SAMPLED[how]
     with counting() as counts:
-        launched = runner.launch(Batch(tuple(items), tuple(items)))
+        launched = runner.launch(Batch(tuple(items), tuple(items), has_logprobs=has_logprobs))
     assert counts.waits == []
+    of_sampling = ["draw_kernel", "logprobs_kernel"] if has_logprobs else ["draw_kernel"]
+    assert [each.kernel for each in counts.kernels if each.kernel in of_sampling] == of_sampling
     assert len(launched.result().token_ids) == len(items)
     with counting() as counts:
         launched.result()
-    assert counts.waits == ["tolist"]
+    assert set(counts.waits) == {"tolist"}
+
+
+def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
+    """Draws from bfloat16 logits of 4,096 tokens, with log-probabilities where they are wanted."""
+    logits = torch.randn(len(items), VOCAB_SIZE).bfloat16()
+    sample, compute = TritonSampler(CPU), TritonLogprobs(CPU)
+    num_top = items[0].sampling.logprobs
+    with counting() as counts:
+        tokens = sample(logits, items)
+        if num_top is not None:
+            compute(logits, range(len(items)), tokens, num_top=num_top)
+    return counts, logits
+
+
+@pytest.mark.parametrize(
+    ("how", "passes", "of_token", "beside"),
+    # of_token: bytes beside the logit. beside: bytes of a row's entries, bans and their logits.
+    [
+        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), ("filtered", 10, 0, 0), ("penalised", 1, 1 / 8, 4 * 42),
+        ("banned", 1, 1 / 8, 16), ("grammar", 6, 1 / 8, 0),
+    ],
+)  # fmt: skip
+def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_token: float, beside: int) -> None:
+    counts, logits = sampled(*[scheduled([5], 9, [1], **SAMPLED[how])] * 2)
+    assert [each.kernel for each in counts.kernels] == ["draw_kernel"]
+    assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_"}
+    moved = counts.traffic("draw_kernel")
+    facts = len(logits) * 13 * 8
+    least = logits.nbytes + logits.numel() * of_token
+    assert least <= moved.read <= least + facts + len(logits) * beside
+    # Eight tokens load the same byte of bits.
+    most = passes * (logits.nbytes + logits.numel() * of_token * 8)
+    assert moved.loaded <= most + 2 * (facts + len(logits) * beside)
+
+
+def test_log_probabilities_read_logits_for_the_greatest_the_sum_and_the_likeliest() -> None:
+    counts, logits = sampled(*[scheduled([5], 9, [1], logprobs=2)] * 2)
+    assert [each.kernel for each in counts.kernels] == ["draw_kernel", "logprobs_kernel"]
+    moved = counts.traffic("logprobs_kernel")
+    assert moved.read <= logits.nbytes * 1.02
+    assert moved.loaded <= logits.nbytes * (1 + 1 + 4 + 1) * 1.02  # four digits of a bfloat16
+    assert moved.written == 2 * (4 + 8 + 2 * (4 + 8))
 
 
 def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: int = 2, dim: int = 128) -> Counts:
