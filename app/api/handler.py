@@ -20,7 +20,7 @@ from app.api.cascades import Cascade, judge
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
-from app.api.http.headers import with_group_and_session
+from app.api.http.headers import with_headers
 from app.api.json_structure import size_of
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
@@ -73,9 +73,10 @@ class PendingResponse:
         return self._writer.events(self.progress, self._pieces)
 
     def headers(self, *, explain: bool) -> dict[str, str]:
-        """Where the request went, as far as that is known by now; `explain`: and why."""
-        placement = self.progress.placement_headers(explain=explain, with_loads=self._shows_loads)
-        return {**placement, **self._headers}
+        """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
+        progress = self.progress
+        placement = progress.placement_headers(explain=explain, with_loads=self._shows_loads)
+        return {**placement, **progress.timing_headers(), **self._headers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +213,7 @@ class RequestHandler:
             call = await self.threads.encode(
                 reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
             )
-            call = with_group_and_session(call, client.headers)
+            call = with_headers(call.for_request(client.request_id), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:

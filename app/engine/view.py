@@ -73,3 +73,4 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     steps: StepSums
     slots: tuple[SlotUse, ...]  # those in use, and those that were left
     waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now
+    settings: str = ""  # `SchedulerConfig.version` of all settings of scheduling

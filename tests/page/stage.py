@@ -16,9 +16,10 @@ import uvicorn
 from starlette.routing import Route
 
 from app.api import RequestHandler, ServedModel, batch_routes, build_app
+from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
 from app.api.http.guard import owner_of
 from app.assembly import build_engine
-from app.config import ApiConfig, BatchesConfig, EngineConfig
+from app.config import ApiConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
 from app.engine.async_engine import AsyncEngine
 from app.fleet import (
     Address,
@@ -77,8 +78,9 @@ class Stage:
         self._num_replicas = num_replicas
         self._api = ApiConfig.model_validate(api or {})
         self._config = EngineConfig.model_validate(
-            {"model": {"path": self._path, "simulated": {"step_ms": 20.0, "per_token_ms": 0.05}}} | engine
+            {"model": {"path": self._path, "simulated": {"step_ms": 10.0, "per_token_ms": 0.05}}} | engine
         )
+        self._scheduler = self._config.scheduler
         self.replicas: dict[str, StagedReplica] = {}
         self._num_started = 0
         self.url = ""
@@ -132,7 +134,11 @@ class Stage:
         )
         handler = RequestHandler([model], self._api)
         app = build_app(
-            handler, self._is_ready, fleets={MODEL: self.fleet}, batch_routes=await self._batch_routes(handler)
+            handler,
+            self._is_ready,
+            fleets={MODEL: self.fleet},
+            switches={MODEL: self},
+            batch_routes=await self._batch_routes(handler),
         )
         config = uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
@@ -170,6 +176,24 @@ class Stage:
 
     async def _is_ready(self) -> bool:
         return True
+
+    # ------------------------------------------------------------------ as what switches the replicas
+
+    async def in_force(self) -> SchedulingFindings:
+        return SchedulingFindings(
+            replicas=[
+                ReplicaScheduling(replica_id=name, group="", scheduler=self._scheduler, switched_at=None)
+                for name in self.replicas
+            ]
+        )
+
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+        given = {"strategy": strategy, "policy": policy}
+        changes = {name: value for name, value in given.items() if value is not None}
+        self._scheduler = self._config.scheduler.model_copy(update=changes)
+        for replica in self.replicas.values():
+            await replica.engine.reconfigure(self._scheduler)
+        return await self.in_force()
 
     # ------------------------------------------------------------------ as the fleet's transport
 

@@ -99,6 +99,21 @@ def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> 
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
+def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page: Any, demo_path: Path) -> None:
+    with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
+        page.goto(stage.url)
+        page.wait_for_selector(".replica")
+        page.click("#demo")
+        eventually(lambda: stays(page), lambda found: len(found) >= 8)
+        assert "bubbles 0 %" in page.inner_text(".head")
+        page.select_option(".switch [name=strategy]", "static")
+        page.click(".switch button")
+        page.wait_for_selector(".told:has-text('in force on 1 replica')")
+        page.wait_for_selector(".head:has-text('static, fcfs')")
+        bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
+        eventually(bubbles, lambda share: share >= 10)
+
+
 def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
     page.goto(stage.url)
     page.wait_for_selector(".replica >> nth=1")

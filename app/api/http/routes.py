@@ -19,6 +19,7 @@ from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
 from app.api.endpoints.page import PageRoutes
+from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
@@ -43,13 +44,14 @@ def build_app(
     batch_routes: Sequence[Route] = (),
     collect: Collect | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
+    switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
 ) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
-    those of the live view.
+    those of the live view; `switches`, too, change the strategy and policy of their replicas.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
@@ -62,7 +64,8 @@ def build_app(
         *batch_routes,
     ]
     live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
-    open_routes, for_admins = [*service.open_routes(), *PageRoutes().routes()], [*admin.routes(), live.route()]
+    open_routes = [*service.open_routes(), *PageRoutes().routes()]
+    for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
     is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)

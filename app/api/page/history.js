@@ -62,7 +62,7 @@ export class History {
     replica.view = view;
     replica.viewAt = at;
     replica.samples.push({
-      at, running: view.num_running, waiting: view.num_waiting, reason: view.wait_reason, slots: view.max_running, budget: view.max_step_tokens,
+      at, running: view.num_running, waiting: view.num_waiting, reason: view.wait_reason, rule: `${view.strategy}, ${view.policy}`, slots: view.max_running, budget: view.max_step_tokens,
       blocks: view.num_blocks, cached: view.num_cached_blocks, free: view.num_free_blocks, ...view.steps,
     });
     const seen = new Set();

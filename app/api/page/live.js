@@ -4,6 +4,7 @@ import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
 import { element } from "/page/elements.js";
 import { History, classOf } from "/page/history.js";
+import { newSwitch } from "/page/scheduler.js";
 
 const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
 const HIDDEN_MS = 30_000; // a hidden tab stops to watch after this
@@ -148,11 +149,16 @@ function arrange() {
   for (const [key, panel] of panels) if (!history.replicas().includes(panel.replica)) panels.delete(key);
   const parts = [];
   for (const model of models) {
-    model.line = element("div", "model");
-    model.line.append(element("b", "", model.name), element("span", "decision"));
-    parts.push(model.line, ...byState(model).map((replica) => panelOf(replica).root));
+    model.line ??= newLine(model);
+    parts.push(model.line.root, ...byState(model).map((replica) => panelOf(replica).root));
   }
   $("fleet").replaceChildren(...parts);
+}
+
+function newLine(model) {
+  const line = { root: element("div", "model"), decision: element("span", "decision"), switch: newSwitch(model.name) };
+  line.root.append(element("b", "", model.name), line.switch, line.decision);
+  return line;
 }
 
 const STATES = {
@@ -163,10 +169,12 @@ function updateWords() {
   arrange();
   for (const model of history.models.values()) {
     const why = model.decision ? `last dispatch: ${model.decision.reason}` : "no request yet";
-    const place = model.line.lastChild;
+    const place = model.line.decision;
     setText(place, why);
     place.title = model.decision?.loads || "";
     for (const replica of model.replicas.values()) updateHead(panelOf(replica));
+    const shown = [...model.replicas.values()].find((replica) => replica.state === "serving" && replica.view);
+    if (shown) model.line.switch.show(shown.view);
   }
   if (view.selected) showRequest();
 }
@@ -178,14 +186,14 @@ function updateHead({ root, head, queue, canvas, replica }) {
   const recent = replica.samples.filter((each) => each.num_steps && each.at > history.at - 3000);
   const drawn = recent.reduce((sum, each) => sum + each.num_drawn_tokens, 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
-  const bubbles = bubblesOf(replica);
+  const bubbles = Math.round(bubblesOf(replica) * 100);
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
     ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
     ["n", seen ? `${Math.round(drawn / span)} tokens/s` : ""],
-    ["why", bubbles > 0.005 ? `bubbles: ${Math.round(bubbles * 100)} % of the slots empty while requests wait for the batch` : ""],
+    [bubbles ? "why bubbles" : "n bubbles", seen ? `bubbles ${bubbles} %${bubbles ? ": slots empty while requests wait for the batch" : ""}` : ""],
   ].filter(([, text]) => text);
   const text = parts.map((each) => each.join()).join("|");
   if (head.dataset.text !== text) {

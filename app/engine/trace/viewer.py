@@ -175,6 +175,7 @@ class Viewer(Recorder):
             steps=steps,
             slots=slots,
             waiting=tuple(_waiting_requests(scheduler, now)),
+            settings=stats.settings,
         )
 
 
