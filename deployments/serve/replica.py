@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.assembly import build_engine, digest_of_weights
+from app.assembly import Devices, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
@@ -44,10 +44,9 @@ class Replica:
         self._deployed = self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         self._switch: Switch | None = None
-        config = with_threads(model.engine, threads)
-        self._engine = build_engine(
-            config.model_copy(update={"scheduler": self._deployed}), gpu_share=model.replicas.gpu_share
-        )
+        devices = Devices.of(model.replicas)
+        config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
