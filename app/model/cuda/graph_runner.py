@@ -86,6 +86,7 @@ class GraphModelRunner:
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
+        self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
         self._ranks: Ranks | None = None  # of rank 0, where there are several
         self._group: RankGroup | None = None
@@ -181,6 +182,7 @@ class GraphModelRunner:
     def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
         """The next replay overwrites it."""
         inputs = graph.inputs
+        self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
         known = self._known(inputs.token_ids, batch.scheduled)
         if known is not inputs.token_ids:

@@ -142,8 +142,8 @@ def test_transformers_answers_the_same_requests(measured: Measured, bench: Bench
 def test_after_a_fault_streams_end_and_after_a_lack_of_memory_they_go_on(measured: Measured) -> None:
     _, tables = measured("faults")
     illegal, memory = tables["faults"]
-    assert (illegal["streams"], illegal["next_request"]) == ("4 EngineStopped", "EngineStopped")
-    assert (memory["streams"], memory["next_request"]) == ("4 answered", "answered")
+    assert (illegal["streams"], illegal["next_request"]) == ("2 EngineStopped", "EngineStopped")
+    assert (memory["streams"], memory["next_request"]) == ("2 answered", "answered")
     assert {illegal["process"], memory["process"]} == {"ended with 0"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.loader import load_model
+from app.model.loader import LoadedModel, load_model
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -26,23 +27,30 @@ if torch.cuda.is_available():
     pytest.skip("counted in Triton's interpreter", allow_module_level=True)
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.captured_inputs import decode_size
+from app.model.cuda.captured_inputs import StepSize, decode_size
+from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from tests.model.cuda.counting import Counts, counting
 
 CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
+DECODE = decode_size(4)
 VOCAB_SIZE = 4096
 
 
-def runner_of(path: Path, backend: str = "torch", *, split_tokens: int = 16) -> GraphModelRunner:
-    """backend: auto for our decoder. Of 32 tokens, in two splits of keys."""
+def loaded(path: Path, backend: str = "torch") -> LoadedModel:
+    """backend: auto for our decoder, which is compared with transformers' code elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
-        model = load_model(
+        patch.setattr("app.model.loader._computed_at_load", lambda model, probe, block_size: probe.own)
+        return load_model(
             ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
         )
+
+
+def runner_of(model: LoadedModel, *, split_tokens: int = 16) -> GraphModelRunner:
+    """Of 32 tokens, in two splits of keys."""
     attention = TritonAttention(
         model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
         split_tokens=split_tokens,
@@ -61,42 +69,47 @@ def saved(architecture: str, folder: Path, num_layers: int) -> Path:
     return path
 
 
-def of_layers(architecture: str, folder: Path, backend: str) -> list[Counts]:
-    """Decode steps of models with two layers and with three."""
-    counts = []
-    for num_layers in (2, 3):
-        runner = runner_of(saved(architecture, folder, num_layers), backend)
-        with counting() as counted:
-            runner.compute_padding(decode_size(4))
-        counts.append(counted)
+def counted(model: LoadedModel, size: StepSize) -> Counts:
+    runner = runner_of(model)
+    with counting() as counts:
+        runner.compute_padding(size)
     return counts
 
 
 @pytest.mark.parametrize(("architecture", "most"), [("llama", 40), ("qwen3", 56), ("mixtral", 58)])
 def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, tmp_path: Path) -> None:
     """What our own decoder is there to lower."""
-    two, three = of_layers(architecture, tmp_path, "torch")
+    two, three = (counted(loaded(saved(architecture, tmp_path, n)), DECODE) for n in (2, 3))
     assert three.num_launches - two.num_launches <= most
     assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel", "reduce_kernel"]
     assert not three.waits
 
 
 def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_path: Callable[[str], Path]) -> None:
-    runner = runner_of(tiny_model_path("llama"), split_tokens=32)
+    runner = runner_of(loaded(tiny_model_path("llama")), split_tokens=32)
     with counting() as counts:
         runner.compute_padding(decode_size(2))
     assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_launches_of_a_layer_in_our_decoder(architecture: str, tmp_path: Path) -> None:
-    two, three = of_layers(architecture, tmp_path, "auto")
-    of_layer = [
-        "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", "add_norm_kernel", "gate_kernel"
-    ]  # fmt: skip
-    assert [each.kernel for each in three.kernels] == [*3 * of_layer, "add_norm_kernel"]
-    assert three.num_launches - two.num_launches <= 10  # with four products
-    assert not three.waits
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts_and_experts(
+    architecture: str, tmp_path: Path
+) -> None:
+    model = loaded(saved(architecture, tmp_path, 2), "auto")
+    assert model.joined is not None
+    first = replace(model, joined=replace(model.joined, layers=model.joined.layers[:1]))
+    has_experts = architecture in ("mixtral", "qwen3_moe")
+    of_mlp = ["route_kernel", "expert_gate_kernel", "expert_down_kernel"] if has_experts else ["gate_kernel"]
+    for size in (DECODE, StepSize(8, 4, 2)):
+        one, two = counted(first, size), counted(model, size)
+        of_attention = ["decode_kernel", "reduce_kernel", *["prefill_kernel"] * size.is_mixed]
+        of_layer = ["add_norm_kernel", "rotate_write_kernel", *of_attention, "add_norm_kernel", *of_mlp]
+        assert [each.kernel for each in two.kernels] == [*2 * of_layer, "add_norm_kernel"]
+        assert len(two.kernels) == num_kernels_of(model.joined) + 2 * size.is_mixed
+        # Products: of queries, keys and values, of attention's output; and two of an MLP, or that of the router.
+        assert two.num_launches - one.num_launches == 10 + size.is_mixed + has_experts <= 12
+        assert not two.waits
 
 
 def scheduled(
@@ -140,7 +153,7 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
     items = [scheduled([5], 9, [1, 2, 3], **SAMPLED[how]), scheduled([6], 4, [4, 5])]
     if has_prompt:
         items.append(scheduled(list(range(7)), 0, [6, 7]))
-    runner = runner_of(tiny_model_path("llama"))
+    runner = runner_of(loaded(tiny_model_path("llama")))
     has_logprobs = "logprobs" in SAMPLED[how]
     with counting() as counts:
         launched = runner.launch(Batch(tuple(items), tuple(items), has_logprobs=has_logprobs))
