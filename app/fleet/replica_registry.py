@@ -205,6 +205,11 @@ class ReplicaRegistry:
         reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self._replica_ids}
         return {replica_id: report for replica_id, report in reports.items() if report is not None}
 
+    def group_of(self, replica_id: str) -> str:
+        """The group that a replica has reported; "" for none."""
+        report = self._ledger.replica(replica_id).report
+        return "" if report is None else report.group
+
     def describe(self) -> list[dict[str, Any]]:
         """All replicas that take requests now, for people."""
         candidates = self._ledger.candidates(self._replica_ids, now=self._clock())

@@ -33,7 +33,7 @@ from app.model.cpu.ranks import RankMemory
 from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
-from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
+from app.model.cuda.weights import JoinedWeights, join_weights
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
@@ -866,8 +866,7 @@ def _with_joined_weights(
 
 
 def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
-    return reason or why_not_joined(module)
+    return why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
 
 
 def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:

@@ -81,14 +81,20 @@ class Progress:
     def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
         """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
         prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
-        return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
+        of_call = metrics.model(call.model.name).call(
+            prompt_tokens, arrived_at=arrived_at, is_background=call.requests[0].is_background
+        )
+        return cls(call, request_id, of_call)
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
         output = self.outputs[piece.index]
-        self.queued = self.queued or piece.queued
-        if piece.times is not None and self.times is None:
-            self.times = piece.times
+        if piece.queued is not None:
+            self.queued = self.queued or piece.queued
+            self.metrics.placed(piece.index, piece.queued.group)
+        if piece.times is not None:
+            self.times = self.times or piece.times
+            self.metrics.left_queue(piece.index, piece.times.queue_s)
         output.num_tokens += piece.num_tokens
         if piece.num_cached_tokens > output.num_cached_tokens:
             output.num_cached_tokens = piece.num_cached_tokens

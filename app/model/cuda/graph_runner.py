@@ -37,7 +37,7 @@ from app.model.cuda.decoder import CudaDecoder
 from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
-from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
+from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
 from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
@@ -66,6 +66,7 @@ class GraphModelRunner:
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
         sample: Sample = sample,
+        compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -73,7 +74,7 @@ class GraphModelRunner:
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         self._model = model
-        self._sample = sample
+        self._sample, self._compute_logprobs = sample, compute_logprobs
         self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -85,6 +86,7 @@ class GraphModelRunner:
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
+        self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
         self._ranks: Ranks | None = None  # of rank 0, where there are several
         self._group: RankGroup | None = None
@@ -168,7 +170,7 @@ class GraphModelRunner:
         wanted = WantedLogprobs(batch)
         likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
         self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
-        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
+        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, self._compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -184,6 +186,7 @@ class GraphModelRunner:
     def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
         """The next replay overwrites it."""
         inputs = graph.inputs
+        self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
         known = self._known(inputs.token_ids, batch.scheduled)
         if known is not inputs.token_ids:

@@ -1,4 +1,5 @@
-"""Draws tokens on CUDA: the same function as `app/model/sampler.py`, in one launch for all rows of a step.
+"""Draws and log-probabilities on CUDA: the functions of `app/model/sampler.py` and `logprobs.py`, each in one launch
+for all rows of a step.
 
 A token is the one that the plain sampler draws, except where
 - two tokens' scores with noise differ by less than some 1e-5: its noise has float64 inside, that of the kernel float32;
@@ -24,7 +25,8 @@ import torch
 from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
 from app.model.cuda.attention import NoKernels
-from app.model.inputs import bytes_to_device
+from app.model.inputs import bytes_to_device, to_device
+from app.model.logprobs import Logprobs
 
 _FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
 _CHANGE = "iifff"
@@ -33,6 +35,7 @@ _FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
 # Tokens of one pass of a program's loop, 4 for each thread; half as many of float32, which would spill registers.
 _TILE = 2048
 _NUM_WARPS = 16
+_MOST_TOP = 32  # likeliest tokens for which the kernel is compiled at start; the API allows 20
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
 
 
@@ -65,12 +68,10 @@ class TritonSampler:
         vocab_size = logits.shape[-1]
         # A row with changed logits has a bit for each token and, where they changed, the new ones in float32.
         num_changed = sum(_changes_logits(item) for item in items)
-        tile = self._tile * 2 // logits.itemsize
         scratch = torch.empty(num_changed, -(-vocab_size // 32) + vocab_size, dtype=torch.int32, device=logits.device)
         self._kernels.draw_kernel[(len(items),)](
             logits, logits.stride(0), vocab_size, self._facts_of(items, scratch), tokens,
-            unused=_UNUSED_BITS[logits.dtype], tile=min(tile, 1 << (vocab_size - 1).bit_length()),
-            num_warps=_NUM_WARPS,
+            **_sizes(logits, self._tile),
             enable_fp_fusion=False,  # a product and a sum are rounded one by one, as on a CPU
         )  # fmt: skip
 
@@ -109,6 +110,33 @@ class TritonSampler:
         return (at_change, len(changes) // _CHANGE_BYTES, at_ban, len(bans), entries, num_entries)
 
 
+class TritonLogprobs:
+    """Replaces `logprobs.compute_logprobs` for logits in a device's memory: one launch, and nothing as large as logits.
+
+    Logits that are not numbers count as -inf.
+    """
+
+    def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
+        """tile: as of `TritonSampler`."""
+        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+        self._tile = tile
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        """See `logprobs.ComputeLogprobs`."""
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        found = Logprobs(
+            token_ids.new_empty(len(rows), dtype=torch.float32),
+            token_ids.new_empty(len(rows)),
+            token_ids.new_empty(len(rows), num_top),
+            token_ids.new_empty(len(rows), num_top, dtype=torch.float32),
+        )
+        self._kernels.logprobs_kernel[(len(rows),)](
+            logits, logits.stride(0), logits.shape[-1], to_device(rows, logits.device), token_ids, num_top, *found,
+            **_sizes(logits, self._tile), most_top=max(_MOST_TOP, 1 << (num_top - 1).bit_length()),
+        )  # fmt: skip
+        return found
+
+
 class DeviceEntries:
     """The tokens of one sequence whose logits penalties and biases change, on the device: [_, 4], see `draw_kernel`."""
 
@@ -144,6 +172,13 @@ class DeviceEntries:
     def _numbers_of(self, own: LogitAdjustments, token: int) -> tuple[float, float, float]:
         penalty = own.repetition_penalty if token in self._penalised else 1.0
         return penalty, own.deduction_of(token), self._biases.get(token, 0.0)
+
+
+def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    of_row = 1 << (logits.shape[-1] - 1).bit_length()
+    tile = min(tile * 2 // logits.itemsize, of_row)
+    return {"unused": _UNUSED_BITS[logits.dtype], "tile": tile, "num_warps": _NUM_WARPS}
 
 
 def _changes_logits(item: ScheduledSequence) -> bool:

@@ -1,7 +1,7 @@
-"""Triton kernels that draw tokens; `sampler.py` launches them. Imported only there, on first use, because importing it
-needs Triton.
+"""Triton kernels that draw tokens and compute log-probabilities; `sampler.py` launches them. Imported only there, on
+first use, because importing it needs Triton.
 
-One program draws one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
+One program computes one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
 last token that top-k or top-p keeps is found by its *key*, an unsigned number in the order of the logits, digit by
 digit: each pass over the row measures what lies above 16 candidates at once. Keys of bfloat16 have 4 digits, of
 float32 8.
@@ -266,3 +266,72 @@ def draw_kernel(
     filters = (edge, num_ties, has_top_k | (top_p < 1.0), min_p, most, scale)
     token = _best(row, vocab_size, filters, key, temperature, unused_bits, tile)
     tl.store(token_ids + tl.program_id(0), token.to(tl.int64))
+
+
+@triton.jit
+def _note_greatest(row, vocab_size, num_top, token_ids, numbers, unused, tile: tl.constexpr):
+    """Stores the greatest logits of a row and their tokens, in the order of the tokens."""
+    least = tl.full([], 0, tl.uint32)
+    edge, num_ties, _ = _edge(row, vocab_size, num_top.to(tl.float32), least, 0.0, 0.0, 1.0, False, unused, tile)
+    num_stored, num_seen = 0, 0
+    for start in range(0, vocab_size, tile):
+        tokens = start + tl.arange(0, tile)
+        logits = _load(row, tokens, vocab_size)
+        keys = _key(logits, unused)
+        is_tie = (keys == edge) & (tokens < vocab_size)
+        ordinals = num_seen + tl.cumsum(is_tie.to(tl.int32), 0)
+        num_seen += tl.sum(is_tie.to(tl.int32), 0)
+        is_one = (keys > edge) | (is_tie & (ordinals <= num_ties))
+        places = num_stored + tl.cumsum(is_one.to(tl.int32), 0) - 1
+        num_stored += tl.sum(is_one.to(tl.int32), 0)
+        tl.store(token_ids + places, tokens.to(tl.int64), mask=is_one)
+        tl.store(numbers + places, logits, mask=is_one)
+    tl.debug_barrier()  # what other threads have stored is read from here on
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def logprobs_kernel(
+    logits,  # [_, vocab_size]
+    row_stride,
+    vocab_size,
+    rows,  # [num_rows] int64
+    token_ids,  # [num_rows] int64
+    num_top,
+    logprobs,  # [num_rows] float32: of each row's token
+    ranks,  # [num_rows] int64, from 1
+    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, of equal ones the lower id
+    top_logprobs,  # [num_rows, num_top] float32
+    unused: tl.constexpr,
+    most_top: tl.constexpr,  # a power of two
+    tile: tl.constexpr,
+):
+    """The log-softmax of some rows at one token and at the likeliest ones. Grid: (num_rows,)."""
+    at = tl.program_id(0)
+    logits += tl.load(rows + at) * row_stride
+    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False)  # neither a mask nor changes
+    unused_bits = tl.full([], unused, tl.uint32)
+    most = _most(row, vocab_size, tile)
+    own = tl.load(logits + tl.load(token_ids + at)).to(tl.float32)
+    own = tl.where(own == own, own, float("-inf"))
+    weights, num_greater = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.int32)
+    for start in range(0, vocab_size, tile):
+        tokens = start + tl.arange(0, tile)
+        found = _load(row, tokens, vocab_size)
+        weights += tl.where(tokens < vocab_size, _weight(found, most, LOG2_E), 0.0)
+        num_greater += (found > own).to(tl.int32)
+    # Every value is one subtraction from a logit, so equal logits have equal values.
+    normaliser = tl.maximum(most, -3.0e38) + tl.log(tl.sum(weights, 0))
+    tl.store(logprobs + at, own - normaliser)
+    tl.store(ranks + at, 1 + tl.sum(num_greater, 0).to(tl.int64))
+    if num_top > 0:
+        top_token_ids += at * num_top
+        top_logprobs += at * num_top
+        _note_greatest(row, vocab_size, num_top, top_token_ids, top_logprobs, unused_bits, tile)
+        these = tl.arange(0, most_top)
+        top = tl.load(top_logprobs + these, mask=these < num_top, other=float("-inf"))
+        tokens = tl.load(top_token_ids + these, mask=these < num_top, other=0)
+        is_tie = (top[None, :] == top[:, None]) & (these[None, :] < these[:, None])
+        places = tl.sum(((top[None, :] > top[:, None]) | is_tie).to(tl.int32), 1)
+        tl.debug_barrier()  # all are read before any is stored
+        tl.store(top_logprobs + places, top - normaliser, mask=these < num_top)
+        tl.store(top_token_ids + places, tokens, mask=these < num_top)

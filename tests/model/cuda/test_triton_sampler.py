@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
+from app.model.logprobs import compute_logprobs
 from app.model.sampler import adjust, gumbel_noise, sample
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.sampler import DeviceEntries, TritonSampler
+from app.model.cuda.sampler import DeviceEntries, TritonLogprobs, TritonSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 45
@@ -243,6 +245,34 @@ def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.
     del items[0]
     gc.collect()
     assert len(ours._entries) == 1
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+@pytest.mark.parametrize("spread", [0.5, 30.0])
+def test_log_probabilities_are_those_of_torch(spread: float, num_top: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, 203, device=DEVICE) * spread).to(dtype)
+    logits[1, 7:] = float("-inf")
+    rows, tokens = [4, 1, 0], torch.tensor([3, 5, 202], device=DEVICE)
+    found = TritonLogprobs(DEVICE, tile=128)(logits, rows, tokens, num_top=num_top)
+    plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
+    torch.testing.assert_close(found.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(found.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
+    assert torch.equal(found.ranks, plain.ranks)
+    # Of equal ones the lower token goes first.
+    expected = logits[rows].float().sort(descending=True, stable=True).indices[:, :num_top]
+    assert torch.equal(found.top_token_ids, expected)
+
+
+def test_log_probabilities_without_numbers_harm_no_other_row() -> None:
+    logits = torch.zeros(3, VOCAB_SIZE, device=DEVICE)
+    logits[0], logits[1, 4] = float("nan"), float("nan")
+    tokens = torch.tensor([2, 2, 2], device=DEVICE)
+    found = TritonLogprobs(DEVICE, tile=TILE)(logits, range(3), tokens, num_top=2)
+    assert found.logprobs.tolist() == [-math.inf, pytest.approx(-math.log(44)), pytest.approx(-math.log(45))]
+    assert found.top_token_ids.tolist() == [[0, 1]] * 3
+    assert found.logprobs[1:].tolist() == found.top_logprobs[1:, 0].tolist()
 
 
 class Launches:
