@@ -102,6 +102,11 @@ def _replicas(number: int) -> Choose:
     return lambda running, source: partial(_kill, source.sample(running.replicas(), number))
 
 
+def _rank(number: signal.Signals) -> Choose:
+    """Send one rank a signal that it does not survive, or stands still after."""
+    return lambda running, source: partial(os.kill, source.choice(running.ranks()), number)
+
+
 async def _all(faults: Sequence[Fault], size: Size, **settings: Any) -> list[Row]:
     """Faults one after the other in one service."""
     async with under_traffic(size, **settings) as (running, traffic):
@@ -297,8 +302,7 @@ async def lose_rank(size: Size) -> list[Row]:
     faults = [
         Fault(
             row="R10", text=f"{how} a rank of one of 2 replicas, step_timeout_s {_STEP_TIMEOUT_S:g}",
-            choose=lambda running, source, number=number: partial(os.kill, source.choice(running.ranks()), number),
-            quiet_s=_QUIET_AFTER_KILL_S, replaced=Stage.replicas,
+            choose=_rank(number), quiet_s=_QUIET_AFTER_KILL_S, replaced=Stage.replicas,
         )
         for how, number in both
     ]  # fmt: skip
