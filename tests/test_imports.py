@@ -66,7 +66,7 @@ ALLOWED = {
         "app.grammar", "app.model", "torch",
     },
     "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
-    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry"},
     "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 

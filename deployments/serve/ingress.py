@@ -27,6 +27,7 @@ from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.settings import check_exposure, max_ingress_requests
+from deployments.serve.tracing import tracer_of_environment
 from deployments.serve.transport import Switch
 
 READY_CACHE_S = 1.0
@@ -83,6 +84,7 @@ class Ingress:
             self._metrics.requests,
             self._keys.authenticator,
             cascades=cascades_of(self._config.cascades, models),
+            tracer=tracer_of_environment(),
         )
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
