@@ -19,7 +19,7 @@ from uuid import uuid4
 from zlib import crc32
 
 from app.child_process import PROJECT, child_command, child_environment
-from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.loader import LoadedModel
     from app.model.memory import MemoryNeeds
-    from app.model.parallel.group import Group
+    from app.model.parallel.group import RankGroup
     from app.model.parallel.ranks import Ranks
     from app.model.runner import TorchModelRunner
 
@@ -61,6 +61,15 @@ class Devices:
     gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
     tensor_parallel: int = 1  # devices that compute each step together, with a process for each
     step_timeout_s: float = 60.0  # for which one of these waits for the others
+
+    @classmethod
+    def of(cls, replicas: ReplicasConfig) -> Devices:
+        """Those of one replica."""
+        return cls(
+            gpu_share=replicas.gpu_share,
+            tensor_parallel=replicas.tensor_parallel,
+            step_timeout_s=replicas.step_timeout_s,
+        )
 
 
 ONE_DEVICE = Devices()
@@ -154,10 +163,14 @@ def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
 def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
     import torch
 
+    from app.model.description import read_config
     from app.model.loader import device_of
-    from app.model.parallel.ranks import Ranks
+    from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
 
+    check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
     device = device_of(config.model)
+    if device.type == "cuda":
+        check_cards(cards(), devices.tensor_parallel)
     own, size = os.getpid(), devices.tensor_parallel
 
     def start(descriptor: int) -> subprocess.Popen[bytes]:
@@ -182,7 +195,7 @@ class LoadedRunner:
     num_blocks: int  # of its KV memory
 
 
-def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: Group | None = None) -> LoadedRunner:
+def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
     """Load the model, or one rank's part of it, and size its KV memory. All ranks of a group call it."""
     import torch
 
@@ -226,7 +239,7 @@ def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float
     """What weights, the largest step and everything else leave of the engine's share of its GPU."""
     from app.model.kv_cache import block_bytes
     from app.model.largest_step import needs_of
-    from app.model.memory import GIB, gpu_memory, refusing_to_run_short
+    from app.model.memory import gpu_memory, refusing_to_run_short
 
     limits, block_size = config.scheduler, config.cache.block_size
     fix = (
@@ -252,11 +265,12 @@ class PlannedMemory:
     context: int  # tokens of the longest sequence
 
 
-def planned_memory(config: EngineConfig) -> PlannedMemory:
-    """The same sizes as those of a replica at its start, from the model's config.json alone. Needs no GPU.
+def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
+    """The same sizes as those of a replica, or of each of its ranks, at its start, from the model's config.json alone.
+    Needs no GPU.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
     """
     import torch
@@ -266,7 +280,7 @@ def planned_memory(config: EngineConfig) -> PlannedMemory:
     from app.model.loader import model_of_config
 
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype)
+    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype, num_ranks=num_ranks)
     block_size = config.cache.block_size
     try:
         needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))
@@ -381,6 +395,7 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelFacts, 
         config=config.model_dump(mode="json"),
         versions=versions(),
         commit=commit(),
+        settings=config.scheduler.version,
     )
 
 

@@ -6,6 +6,7 @@ by the room that measured it and never written back.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections import Counter
@@ -25,6 +26,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+GIB = 1024**3
 KvType = Literal["auto", "int8"]  # of keys and values
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
@@ -224,19 +226,19 @@ def _chosen(value: Any, kinds: Any) -> Any:
     return given
 
 
+Strategy = Annotated[
+    StrategyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, StrategyConfig))
+]
+Policy = Annotated[
+    PolicyConfig, Field(discriminator="name"), BeforeValidator(lambda value: _chosen(value, PolicyConfig))
+]
+
+
 class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and their order. A strategy or policy is a name, or a name with parameters."""
 
-    strategy: Annotated[
-        StrategyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, StrategyConfig)),
-    ] = Field(ContinuousConfig(), description="when waiting requests may join")
-    policy: Annotated[
-        PolicyConfig,
-        Field(discriminator="name"),
-        BeforeValidator(lambda value: _chosen(value, PolicyConfig)),
-    ] = Field(FcfsConfig(), description="which waiting request goes first")
+    strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
+    policy: Policy = Field(FcfsConfig(), description="which waiting request goes first")
     max_running: int = Field(32, ge=1, le=4096, description="requests computed in one step, at most")
     max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
     max_step_tokens: int = Field(512, ge=1, le=1_000_000, description="token budget of one step")
@@ -249,6 +251,12 @@ class SchedulerConfig(Settings):
         Serve's own limits are derived from it.
         """
         return self.max_running + self.max_waiting
+
+    @property
+    def version(self) -> str:
+        """The settings in a word: the names of strategy and policy, and a hash of all values."""
+        digest = hashlib.blake2b(self.model_dump_json().encode(), digest_size=4).hexdigest()
+        return f"{self.strategy.name}-{self.policy.name}-{digest}"
 
     @model_validator(mode="after")
     def _every_running_request_gets_a_token(self) -> SchedulerConfig:
@@ -325,6 +333,12 @@ class ReplicasConfig(Settings):
     )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="devices that compute each step of one replica together; Ray reserves as much for each",
+    )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
         description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
@@ -353,6 +367,16 @@ class ReplicasConfig(Settings):
                 f"raise num_replicas or remove groups"
             )
         return self
+
+    @property
+    def reserved_cpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_cpus * self.tensor_parallel
+
+    @property
+    def reserved_gpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_gpus * self.tensor_parallel
 
     @property
     def gpu_share(self) -> float:
@@ -545,7 +569,7 @@ class BatchesConfig(Settings):
         None, min_length=1, description="batches: URL that fsspec opens, for the files' contents; default: in `path`"
     )
     max_total_bytes: int = Field(
-        20 * 1024**3, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
+        20 * GIB, ge=1, le=10**15, description="batches: bytes of all files, beyond which none is taken"
     )
     max_in_flight: int = Field(32, ge=1, le=10_000, description="batches: items sent to the replicas at once")
     keep_s: int | None = Field(

@@ -165,6 +165,11 @@ class UnsupportedModel(InvalidSetup):
     """The model cannot be served; the message says why."""
 
 
+def first_line(error: BaseException) -> str:
+    """The message up to its first line break, for an error of a library that says much."""
+    return str(error).strip().split("\n", 1)[0]
+
+
 def described(error: BaseException) -> str:
     """An exception in one line of a log: its kind, where it was raised, and its message if that has no client's text.
 

@@ -41,7 +41,7 @@ def _follow(channel: Channel) -> None:
     from app.model.loader import device_of
     from app.model.parallel.channel import settings_of
     from app.model.parallel.follower import follow
-    from app.model.parallel.group import Group
+    from app.model.parallel.group import RankGroup
     from app.model.parallel.ranks import MEET_TIMEOUT_S
 
     _, content = channel.receive()
@@ -52,7 +52,7 @@ def _follow(channel: Channel) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     channel.send(Kind.SYNC)
-    group = Group(rank, settings["size"], store=Path(settings["store"]), device=device, timeout_s=MEET_TIMEOUT_S)
+    group = RankGroup(rank, settings["size"], store=Path(settings["store"]), device=device, timeout_s=MEET_TIMEOUT_S)
     group.set_timeout(settings["load_timeout_s"])
     loaded = load_runner(config, group=group)
     group.set_timeout(settings["step_timeout_s"])

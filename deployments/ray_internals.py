@@ -154,12 +154,12 @@ def route_in_this_loop(handle: DeploymentHandle) -> None:
     handle._init(_run_router_in_separate_loop=False)
 
 
-async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str) -> Sequence[Any]:
+async def begin_call_on_all_replicas(handle: DeploymentHandle, method: str, *arguments: object) -> Sequence[Any]:
     """One call to each replica of a deployment, with `get_async` for its result.
 
     The public `results_async` of a broadcast gives no result at all when one replica hangs.
     """
-    calls: Sequence[Any] = await handle.broadcast(method)._fetch_replica_results_async()
+    calls: Sequence[Any] = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     return calls
 
 

@@ -29,8 +29,8 @@ ALLOWED = {
         "app.engine.view", "msgspec",
     },
     "app.model": {
-        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers",
-        "triton",
+        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
+        "app.engine.request", "torch", "transformers", "triton",
     },
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
@@ -66,7 +66,8 @@ ALLOWED = {
         "app.grammar", "app.model", "torch",
     },
     "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
-    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry"},
+    "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,10 @@ from app.text.tool_calls import ToolFormat
 
 MAX_LOGPROBS_ON_THE_LOOP = 2000  # of a line of a batch, which a thread writes where there are more
 MAX_REQUESTS_ON_THE_LOOP = 4  # each may have an embedding of thousands of numbers
+
+
+_NUM_UNIQUE = 32  # characters at the end of the id of a call, which are a UUID
+_MAX_ID_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +129,7 @@ class Call:
     continuous_usage: bool = False
     tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
     max_at_once: int | None = None  # so many of the requests run at the same time; None: all
+    wants_timings: bool = False  # in `usage`
 
     @property
     def num_logprobs(self) -> int:
@@ -140,6 +146,17 @@ class Call:
     def is_large(self) -> bool:
         """Whether to write its answer may take more than a few milliseconds."""
         return self.num_logprobs > MAX_LOGPROBS_ON_THE_LOOP or len(self.requests) > MAX_REQUESTS_ON_THE_LOOP
+
+    def for_request(self, request_id: str) -> Call:
+        """The call with ids, its own and its requests', that begin with those of a client's request.
+
+        So what the client knows finds its entries in the step log and the lines of an engine. A client may send one id
+        many times, and an engine accepts each once; every token of a request carries its id, so it must not be long.
+        """
+        prefix = self.call_id[:-_NUM_UNIQUE]
+        call_id = f"{prefix}{request_id[:_MAX_ID_SHOWN]}-{secrets.token_hex(4)}"
+        named = [replace(each, request_id=f"{call_id}-{index}") for index, each in enumerate(self.requests)]
+        return replace(self, call_id=call_id, requests=tuple(named))
 
     def with_max_tokens(self, max_tokens: int) -> Call:
         """The call with outputs of at most so many tokens."""

@@ -20,11 +20,12 @@ from app.api.cascades import Cascade, judge
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import SharedFields, shared_fields
 from app.api.http.errors import error_body, error_status, log_error
-from app.api.http.headers import with_group_and_session
+from app.api.http.headers import with_headers
 from app.api.json_structure import size_of
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
+from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
@@ -51,6 +52,7 @@ class Client:
     is_strict: bool = False  # unknown fields are refused
     num_bodies: int = 1  # that are answered together, and share what one answer may have
     arrived_at: float | None = None  # by the clock of the metrics; None: now
+    trace: RequestTrace | None = None  # where traces are sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,10 @@ class PendingResponse:
         return self._writer.events(self.progress, self._pieces)
 
     def headers(self, *, explain: bool) -> dict[str, str]:
-        """Where the request went, as far as that is known by now; `explain`: and why."""
-        placement = self.progress.placement_headers(explain=explain, with_loads=self._shows_loads)
-        return {**placement, **self._headers}
+        """Where the request went and how long that took, as far as it is known by now; `explain`: and why there."""
+        progress = self.progress
+        placement = progress.placement_headers(explain=explain, with_loads=self._shows_loads)
+        return {**placement, **progress.timing_headers(), **self._headers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +103,17 @@ class RequestHandler:
         *,
         cascades: Sequence[Cascade] = (),
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
+        tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models."""
+        """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models.
+
+        `tracer` gets a trace of each HTTP request.
+        """
         self.models = by_any_name(models)
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
         self.limits = limits
+        self.tracer = tracer
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
         self.threads = BodyThreads()
@@ -143,6 +151,9 @@ class RequestHandler:
             progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = decision.pieces, decision.headers()
         client.reservation.add_usage(progress.num_tokens)
+        if client.trace is not None:
+            client.trace.checked()
+            progress.trace = client.trace
         return PendingResponse(
             progress=progress,
             is_streamed=parsed.wants_stream,
@@ -212,7 +223,7 @@ class RequestHandler:
             call = await self.threads.encode(
                 reservation.account.name, size, lambda: endpoint.prepare(parsed, model, limits, shared)
             )
-            call = with_group_and_session(call, client.headers)
+            call = with_headers(call.for_request(client.request_id), client.headers)
             return apply_key(reservation, call, parsed, share_prefixes=self.config.share_prefixes)
 
     async def handle_item(self, owner: str, path: str, body: Mapping[str, Any]) -> Answered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
@@ -63,6 +64,13 @@ class LaunchingRunner(ModelRunner, Protocol):
         Where `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
         """
         ...
+
+
+@runtime_checkable
+class PaddingRunner(ModelRunner, Protocol):
+    """A model runner that computes steps of a few sizes only."""
+
+    num_padding_tokens: int  # computed for nothing since the start
 
 
 @runtime_checkable
@@ -276,7 +284,10 @@ class Engine:
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        return self._scheduler.measurements()
+        measured, runner = self._scheduler.measurements(), self.runner
+        if isinstance(runner, PaddingRunner):
+            measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
+        return measured
 
 
 class StepError(Exception):

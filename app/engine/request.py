@@ -153,6 +153,15 @@ class Queued(NamedTuple):
     replica_id: str = ""  # where it waits
     why_there: str = ""  # in a few words
     loads_there: str = ""  # of all candidates, in the same line
+    group: str = ""  # of the replica, in an A/B trial
+
+
+class EngineTimes(NamedTuple):
+    """How long an engine took until a request's first token, or until its end where it generates nothing."""
+
+    queue_s: float  # from its arrival at the replica to its first step
+    prefill_s: float  # from there on
+    settings: str = ""  # `SchedulerConfig.version` of that moment
 
 
 class TokenLogprobs(NamedTuple):
@@ -187,6 +196,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
     embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
+    times: EngineTimes | None = None  # with the first token of a stream
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -205,6 +215,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
         prompt_logprobs=tuple([each for delta in deltas for each in delta.prompt_logprobs]),
         embedding=last.embedding,
+        times=next((delta.times for delta in deltas if delta.times is not None), None),
     )
 
 

@@ -18,8 +18,8 @@ from app.engine.deadlines import Deadlines, deadline_missed
 from app.engine.length_predictor import LengthPredictor
 from app.engine.matcher import Matcher
 from app.engine.policies import SchedulingPolicy, make_policy
-from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
-from app.engine.result_processor import ResultProcessor
+from app.engine.request import EngineTimes, FinishReason, Request, SamplingParams, TokenDelta
+from app.engine.result_processor import ResultProcessor, with_times
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import SPEED_STEP_TOKENS, EngineMeasurements, EngineStats, MeasurementCollector, Totals
@@ -52,6 +52,7 @@ class Scheduler:
     ) -> None:
         """`policy` is that of the config, unless another is given."""
         self._config = config
+        self._settings = config.version
         self._pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = policy or make_policy(config.policy)
@@ -383,19 +384,21 @@ class Scheduler:
             num_ended = len(deltas) - self._totals.finished
             processed = process(batch, result)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
-            self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
-            deltas += processed
+            times = self._note_step(batch, now, num_ended=num_ended + self._totals.finished)
+            deltas += [with_times(each, times) for each in processed] if times else processed
         return deltas
 
-    def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> None:
+    def _note_step(self, batch: Batch, now: float, *, num_ended: int) -> dict[str, EngineTimes]:
+        """Count a computed step; returns the times of the requests that have their first token by it."""
         self._totals.steps += 1
         began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
         self._throughput.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
-        self._measurements.stepped(now, step_s=now - began_at, num_tokens=batch.num_scheduled_tokens)
+        times = self._measurements.stepped(now, batch, step_s=now - began_at, settings=self._settings)
         self._policy.computed(batch)
         if not len(self._running):
             self._strategy.emptied(now)
+        return times
 
     # ------------------------------------------------------------------ between two steps
 
@@ -410,7 +413,7 @@ class Scheduler:
         fewer may run now, the last in order are preempted.
         """
         is_new_policy, is_new_strategy = config.policy != self._config.policy, config.strategy != self._config.strategy
-        self._config = config
+        self._config, self._settings = config, config.version
         if is_new_policy or is_new_strategy:
             waiting = self._waiting.take_all()
             self._policy = make_policy(config.policy) if is_new_policy else self._policy
@@ -428,6 +431,7 @@ class Scheduler:
         return EngineStats(
             strategy=self._config.strategy.name,
             policy=self._config.policy.name,
+            settings=self._settings,
             batch_size=self._strategy.batch_size,
             num_running=len(self._running),
             num_waiting=len(self._waiting),

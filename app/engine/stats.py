@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from app.engine.histogram import SECONDS, TOKENS, Distribution, Histogram
+from app.engine.batch import Batch
+from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
+from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
 
 # Engines are compared by their speed in steps of this size: the speed of usual steps depends on how full they were.
@@ -18,6 +20,7 @@ class EngineStats:
 
     strategy: str  # by their names in the config
     policy: str
+    settings: str  # `SchedulerConfig.version` of all settings of scheduling
     batch_size: int  # that the strategy aims at now; 0 where it makes no batches
     num_running: int
     num_waiting: int
@@ -72,6 +75,8 @@ class EngineMeasurements:
     prefill_s: Distribution  # from there to its first token
     step_s: Distribution
     step_tokens: Distribution  # computed in one step, prompt chunks and single tokens together
+    step_requests: Distribution  # in one step
+    num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
 
 
 class MeasurementCollector:
@@ -82,6 +87,7 @@ class MeasurementCollector:
         self._prefill_s = Histogram(SECONDS)
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
+        self._step_requests = Histogram(SMALL_NUMBERS)
         self._prefilling: list[tuple[Sequence, int, float]] = []  # with tokens and time when they joined
 
     def joined(self, sequences: Several[Sequence], now: float) -> None:
@@ -91,22 +97,30 @@ class MeasurementCollector:
                 self._queue_s.observe(now - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, now))
 
-    def stepped(self, now: float, *, step_s: float, num_tokens: int) -> None:
-        """A step has ended, and its results are processed."""
-        self._step_s.observe(step_s)
-        self._step_tokens.observe(num_tokens)
-        if self._prefilling:
-            self._note_first_tokens(now)
+    def stepped(self, now: float, batch: Batch, *, step_s: float, settings: str) -> dict[str, EngineTimes]:
+        """A step has ended under these settings, and its results are processed.
 
-    def _note_first_tokens(self, now: float) -> None:
-        still = []
+        Returns the times of the requests that it gave their first token, or that it ended without one, by their ids.
+        """
+        self._step_s.observe(step_s)
+        self._step_tokens.observe(batch.num_scheduled_tokens)
+        self._step_requests.observe(len(batch.sequences))
+        return self._note_first_tokens(now, settings) if self._prefilling else {}
+
+    def _note_first_tokens(self, now: float, settings: str) -> dict[str, EngineTimes]:
+        still, times = [], {}
         for sequence, num_tokens, joined_at in self._prefilling:
             new = sequence.generated_token_ids[num_tokens : num_tokens + 1]
-            if new and new[0] >= 0:  # a placeholder is negative: a step that still runs draws the token
+            has_token = bool(new) and new[0] >= 0  # a placeholder is negative: a step that still runs draws the token
+            if has_token:
                 self._prefill_s.observe(now - joined_at)
-            elif not sequence.is_finished:
+            if has_token or sequence.is_finished:
+                queue_s = joined_at - sequence.arrived_at
+                times[sequence.request.request_id] = EngineTimes(queue_s, now - joined_at, settings)
+            else:
                 still.append((sequence, num_tokens, joined_at))
         self._prefilling = still
+        return times
 
     def snapshot(self, *, max_running: int, block_size: int, num_outstanding_tokens: int) -> EngineMeasurements:
         """The distributions now, with the scheduler's numbers."""
@@ -118,4 +132,5 @@ class MeasurementCollector:
             prefill_s=self._prefill_s.snapshot(),
             step_s=self._step_s.snapshot(),
             step_tokens=self._step_tokens.snapshot(),
+            step_requests=self._step_requests.snapshot(),
         )

@@ -31,7 +31,7 @@ class SlotUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_preemptions: int
 
 
-class WaitingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class QueueEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One request that waits, with what it will probably wait still."""
 
     request_id: str
@@ -55,6 +55,7 @@ class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     busy_ms: float = 0.0
     longest_ms: float = 0.0
     most_tokens: int = 0  # of one step
+    ended_ms: tuple[int, ...] = ()  # when each step ended, the last of them where they are many
 
 
 class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -72,4 +73,5 @@ class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_free_blocks: int  # with nothing in them
     steps: StepSums
     slots: tuple[SlotUse, ...]  # those in use, and those that were left
-    waiting: tuple[WaitingRequest, ...]  # the first, in the order in which they would join now
+    waiting: tuple[QueueEntry, ...]  # the first, in the order in which they would join now
+    settings: str = ""  # `SchedulerConfig.version` of all settings of scheduling

@@ -84,6 +84,7 @@ class Outbox:
         self._deltas: dict[str, list[TokenDelta]] = {}  # not sent yet, by request id, in the order of their first
         self._open: set[str] = set()  # the ids of the requests that the engine has
         self._compiling: dict[str, asyncio.Task[None]] = {}  # by request id, until its grammar is compiled
+        self._view: EngineView | None = None  # not sent yet
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
@@ -196,14 +197,21 @@ class Outbox:
                 self._check_idle()
 
     def show(self, view: EngineView) -> None:
-        """Send a view, with what is kept. A slow ingress misses it."""
-        if self._stream.is_writable:
-            self._send_frame(view)
+        """Send a view with the next step's frame, to save a frame; at once while the ingress has no request here.
 
-    def _send_frame(self, view: EngineView | None = None) -> None:
+        A slow ingress gets the newest only.
+        """
+        if self._view is not None:  # no step has brought a frame since
+            self.flush(even_without_deltas=True)
+        self._view = view
+        if not self._open:
+            self.flush(even_without_deltas=True)
+
+    def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple([merge_deltas(of_request) for of_request in deltas.values()])
-        frame = Frame(self._next_number, self._report(), merged, view)
+        frame = Frame(self._next_number, self._report(), merged, self._view)
+        self._view = None
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
         self._stream.send(frame)

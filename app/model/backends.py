@@ -20,7 +20,7 @@ from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel, check_attention
@@ -51,8 +51,6 @@ def build_runner(
     wants_native = config.model.backend != "torch"
     if wants_native and NativeKVCache.fits(model.layers, block_size=block_size, dtype=model.dtype, device=model.device):
         return _in_native_code(config, model, num_blocks, num_threads)
-    if model.device.type == "cuda":
-        logger.warning("triton is not installed: attention runs on plain torch, which is several times slower")
     assert model.module is not None, "weights are native only where NativeKVCache fits"
     cache = KVCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device)
     return TorchModelRunner(TransformersForward(model.module, TorchAttention(cache, model.device)), model.device)
@@ -124,4 +122,5 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         capture=capture,
         synchronize=synchronize,
         sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
     )

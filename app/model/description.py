@@ -13,7 +13,7 @@ from typing import Any
 
 from app.config import ModelConfig
 from app.engine.request import ModelFacts
-from app.errors import InvalidSetup
+from app.errors import InvalidSetup, first_line
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
@@ -88,7 +88,7 @@ def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
             location, revision=config.revision, trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InvalidSetup(f"no tokenizer could be loaded from {location!r}: {_first_line(error)}") from error
+        raise InvalidSetup(f"no tokenizer could be loaded from {location!r}: {first_line(error)}") from error
     backend = pretrained.backend_tokenizer
     token_ids = sorted(backend.get_vocab(with_added_tokens=True).values())
     texts = backend.decode_batch([[token] for token in token_ids], skip_special_tokens=True)
@@ -105,7 +105,7 @@ def _read_json(config: ModelConfig, location: str, name: str) -> dict[str, Any]:
         file = Path(location) / name if Path(location).is_dir() else _downloaded(config, location, name)
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
     except (OSError, ValueError) as error:
-        raise InvalidSetup(f"model.path {config.path!r}: {name} cannot be read: {_first_line(error)}") from error
+        raise InvalidSetup(f"model.path {config.path!r}: {name} cannot be read: {first_line(error)}") from error
     return found
 
 
@@ -114,7 +114,3 @@ def _downloaded(config: ModelConfig, hub_id: str, name: str) -> Path | None:
 
     file = cached_file(hub_id, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from app.config import CacheConfig
+from app.config import GIB, CacheConfig
 from app.errors import InvalidSetup
-from app.model.memory import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

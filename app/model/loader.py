@@ -14,7 +14,7 @@ import torch
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import ModelFacts, SamplingParams
-from app.errors import InvalidSetup, UnsupportedModel
+from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import (
     ATTENTION_NAME,
     AttentionRules,
@@ -33,7 +33,7 @@ from app.model.cpu.ranks import RankMemory
 from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
-from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
+from app.model.cuda.weights import JoinedWeights, join_weights
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
@@ -47,9 +47,9 @@ from app.model.llama import (
 )
 from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
-from app.model.parallel.group import Group
-from app.model.parallel.plan import SplitPlan, check_divisible
+from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
+from app.model.parallel.split_plan import SizesOfRank, SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 
@@ -63,7 +63,7 @@ _FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # Of the first layer's output and of the whole model's, relative to their size, by number type or bits of a quantised
-# weight. Measured at most in tests/tiny_models.py, whose weights are wide: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
+# weight. Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
 # In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
 _MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8: (0.1, 0.25), 4: (0.7, 1.0)}
 
@@ -81,7 +81,7 @@ class LoadedModel:
     device: torch.device
     probe: Probe | None = None  # where Triton's kernels are compared with it: they need the whole KV memory
     ranks: RankMemory | None = None  # where `native` is one rank's part
-    group: Group | None = None  # where `module` or `joined` is
+    group: RankGroup | None = None  # where `module` or `joined` is
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All weights on a GPU, and what else is kept there; those that are tied more than once."""
@@ -98,7 +98,7 @@ def load_model(
     *,
     block_size: int = 16,
     checks: Path | None = None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
@@ -129,13 +129,19 @@ def load_model(
     quantised = Quantised.of(read_config(config, location))
     may_be_packed = may_be_native and library() is not None
     checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
-    if checkpoint is None:
+    whole = None
+    if group is not None:
+        _check_ranks(config, found, quantised, group.size)
+        host = torch.device("cpu")  # a device may not hold the whole model
+        module = _with_weights(host, config, found, location, dtype, None)
+        whole = _split(config, module, group).to(device)
+        module.to(device)
+    elif checkpoint is None:
         module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
     limit = _limit_of(module)
-    whole = None if group is None else _split(config, module, group, device)
     probe = _probe(config, module, device)
     if whole is not None:
         _compare(config, "divided among ranks", probe.own, whole)
@@ -261,7 +267,7 @@ def _folder_of(config: ModelConfig, location: str) -> Path | None:
     try:
         return Path(snapshot_download(location, revision=config.revision, allow_patterns=_FILES))
     except (OSError, ValueError) as error:
-        logger.info("%s cannot be downloaded as a whole: %s", config.path, _first_line(error))
+        logger.info("%s cannot be downloaded as a whole: %s", config.path, first_line(error))
         return None
 
 
@@ -310,11 +316,12 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
 
 
 @torch.inference_mode()
-def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -> LoadedModel:
-    """A model on the meta device, from its config.json alone: it has sizes and no weights.
+def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, num_ranks: int = 1) -> LoadedModel:
+    """A model, or the part that each of several ranks has, on the meta device, from its config.json alone: it has sizes
+    and no weights.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
@@ -331,17 +338,23 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     module = _without_weights(found, location, dtype)
     # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
     tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
+    if num_ranks > 1:
+        _check_ranks(config, found, quantised, num_ranks)
+    for each in (module,) if tried is module else (module, tried):
+        fix_positions(each, longest)
+        if num_ranks > 1:
+            SplitPlan(each, SizesOfRank(num_ranks), path=config.path).split("", each)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
     try:
         output = _run(tried, token_ids, token_ids, step)
     except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {_first_line(error)}") from error
-    except RuntimeError as error:  # an operator whose result has a size that follows from numbers
-        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
+    except RuntimeError as error:  # an operator with a result of a size that follows from numbers
+        raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
-    if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
+    if config.backend == "auto" and num_ranks == 1 and _why_not_joined(module, step.rules) is None:
         add_positions(module)
         joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
     return LoadedModel(
@@ -364,7 +377,13 @@ def device_of(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if device.type == "cuda" and not TritonAttention.fits(device):
+        raise InvalidSetup(
+            f"model.device is {config.device} and torch sees a CUDA device, but Triton, in which attention is written, "
+            f"is not installed: pip install triton (torch for CUDA brings it on Linux), or set model.device: cpu"
+        )
+    return device
 
 
 def _check_quantization(config: ModelConfig, device: torch.device) -> None:
@@ -399,7 +418,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
 
     Raises:
-        InvalidSetup: there is no such device.
+        InvalidSetup: there is no such device, or it has no Triton.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
@@ -440,7 +459,7 @@ def _check_architecture(config: ModelConfig, location: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise InvalidSetup(
             f"model.path {config.path!r} is neither a folder with a model nor a model that can be loaded "
-            f"(looked at {location!r}): {_first_line(error)}"
+            f"(looked at {location!r}): {first_line(error)}"
         ) from error
     name = found.model_type
     if getattr(found, "is_encoder_decoder", False):
@@ -488,10 +507,10 @@ def _from_pretrained(
         if is_out_of_memory(error):
             raise
         if quantised is not None:
-            raise UnsupportedModel(quantised.why_not(config.path, _first_line(error), device)) from error
+            raise UnsupportedModel(quantised.why_not(config.path, first_line(error), device)) from error
         if not isinstance(error, OSError | ValueError | RuntimeError):
             raise
-        raise UnsupportedModel(f"{config.path} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} cannot be loaded: {first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,6 +524,9 @@ class _Output:
     def part(self, first: int, end: int) -> _Output:
         """The outputs for some of the tokens."""
         return _Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
+
+    def to(self, device: torch.device) -> _Output:
+        return replace(self, first_layer=self.first_layer.to(device), logits=self.logits.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,11 +554,20 @@ def _run(
     return _Output(output.hidden_states[1], output.logits, is_mixture)
 
 
-def _split(config: ModelConfig, module: PreTrainedModel, group: Group, device: torch.device) -> _Output:
+def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quantised | None, size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share a model; before any weight is read."""
+    if quantised is not None or config.quantization != "none":
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}; quantised weights are divided only for the native decoder on a "
+            f"CPU, which does not compute {config.path} here (the log says why). Serve weights that are not quantised"
+        )
+    check_divisible(found, size, path=config.path)
+
+
+def _split(config: ModelConfig, module: PreTrainedModel, group: RankGroup) -> _Output:
     """Leave of a model what is this rank's. Returns the outputs of the whole one on the tokens of `_probe`."""
-    check_divisible(module.config, group.size, path=config.path)
     plan = SplitPlan(module, group, path=config.path)
-    whole = _own_output(module, *_tokens_to_try(module, device))
+    whole = _own_output(module, *_tokens_to_try(module, torch.device("cpu")))
     plan.split("", module)
     return whole
 
@@ -565,12 +596,12 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
     try:
         ours = _run(module, token_ids, positions, step)
     except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{config.path} ({name}) cannot run on paged attention: {first_line(error)}") from error
     except (RuntimeError, ImportError) as error:
         if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
             raise
         raise UnsupportedModel(
-            f"the quantised layers of {config.path} cannot be computed on {device.type}: {_first_line(error)}. Serve "
+            f"the quantised layers of {config.path} cannot be computed on {device.type}: {first_line(error)}. Serve "
             f"the checkpoint that is not quantised"
         ) from error
     if not step.layers:
@@ -588,7 +619,7 @@ def _spread_tokens(num_embeddings: int, positions: torch.Tensor) -> torch.Tensor
 
 
 def _check_positions(config: ModelConfig, module: PreTrainedModel, probe: Probe, max_model_len: int) -> None:
-    """Refuse a model whose positions depend on what else is in a step: here the last token of a long sequence."""
+    """Refuse a model with positions that depend on what else is in a step: here the last token of a long sequence."""
     beside = torch.full_like(probe.positions[:, :1], max_model_len - 1)
     token_ids, positions = (torch.cat(both, dim=1) for both in (
         (probe.token_ids, probe.token_ids[:, :1]), (probe.positions, beside)
@@ -742,7 +773,7 @@ def _native_output(
 
 @torch.inference_mode()
 def load_native_rank(
-    config: ModelConfig, location: str, group: Group, *, block_size: int, checks: Path | None
+    config: ModelConfig, location: str, group: RankGroup, *, block_size: int, checks: Path | None
 ) -> LoadedModel | None:
     """One rank's part of a model for the C++ decoder; None if that cannot compute it so. All ranks of a group call it.
 
@@ -847,8 +878,7 @@ def _with_joined_weights(
 
 
 def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
-    return reason or why_not_joined(module)
+    return why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
 
 
 def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:
@@ -886,7 +916,3 @@ def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
     if found is None:
         found = module.config.get_text_config().eos_token_id
     return as_token_ids(found)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

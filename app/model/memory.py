@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from app.errors import InvalidSetup
-
-GIB = 1024**3
+from app.config import GIB
+from app.errors import InvalidSetup, first_line
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
@@ -121,7 +120,3 @@ def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InvalidSetup(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -41,6 +41,8 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:
     """Have a rotary part compute the last position there can be: it keeps the frequencies that it used."""
     before = getattr(part, frequencies).clone()
+    if before.is_meta:  # of a model that has sizes and no numbers
+        return
     last = torch.full((1, 1), max_model_len - 1, device=before.device)
     part(before, last, **options)
     if not torch.equal(before, getattr(part, frequencies)):

@@ -10,7 +10,7 @@ from app.engine.batch import Batch, StepResult
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.sampler import Adjust, Draw, adjust, draw, sample
@@ -51,8 +51,11 @@ class TorchModelRunner:
     def prepare(self) -> None:
         """Nothing: all is ready for the first step."""
 
+    def join(self, group: RankGroup) -> None:
+        """Nothing: the model has what it exchanges."""
+
     @torch.inference_mode()
-    def follow(self, batch: Batch, _group: Group) -> None:
+    def follow(self, batch: Batch) -> None:
         """Compute a step of rank 0."""
         self._predict(batch)
 

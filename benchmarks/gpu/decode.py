@@ -1,8 +1,11 @@
-"""Decode steps by replay against the least time that their bytes take at the measured rate of copies."""
+"""Decode steps by replay against the least time that their bytes take at the measured rate of copies; prompts against
+the measured rate of matrix products."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from app.model.allocated_bytes import num_bytes_of
 from app.model.kv_cache import block_bytes
 from app.model.loader import LoadedModel
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
+from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model, prompt_operations
 from benchmarks.gpu.rates import copy_rate
 from benchmarks.gpu.steps import Replays, blocks_needed, step_of
 
@@ -25,7 +28,7 @@ def measure(bench: Bench) -> None:
     rows = bench.sized((1, 8, 32, 64, 128, 256, 512), (1, 2))
     contexts = bench.sized((512, 1024, 2048, 8192), (20, 33))
     config = engine_config(
-        bench, max_running=max(rows), max_step_tokens=max(rows), max_model_len=max(contexts) + BLOCK_SIZE
+        bench, max_running=max(rows), max_step_tokens=bench.sized(2048, 2), max_model_len=max(contexts) + BLOCK_SIZE
     )
     model = made_model(config)
     weights = bytes_of_a_step(model)
@@ -40,20 +43,34 @@ def measure(bench: Bench) -> None:
     bench.put(
         weights_read_gb=round(weights / 1e9, 3), kv_bytes_of_a_token=of_block // BLOCK_SIZE, graphs=replays.num_graphs
     )
-    for context in contexts:
-        for number in rows:
-            pieces = [(context - 1, 1)] * number
-            if blocks_needed(pieces, block_size=BLOCK_SIZE) > num_blocks:
-                bench.put(**{f"too_large_{number}x{context}": f"KV memory has {num_blocks:,} blocks"})
-                continue
-            kv = number * context * of_block // BLOCK_SIZE
-            batch = step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-            cells = _timed(bench, runner, replays, batch)
-            floor_ms = (weights + kv) / rate * 1e3
-            bench.row(
-                "decode steps", sequences=number, context=context, floor_ms=round(floor_ms, 3), **cells,
-                share_of_floor=round(floor_ms / cells["step_ms"], 3),
-            )  # fmt: skip
+    for number, context in product(rows, contexts):
+        pieces = [(context - 1, 1)] * number
+        if blocks_needed(pieces, block_size=BLOCK_SIZE) > num_blocks:
+            bench.put(**{f"too_large_{number}x{context}": f"KV memory has {num_blocks:,} blocks"})
+            continue
+        cells = _timed(bench, runner, replays, step_of(pieces, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        floor_ms = (weights + number * context * of_block // BLOCK_SIZE) / rate * 1e3
+        share = round(floor_ms / cells["step_ms"], 3)
+        bench.row(
+            "decode steps", sequences=number, context=context, floor_ms=round(floor_ms, 3), **cells,
+            share_of_floor=share,
+        )  # fmt: skip
+        if context == contexts[1]:
+            bench.put(**{f"step_{number}x{context}_ms": cells["step_ms"], f"share_{number}x{context}": share})
+    for length in bench.sized((512, 2048, 8192), (5,)):
+        batch = step_of([(0, length)], num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        _put_prompt(bench, length, bench.seconds_in_a_row(partial(runner.launch, batch), repeat=5))
+
+
+def _put_prompt(bench: Bench, length: int, step_s: float) -> None:
+    """A step that computes one prompt from its beginning, against the rate of a large product."""
+    reached = prompt_operations(bench, length) / step_s / 1e12
+    rate = bench.of_earlier("rates", "bf16_tflop_per_s")
+    share = round(reached / rate, 3) if rate else None
+    bench.row(
+        "prompts", tokens=length, step_ms=round(step_s * 1e3, 3), tflop_per_s=round(reached, 1), share_of_rate=share
+    )
+    bench.put(**{f"prompt_share_{length}": share})
 
 
 def _timed(bench: Bench, runner: LaunchingRunner, replays: Replays, batch: Batch) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import invariant_mean, invariant_mm
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.head_shapes import ON_GPU, STANDING_IN, HeadShape, attention_of, begun
-from benchmarks.gpu.models import BLOCK_SIZE
+from benchmarks.gpu.layer_errors import logprob_errors
+from benchmarks.gpu.models import BLOCK_SIZE, LAYERS
 from benchmarks.gpu.steps import GREEDY, step_of
 
 _PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -38,6 +39,19 @@ def measure(bench: Bench) -> None:
             bench.row("largest relative error against fp64", kernel=kind, shape=shape.model, error=_short(error))
     for rows, depth, columns in bench.sized(_PRODUCTS, ((3, 16, 20),)):
         _invariant_errors(bench, rows, depth, columns)
+    for name in LAYERS:
+        try:
+            errors, refused = logprob_errors(bench, name), None
+        except Exception as failure:  # the others are measured all the same
+            errors, refused = {"": float("nan")}, described(failure)[:200]
+        for kind, error in errors.items():
+            bench.row(
+                "log-probabilities of one layer against fp64",
+                model=name,
+                step=kind,
+                error=None if refused else _short(error),
+                refused=refused,
+            )
     _run_tests(bench, bench.sized(_TESTS, ("tests/model/cuda/test_block_tables.py",)))
 
 

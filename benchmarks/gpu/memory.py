@@ -14,10 +14,10 @@ import torch
 
 import app.model.largest_step
 from app.assembly import build_sync_engine, planned_memory
-from app.config import EngineConfig
+from app.config import GIB, EngineConfig
 from app.engine.engine import Engine
 from app.engine.largest_batch import largest_batch
-from app.model.memory import GIB, MemoryNeeds
+from app.model.memory import MemoryNeeds
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, made_model, made_weights
 from benchmarks.gpu.steps import Replays
@@ -57,7 +57,7 @@ def measure(bench: Bench) -> None:
 
 
 def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
-    """The step that memory was sized by: every limit reached, all rows with top-p, grammars and log-probabilities."""
+    """The step that memory was sized by: every limit reached by `largest_batch`."""
     batch = largest_batch(config.scheduler, engine.facts, block_size=BLOCK_SIZE)
     for name in ("first_worst_step_s", "worst_step_s"):
         began_at = time.perf_counter()

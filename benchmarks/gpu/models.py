@@ -47,7 +47,53 @@ _TINY = _8B | {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 256,
 }  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000},
+    "rms_norm_eps": 1e-5,
+}
+_GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention"],
+    "tie_word_embeddings": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention"],
+    "rope_theta": 150_000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150_000},
+}
+_ONE_LAYER = {"num_hidden_layers": 1}
+_NARROW = {name: _TINY[name] for name in _TINY if name.endswith(("_size", "_heads", "head_dim"))} | _ONE_LAYER
 # One thin layer before the whole vocabulary: nearly all of its step is sampling.
+LAYERS = ("Llama-3-8B", "Qwen3-8B", "Gemma-2-9B", "gpt-oss-20B")
 _SHAPES = {
     "8b": (_8B, _TINY),
     "sampling": (
@@ -55,6 +101,10 @@ _SHAPES = {
                "num_key_value_heads": 2},
         _TINY,
     ),
+    "Llama-3-8B": (_8B | _LLAMA | _ONE_LAYER, _8B | _LLAMA | _NARROW),
+    "Qwen3-8B": (_8B | _ONE_LAYER, _8B | _NARROW),
+    "Gemma-2-9B": (_8B | _GEMMA | _ONE_LAYER, _8B | _GEMMA | _NARROW),
+    "gpt-oss-20B": (_8B | _GPT_OSS | _ONE_LAYER, _8B | _GPT_OSS | _NARROW | {"num_local_experts": 4}),
 }  # fmt: skip
 
 
@@ -121,6 +171,17 @@ def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True
         runner=runner if overlaps or not isinstance(runner, GraphModelRunner) else _WithoutLaunches(runner),
         facts=model.facts,
     )
+
+
+def prompt_operations(bench: Bench, length: int) -> int:
+    """Multiplications and additions of the 8B shape for a prompt: matrices, causal attention, one row of logits."""
+    shape = bench.sized(*_SHAPES["8b"])
+    hidden, head_dim, heads = shape["hidden_size"], shape["head_dim"], shape["num_attention_heads"]
+    attention = hidden * head_dim * 2 * (heads + shape["num_key_value_heads"])
+    matrices = attention + 3 * hidden * shape["intermediate_size"]
+    of_pairs = 2 * heads * head_dim * length * (length + 1)
+    of_layers = shape["num_hidden_layers"] * (2 * matrices * length + of_pairs)
+    return int(of_layers + 2 * hidden * shape["vocab_size"])
 
 
 class _WithoutLaunches:

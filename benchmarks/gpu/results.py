@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,17 @@ from typing import Any
 from benchmarks.gpu.stages import STAGES
 from benchmarks.harness.figures import table
 
+# What an H200 should reach with a model of 8B in bfloat16: stage, figure, and whether it is right.
+TARGETS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
+    ("decode", "share_64x1024", "at least 0.75 of the measured bandwidth", lambda value: value >= 0.75),
+    ("decode", "share_256x1024", "at least 0.70", lambda value: value >= 0.70),
+    ("decode", "prompt_share_2048", "at least 0.55 of the measured rate of products", lambda value: value >= 0.55),
+    ("transformers", "ours_over_theirs", "at least 4", lambda value: value >= 4),
+    ("memory", "capture_s", "below 20", lambda value: value < 20),
+    ("memory", "predicted_over_used", "within 3%", lambda value: abs(value - 1) <= 0.03),
+    ("sampler", "top_p_share_64", "at most 0.05 of a step", lambda value: value <= 0.05),
+    ("sampler", "top_p_share_256", "at most 0.05 of a step", lambda value: value <= 0.05),
+)
 NO_CLAIM = "stand-in on a CPU: the figures are no claims"
 
 
@@ -56,10 +67,21 @@ def report(results: Mapping[str, Result], *, code: str, device: str) -> str:
     parts = [heading, *([f"**{NO_CLAIM}.**"] if any(each.note for each in results.values()) else [])]
     rows = [(stage.name, *_row(results.get(stage.name)), stage.measures) for stage in STAGES]
     parts.append(table(("stage", "s", "result", "measures"), rows))
+    parts.append(table(("target", "bound", "value", "reached"), list(_targets(results))))
     for stage in STAGES:
         if stage.name in results:
             parts += _parts(results[stage.name])
     return "\n\n".join(parts)
+
+
+def _targets(results: Mapping[str, Result]) -> Iterable[tuple[str, str, str, str]]:
+    for stage, figure, bound, is_reached in TARGETS:
+        result = results.get(stage)
+        value = None if result is None else result.figures.get(figure)
+        if result is None or value is None or result.note:
+            yield f"{stage}.{figure}", bound, _cell(value), "not measured"
+        else:
+            yield f"{stage}.{figure}", bound, _cell(value), "yes" if is_reached(value) else "NO"
 
 
 def _row(result: Result | None) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from app.config import ServedModelConfig
 from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
 from app.jobs.remote_run import ServiceSettings
+from deployments.arguments import positive
 from deployments.serve.settings import parse, read_serve_file
 
 DEFAULT_PORT = 8000  # as in deployments/serve.yaml
@@ -142,22 +143,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices, port"
     )
-    parser.add_argument("--engines", type=_positive, metavar="N", help="pool: instead of the config's num_replicas")
+    parser.add_argument("--engines", type=positive, metavar="N", help="pool: instead of the config's num_replicas")
     parser.add_argument(
         "--base-url", metavar="URL", help=f"fleet: the service; default: this machine, port {DEFAULT_PORT}"
     )
     parser.add_argument("--api-key", metavar="KEY", help=f"fleet; others cannot read it in ${API_KEY_VARIABLE}")
     parser.add_argument(
-        "--max-in-flight", type=_positive, metavar="N", help=f"fleet: rows at once, at most {DEFAULT_MAX_IN_FLIGHT:,}"
+        "--max-in-flight", type=positive, metavar="N", help=f"fleet: rows at once, at most {DEFAULT_MAX_IN_FLIGHT:,}"
     )
     parser.add_argument(
-        "--wait-for-service", type=_positive, metavar="S",
+        "--wait-for-service", type=positive, metavar="S",
         help=f"fleet: seconds until a service that does not answer is given up; default {DEFAULT_PATIENCE_S:g}",
     )  # fmt: skip
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--prompt-column", metavar="NAME", help="text to go on with, as /v1/completions does")
     columns.add_argument("--messages-column", metavar="NAME", help="a list of messages, or the text of a user's turn")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="where a row does not say")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="where a row does not say")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="where a row does not say; 0 is greedy")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit with 3 when any row failed")
@@ -179,13 +180,6 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
         raise InvalidSetup(f"--model {model}: there is no such folder or file")
     engine = first.engine.model_copy(update={"model": first.engine.model.model_copy(update={"path": model})})
     return first.model_copy(update={"name": model, "engine": engine})
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; must be at least 1")
-    return value
 
 
 def _temperature(text: str) -> float:

@@ -1,63 +1,157 @@
-"""What fits where, before anything is started: `python -m deployments.plan memory --model ID --gpu H200`.
+"""What fits where, and what a trace needs, before anything is started: `python -m deployments.plan`.
 
-From a model's config.json alone; no weights are read. No Ray here.
+`memory --model ID --gpu H200`: from a model's config.json alone; no weights are read.
+`trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms`: measures this machine's steps, then simulates. No Ray here.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
-from app.errors import CarouselError
+from app.config import EngineConfig, ServedModelConfig
+from app.cores import num_cores
+from app.errors import CarouselError, InvalidSetup
+from deployments.arguments import positive
 from deployments.plan.cards import card_of
+from deployments.serve.settings import read_serve_file
+
+_CONFIG = Path(__file__).resolve().parents[1] / "serve.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table and returns 0; returns 1 and says why where the model does not fit or cannot be planned."""
+    """Prints a table and returns 0; returns 1 and says why where nothing fits, or where there is no plan."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from deployments.plan.memory import GpuPlan, config_of  # torch takes seconds to import; mistakes are said before
-
     try:
-        card = card_of(options.gpu)
-        config = config_of(
-            options.model,
-            context=options.context,
-            dtype=options.dtype,
-            max_running=options.max_running,
-            max_step_tokens=options.max_step_tokens,
-        )
-        plan = GpuPlan(config, card, share=options.num_gpus)
-        print(plan.table())
-        plan.check()
+        options.run(options)
     except CarouselError as error:
         print(error.message, file=sys.stderr)
         return 1
     return 0
 
 
+def _memory(options: argparse.Namespace) -> None:
+    from deployments.plan.memory import GpuPlan, config_of  # torch takes seconds to import; mistakes are said before
+
+    card = card_of(options.gpu)
+    config = config_of(
+        options.model,
+        context=options.context,
+        dtype=options.dtype,
+        max_running=options.max_running,
+        max_step_tokens=options.max_step_tokens,
+        gpu_memory_fraction=options.gpu_memory_fraction,
+    )
+    plan = GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
+    print(plan.table())
+    plan.check()
+
+
+def _trace(options: argparse.Namespace) -> None:
+    from deployments.plan import report
+    from deployments.plan.planner import Planner, ServiceLevel, limits_to_measure
+    from deployments.plan.step_cost import MeasuredReplica, measure
+    from deployments.plan.traces import read_trace
+
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
+    level = ServiceLevel.parse(options.slo)
+    trace = read_trace(options.trace).with_lengths(options.lengths)
+    trace = trace.at_rate(trace.rate * options.speed) if trace.seconds else trace
+    model = _model_of(options.config, options.model)
+    engine = _with_share_of_cores(model)
+    if options.costs is not None and options.costs.is_file():
+        measured = MeasuredReplica.read(options.costs)
+    else:
+        print(f"measuring steps of {engine.model.path} for {options.seconds:g} s", file=sys.stderr)
+        measured = measure(engine, trace, limits_to_measure(engine.scheduler), seconds=options.seconds)
+        if options.costs is not None:
+            measured.write(options.costs)
+    print(report.cost_in_words(measured.cost))
+    trace.check_lengths(measured.facts.max_model_len)
+    plan = Planner(
+        trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch
+    ).plan()  # fmt: skip
+    print(report.plan_in_words(plan, trace, level, cost_per_hour=options.cost_per_hour))
+    report.write_config(options.config, model.name, plan, options.out)
+    print(f"\nrun it: make serve CONFIG={options.out}")
+    if options.plot is not None:
+        report.draw(options.plot, plan, trace, level)
+
+
+def _model_of(config: Path, name: str | None) -> ServedModelConfig:
+    """The model to plan. Raises InvalidSetup where there are several and none is named, or none of that name."""
+    models = [model for each in read_serve_file(config).applications.values() for model in each.models]
+    found = [model for model in models if name in (None, model.name)]
+    if len(found) != 1:
+        names = ", ".join(model.name for model in models)
+        problem = f"there is no model {name!r}" if name else f"it has {len(models)} models: name one with --model"
+        raise InvalidSetup(f"{config}: {problem}; there are {names}")
+    return found[0]
+
+
+def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
+    """The engine with the threads that each of the configured replicas has if all of them are on this machine."""
+    threads = model.engine.model.num_threads or max(1, num_cores() // model.replicas.max_replicas)
+    return model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"num_threads": threads})})
+
+
+def _above_zero(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; must be a number above 0")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployments.plan", description=__doc__)
-    memory = parser.add_subparsers(required=True, metavar="memory").add_parser(
-        "memory", help="weights, KV memory, graphs and workspaces of a model on a GPU"
-    )
-    memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file, or a hub id")
-    memory.add_argument("--gpu", required=True, help="a card by its name, such as H200, or its memory, such as 80GiB")
-    memory.add_argument("--context", type=_count, help="tokens of prompt and output; default: the model's own")
-    memory.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
-    memory.add_argument("--max-running", type=_count, default=256, help="scheduler.max_running")
-    memory.add_argument("--max-step-tokens", type=_count, default=8192, help="scheduler.max_step_tokens")
+    plans = parser.add_subparsers(required=True, metavar="memory|trace")
+    _add_memory(plans.add_parser("memory", help="weights, KV memory, graphs and workspaces of a model on a GPU"))
+    _add_trace(plans.add_parser("trace", help="the settings and replicas that hold a promise on a trace"))
     return parser
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; must be 1 or more")
-    return number
+def _add_trace(trace: argparse.ArgumentParser) -> None:
+    trace.set_defaults(run=_trace)
+    trace.add_argument(
+        "--trace", required=True, metavar="FILE",
+        help="a workload file, a step log, a CSV with Azure's columns, or azure-conv, azure-code",
+    )  # fmt: skip
+    trace.add_argument("--slo", required=True, metavar="TARGETS", help="for example ttft_p99=1s,itl_p99=100ms")
+    trace.add_argument("--config", type=Path, default=_CONFIG, metavar="FILE", help="default: deployments/serve.yaml")
+    trace.add_argument("--model", metavar="NAME", help="which of the config's models, where there are several")
+    trace.add_argument("--speed", type=_above_zero, default=1.0, metavar="F", help="requests come F times as fast")
+    trace.add_argument(
+        "--lengths", type=_above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
+    )
+    trace.add_argument("--seconds", type=_above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
+    trace.add_argument(
+        "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"
+    )
+    trace.add_argument("--cost-per-hour", type=_above_zero, metavar="C", help="of one replica, in any currency")
+    trace.add_argument(
+        "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="the config to run (planned.yaml)"
+    )
+    trace.add_argument("--plot", type=Path, metavar="FILE", help="latency and goodput against load; needs matplotlib")
+
+
+def _add_memory(memory: argparse.ArgumentParser) -> None:
+    memory.set_defaults(run=_memory)
+    memory.add_argument("--model", required=True, help="a folder with a config.json, a GGUF file, or a hub id")
+    memory.add_argument("--gpu", required=True, help="a card by its name, such as H200, or its memory, such as 80GiB")
+    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
+    memory.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
+    memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: so many cards")
+    memory.add_argument("--max-running", type=positive, default=256, help="scheduler.max_running")
+    memory.add_argument("--max-step-tokens", type=positive, default=8192, help="scheduler.max_step_tokens")
+    memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 
 def _share(text: str) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from app.config import GIB
 from app.errors import InvalidSetup
-
-_GIB = 1024**3
 
 
 class Card(NamedTuple):
@@ -19,7 +18,7 @@ class Card(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        return int(self.memory_gib * _GIB)
+        return int(self.memory_gib * GIB)
 
 
 # Memory: of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 the "total capacity" in torch's messages in
@@ -41,7 +40,7 @@ CARDS = (
     Card("B200", 178.3, 8000),
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB)?", re.IGNORECASE)
-_UNITS = {"gib": 1.0, "gb": 1e9 / _GIB, "mib": 1 / 1024}
+_UNITS = {"gib": 1.0, "gb": 1e9 / GIB, "mib": 1 / 1024}
 
 
 def card_of(text: str) -> Card:

@@ -19,7 +19,7 @@ from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
 from app.jobs import BatchService
 from deployments.ray_internals import accept_odd_headers, http_host, keep_calls_on_loopback
-from deployments.serve.admin import AdminCollector
+from deployments.serve.admin import AdminCollector, FleetSwitch
 from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
@@ -27,6 +27,8 @@ from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.settings import check_exposure, max_ingress_requests
+from deployments.serve.tracing import tracer_of_environment
+from deployments.serve.transport import Switch
 
 READY_CACHE_S = 1.0
 
@@ -61,6 +63,9 @@ class Ingress:
         check_exposure(http_host(), config.api)
         self._keys = Keys(config.api, SharedPools(max_ingress_requests(config)))
         self._admin = AdminCollector(config.models, self._keys.authenticator, batches)
+        self._switches = {
+            name: FleetSwitch(name, handles[name], client.transport) for name, client in self._clients.items()
+        }
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -70,6 +75,7 @@ class Ingress:
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
         ]
+        await asyncio.gather(*(switch.in_force() for switch in self._switches.values()))
         freeze_loaded()
         self._following = asyncio.create_task(self._keys.follow())
         handler = RequestHandler(
@@ -78,6 +84,7 @@ class Ingress:
             self._metrics.requests,
             self._keys.authenticator,
             cascades=cascades_of(self._config.cascades, models),
+            tracer=tracer_of_environment(),
         )
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)
@@ -88,6 +95,7 @@ class Ingress:
             batch_routes=self._batch_routes(handler),
             collect=self._admin.collect,
             fleets={name: client.fleet for name, client in self._clients.items()},
+            switches=self._switches,
         )
 
     def check_health(self) -> None:
@@ -101,6 +109,10 @@ class Ingress:
     def admin_report(self) -> ProcessReport:
         """What this process knows, for the ingress that answers the admin."""
         return self._admin.report()
+
+    def note_switch(self, model: str, switch: Switch | None) -> None:
+        """Another ingress has switched a model's replicas; those that start later get it from all ingresses."""
+        self._clients[model].transport.switch = switch
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:

@@ -108,11 +108,11 @@ class Answers:
     num_missing: int = 0
 
 
-async def answers_of(handle: DeploymentHandle, method: str) -> Answers:
-    """What a method without arguments gives on all replicas of a deployment that answer in time."""
+async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers:
+    """What a method gives on all replicas of a deployment that answer in time."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            calls = await begin_call_on_all_replicas(handle, method)
+            calls = await begin_call_on_all_replicas(handle, method, *arguments)
     except DeploymentUnavailableError:  # it has no replicas now
         return Answers([])
     except Exception as error:

@@ -50,7 +50,8 @@ class ModelClient:
             place_timeout_s=replicas.place_timeout_s,
             liveness=LivenessTimeouts(silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s),
         )
-        self.fleet = Fleet(ServeTransport(handle, uuid.uuid4().hex), registry, limits, metrics)
+        self.transport = ServeTransport(handle, uuid.uuid4().hex)
+        self.fleet = Fleet(self.transport, registry, limits, metrics)
         self.generate: Generate = self.fleet.generate
 
     async def facts(self) -> ModelFacts:

@@ -6,13 +6,14 @@ Calls through Serve's handle are for control only.
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
 
 from app.assembly import Devices, build_engine, digest_of_weights
-from app.config import ServedModelConfig
+from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
 from app.fleet import Address, FrameServer, report_of
@@ -23,7 +24,7 @@ from deployments.serve.autoscaling import use_of
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
 from deployments.serve.settings import retuned
-from deployments.serve.transport import FramesFrom
+from deployments.serve.transport import FramesFrom, Scheduling, Switch
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
 
 
@@ -40,11 +41,12 @@ class Replica:
         keep_calls_on_loopback()
         groups = [Group(group.name, group.share) for group in model.replicas.groups]
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups)
-        self._deployed = model.scheduler_of(self._group)
-        config = with_threads(model.engine, threads)
-        self._engine = build_engine(
-            config.model_copy(update={"scheduler": self._deployed}), Devices(gpu_share=model.replicas.gpu_share)
-        )
+        self._deployed = self._tuned = model.scheduler_of(self._group)
+        self._user_config: object = {}
+        self._switch: Switch | None = None
+        devices = Devices.of(model.replicas)
+        config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
@@ -60,10 +62,30 @@ class Replica:
         Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
         request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason.
         """
-        await self._engine.reconfigure(retuned(self._deployed, user_config))
+        self._tuned = retuned(self._deployed, user_config)
+        self._user_config, self._switch = user_config or {}, None
+        await self._engine.reconfigure(self._tuned)
 
-    async def frame_address(self, _: FramesFrom) -> Address:
+    async def scheduling(self, switch: Switch | None = None) -> Scheduling:
+        """What is in force, after a switch if one is given. A switch from before another `user_config` is none."""
+        is_of_now = switch is not None and switch.user_config in (None, self._user_config)
+        if switch is not None and is_of_now and switch.is_after(self._switch):
+            self._switch = replace(switch, user_config=self._user_config)
+            await self._engine.reconfigure(self._scheduler)
+        return Scheduling(
+            replica_id=serve.get_replica_context().replica_id.unique_id,
+            group=self._group,
+            scheduler=self._scheduler,
+            switch=self._switch,
+        )
+
+    @property
+    def _scheduler(self) -> SchedulerConfig:
+        return self._tuned if self._switch is None else self._switch.applied_to(self._tuned)
+
+    async def frame_address(self, caller: FramesFrom) -> Address:
         """Where ingresses connect to this replica, for requests and frames."""
+        await self.scheduling(caller.switch)
         return await self._frame_server.open()
 
     def facts(self) -> ModelFacts:

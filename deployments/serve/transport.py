@@ -11,15 +11,49 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
 from app.fleet import Address, FrameReader, connect
 from deployments.serve.errors import to_carousel_error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """The strategy and policy to which an admin has switched a model's replicas; None: as deployed."""
+
+    at: float  # seconds of wall time: of two the later holds
+    strategy: StrategyConfig | None
+    policy: PolicyConfig | None
+    user_config: object = None  # under which a replica has taken it; None: none has yet
+
+    def is_after(self, other: Switch | None) -> bool:
+        """Whether this one holds where both are known."""
+        return other is None or self.at > other.at
+
+    def applied_to(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The settings with these in their place."""
+        given = {"strategy": self.strategy, "policy": self.policy}
+        return config.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
 @dataclass(frozen=True, slots=True)
 class FramesFrom:
-    """The argument that names the one replica to which the router must send a call."""
+    """The argument that names the one replica to which the router must send a call.
+
+    A replica that does not have the switch yet, since it was started later, takes it.
+    """
 
     replica_id: str
+    switch: Switch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """What is in force on one replica."""
+
+    replica_id: str
+    group: str
+    scheduler: SchedulerConfig
+    switch: Switch | None
 
 
 class ServeTransport:
@@ -29,6 +63,7 @@ class ServeTransport:
         """`ingress_id` is different for each process, also for one that replaces another."""
         self._handle = handle
         self._ingress_id = ingress_id
+        self.switch: Switch | None = None  # the last that this process knows
 
     async def wake(self) -> None:
         """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
@@ -44,7 +79,7 @@ class ServeTransport:
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """See `ReplicaTransport`."""
-        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id))
+        address = await detached_call(self._handle.frame_address.remote, FramesFrom(replica_id, self.switch))
         return await connect(Address._make(address), self._ingress_id, reader, heartbeat_s=heartbeat_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,37 @@ def test_the_table_says_what_fits(model: Path, capsys: pytest.CaptureFixture[str
     assert "not yet measured on a GPU" in shown
 
 
+def test_another_share_of_the_memory_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "80GiB", "--gpu-memory-fraction", "0.5") == 0
+    assert "40.00 GiB, 0.5 of 80.00 GiB" in capsys.readouterr().out
+    assert plan(model, "--gpu", "80GiB", "--gpu-memory-fraction", "1.5") == 1
+    assert "gpu_memory_fraction: Input should be less than or equal to 0.98" in capsys.readouterr().err
+
+
+def test_a_mixture_of_experts_is_planned_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024, "intermediate_size": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
+    shown = []
+    for dtype in ("bfloat16", "float32"):
+        assert plan(tmp_path, "--gpu", "80GiB", "--dtype", dtype) == 0
+        shown.append(float(re.findall(r"weights +([\d.]+) GiB", capsys.readouterr().out)[0]))
+    assert shown[1] == pytest.approx(2 * shown[0], abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_follow_the_longest_sequence_are_planned(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 4096}
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0} | (factors if kind == "longrope" else {})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"rope_parameters": rotary}))
+    assert plan(tmp_path, "--gpu", "80GiB", "--context", "8192") == 0
+    assert "sequences of 8,192" in capsys.readouterr().out
+
+
 def test_half_a_card_has_half_of_its_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--gpu", "80GiB", "--num-gpus", "0.5") == 0
     assert "36.00 GiB, 0.9 of 40.00 GiB" in capsys.readouterr().out
@@ -71,3 +103,14 @@ def test_a_config_without_a_context_asks_for_one(tmp_path: Path, capsys: pytest.
 def test_a_context_beyond_the_models_own_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--gpu", "H200", "--context", "50000") == 1
     assert "accepts at most 40,960 tokens" in capsys.readouterr().err
+
+
+def test_each_of_two_cards_has_half_of_a_divided_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "h200", "--context", "8192", "--tensor-parallel", "2") == 0
+    shown = capsys.readouterr().out
+    whole = 151936 * 4096 + 2 * (2 * 4096 + 2 * 128) + 4096  # the embedding and the norms
+    assert f"weights       {(2 * whole + NUM_PARAMETERS - whole) / 2**30:>9.2f} GiB" in shown
+    assert "each of 2 H200" in shown
+    assert "4,096 bytes of KV a token" in shown
+    assert plan(model, "--gpu", "h200", "--tensor-parallel", "3") == 1
+    assert "got 3, which does not divide num_attention_heads 32" in capsys.readouterr().err

@@ -65,3 +65,16 @@ def test_the_outstanding_tokens_shrink_with_every_step_to_nothing() -> None:
         outstanding.append(engine.measurements().num_outstanding_tokens)
     # The prompt and the first token by one step, then a token each.
     assert outstanding == [16, 12, 11, 10, 9, 8, 4, 3, 2, 1, 0]
+
+
+def test_a_first_token_comes_with_the_times_of_queue_and_prefill() -> None:
+    clock = FakeClock()
+    engine = build_fake_engine(runner=TimedRunner(clock, step_s=0.5), clock=clock, max_running=1)
+    requests = [make_request(tuple(range(2, 42)), max_tokens=4), make_request((5, 6), max_tokens=2)]
+    for each in requests:
+        engine.add(each)
+    deltas = [delta for _ in range(8) for delta in engine.step()]
+    firsts = [delta for delta in deltas if delta.times is not None]
+    assert [delta.request_id for delta in firsts] == [each.request_id for each in requests]
+    assert [delta.times and delta.times[:2] for delta in firsts] == [(0.0, 1.5), (3.0, 0.5)]
+    assert {delta.times and delta.times.settings for delta in firsts} == {engine.stats().settings}

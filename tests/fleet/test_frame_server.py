@@ -393,3 +393,21 @@ def test_without_viewers_no_view_is_made() -> None:
             await until(lambda: replica.num_views == 0)
 
     with_replica(scene)
+
+
+def test_a_view_goes_with_the_next_step_and_is_not_kept_longer_than_until_the_next_view() -> None:
+    async def scene(replica: Replica, address: Address) -> None:
+        async with frames_from(address, "one") as frames:
+            await frames.next()
+            await frames.submit("a")
+            frames.send(WatchEngine(True))
+            await until(lambda: replica.num_views == 1)
+            replica.put(TokenDelta("a", (5,)))
+            frame = await frames.next()
+            assert frame.deltas
+            assert frame.view is not None
+            frame = await frames.next()  # no step comes any more
+            assert frame.deltas == ()
+            assert frame.view is not None
+
+    with_replica(scene)

@@ -99,6 +99,16 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(config, reason
         load(tmp_path)
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_cuda_without_triton_is_refused_with_the_fix(tiny_model_path, monkeypatch, device: str) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loader.TritonAttention, "fits", staticmethod(lambda device: False))
+    path = str(tiny_model_path("llama"))
+    for load_it in (load_model, loader.dtype_of):
+        with pytest.raises(InvalidSetup, match=r"Triton, .* pip install triton .*, or set model\.device: cpu"):
+            load_it(ModelConfig(path=path, device=device), path)  # type: ignore[operator]
+
+
 def test_weights_that_are_not_safetensors_are_never_read(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50

@@ -8,14 +8,18 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.routing import Route
 
-from app.api import RequestHandler, ServedModel, build_app
+from app.api import RequestHandler, ServedModel, batch_routes, build_app
+from app.api.endpoints.scheduler import ReplicaScheduling, SchedulingFindings
+from app.api.http.guard import owner_of
 from app.assembly import build_engine
-from app.config import ApiConfig, EngineConfig
+from app.config import ApiConfig, BatchesConfig, EngineConfig, PolicyConfig, StrategyConfig
 from app.engine.async_engine import AsyncEngine
 from app.fleet import (
     Address,
@@ -29,6 +33,8 @@ from app.fleet import (
 )
 from app.fleet import connect as connect_frames
 from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
+from app.jobs.batch_runner import FleetExecution
+from app.jobs.local_service import LocalBatchService
 from app.metrics import ModelMetrics
 from app.text import Tokenizer
 from tests.waiting import eventually
@@ -57,15 +63,24 @@ class Stage:
     """A service with some replicas on a port of its own. Use it `with`."""
 
     def __init__(
-        self, demo_path: Path, *, num_replicas: int = 2, api: dict[str, Any] | None = None, **engine: Any
+        self,
+        demo_path: Path,
+        *,
+        num_replicas: int = 2,
+        api: dict[str, Any] | None = None,
+        batches: Path | None = None,
+        **engine: Any,
     ) -> None:
-        """`engine` are branches of the engine's settings; the model is simulated."""
+        """`engine` are branches of the engine's settings; the model is simulated. Batches, if any, are in a folder."""
+        self._batches = batches
+        self._exits = AsyncExitStack()
         self._path = str(demo_path)
         self._num_replicas = num_replicas
         self._api = ApiConfig.model_validate(api or {})
         self._config = EngineConfig.model_validate(
-            {"model": {"path": self._path, "simulated": {"step_ms": 20.0, "per_token_ms": 0.05}}} | engine
+            {"model": {"path": self._path, "simulated": {"step_ms": 10.0, "per_token_ms": 0.05}}} | engine
         )
+        self._scheduler = self._config.scheduler
         self.replicas: dict[str, StagedReplica] = {}
         self._num_started = 0
         self.url = ""
@@ -117,13 +132,28 @@ class Stage:
             generate=self.fleet.generate,
             created=0,
         )
-        app = build_app(RequestHandler([model], self._api), self._is_ready, fleets={MODEL: self.fleet})
+        handler = RequestHandler([model], self._api)
+        app = build_app(
+            handler,
+            self._is_ready,
+            fleets={MODEL: self.fleet},
+            switches={MODEL: self},
+            batch_routes=await self._batch_routes(handler),
+        )
         config = uvicorn.Config(app, port=0, ws="none", lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._server.serve())
 
+    async def _batch_routes(self, handler: RequestHandler) -> list[Route]:
+        if self._batches is None:
+            return []
+        execution = FleetExecution(handler.handle_item, max_in_flight=8)
+        service = LocalBatchService(self._batches, BatchesConfig(), execution)
+        return batch_routes(await self._exits.enter_async_context(service), handler, owner_of=owner_of)
+
     async def _end(self) -> None:
         await self._serving
+        await self._exits.aclose()
         self.fleet.close()
         for replica in self.replicas.values():
             await replica.close()
@@ -146,6 +176,24 @@ class Stage:
 
     async def _is_ready(self) -> bool:
         return True
+
+    # ------------------------------------------------------------------ as what switches the replicas
+
+    async def in_force(self) -> SchedulingFindings:
+        return SchedulingFindings(
+            replicas=[
+                ReplicaScheduling(replica_id=name, group="", scheduler=self._scheduler, switched_at=None)
+                for name in self.replicas
+            ]
+        )
+
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+        given = {"strategy": strategy, "policy": policy}
+        changes = {name: value for name, value in given.items() if value is not None}
+        self._scheduler = self._config.scheduler.model_copy(update=changes)
+        for replica in self.replicas.values():
+            await replica.engine.reconfigure(self._scheduler)
+        return await self.in_force()
 
     # ------------------------------------------------------------------ as the fleet's transport
 

@@ -99,16 +99,38 @@ def test_forty_demo_requests_turn_through_the_slots(page: Any, stage: Stage) -> 
     eventually(lambda: page.inner_text(".queue >> nth=0"), lambda text: "Queue: empty" in text)
 
 
+def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(page: Any, demo_path: Path) -> None:
+    with Stage(demo_path, num_replicas=1, **ENGINE) as stage:
+        page.goto(stage.url)
+        page.wait_for_selector(".replica")
+        page.click("#demo")
+        eventually(lambda: stays(page), lambda found: len(found) >= 8)
+        assert "bubbles 0 %" in page.inner_text(".head")
+        page.select_option(".switch [name=strategy]", "static")
+        page.click(".switch button")
+        page.wait_for_selector(".told:has-text('in force on 1 replica')")
+        page.wait_for_selector(".head:has-text('static, fcfs')")
+        bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
+        eventually(bubbles, lambda share: share >= 10)
+
+
 def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
     page.goto(stage.url)
     page.wait_for_selector(".replica >> nth=1")
     page.click("#demo")
     eventually(lambda: stays(page), lambda found: len(found) > 8)
     page.focus(".replica canvas >> nth=0")
-    page.keyboard.press("ArrowDown")
-    page.wait_for_selector("#request table")
+    # What is drawn is a moment behind what has come.
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request table"))
     text = page.inner_text("#request")
     assert "queue" in text
+    eventually(lambda: "gaps between tokens" in page.inner_text("#request"))
+    counts = page.evaluate("""async () => {
+        const { history } = await import("/page/live.js");
+        const stays = history.replicas().flatMap((replica) => replica.stays).filter((stay) => stay.first !== null);
+        return stays.map((stay) => [history.tokenTimes(stay), stay.use.num_generated_tokens]);
+    }""")
+    assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
@@ -134,6 +156,36 @@ def test_a_chat_streams(page: Any, stage: Stage) -> None:
     assert '"content": "Hello"' in page.inner_text("#code")
     page.click("#as-python")
     assert "OpenAI(base_url=" in page.inner_text("#code")
+    compile(page.inner_text("#code"), "code", "exec")
+
+
+def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#playground")
+    page.wait_for_selector("#model option", state="attached")
+    page.click("summary")
+    page.fill("#tools", "[{")
+    page.wait_for_selector("#forms-error:not(:empty)")
+    page.fill("#tools", "")
+    page.click("#schema-example")
+    page.fill("#max_tokens", "500")  # a simulated model writes much white space
+    page.fill("#prompt", "An animal")
+    page.click("#send")
+    page.wait_for_selector(".cost")
+    assert json.loads(page.inner_text(".message.assistant").rpartition("\n")[0]).keys() == {"name", "legs"}
+    page.fill("#schema", "")
+    page.click("#tools-example")
+    page.select_option("#tool_choice", "required")
+    page.fill("#prompt", "How is the weather?")
+    page.click("#send")
+    page.wait_for_selector(".call")
+    assert page.inner_text(".call").startswith("get_weather({")
+    page.wait_for_selector(".cost >> nth=1")
+    assert "Write the result of get_weather" in page.get_attribute("#prompt", "placeholder")
+    page.fill("#prompt", "sunny")
+    assert '"role": "tool"' in page.inner_text("#code")
+    page.click("#as-python")
+    compile(page.inner_text("#code"), "code", "exec")
+    page.click("#as-curl")
 
 
 def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page: Any, demo_path: Path) -> None:
@@ -171,6 +223,35 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
         page.reload()
         page.wait_for_selector("#connection.on")
         assert page.evaluate("Object.values(localStorage).length") == 0
+
+
+def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions",
+         "body": {"model": "demo", "prompt": "Hello", "max_tokens": 5}}
+        for number in range(20)
+    ]  # fmt: skip
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with Stage(demo_path, batches=tmp_path / "batches", **ENGINE) as stage:
+        page.goto(f"{stage.url}/#batches")
+        page.wait_for_selector("#batches-notice:has-text('no batches yet')")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list:has-text('20 of 20 done')")
+        with page.expect_download() as download:
+            page.click("text=Results")
+        found = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+        assert {each["custom_id"] for each in found} == {f"line-{number}" for number in range(20)}
+        file.write_text("no JSON")
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-form button")
+        page.wait_for_selector("#batch-list .failed ~ .why, #batch-error:not(:empty)")
+
+
+def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#batches")
+    page.wait_for_selector("#batches-notice:has-text('no batches: its configuration')")
 
 
 def test_a_phone_shows_everything_in_one_column(browser: Any, stage: Stage) -> None:

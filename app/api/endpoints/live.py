@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from app.api.http.sse import EventStream, WhileConnected
-from app.engine.view import EngineView, SlotUse, StepSums, WaitingRequest
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 from app.errors import InvalidRequest, Overloaded
 
 PERIOD_S = 0.2  # as often as replicas send views
@@ -174,7 +174,7 @@ _FIELDS = b"event: fields\ndata: %b\n\n" % msgspec.json.encode(
     {
         "view": _names(EngineView),
         "slots": _names(SlotUse),
-        "waiting": _names(WaitingRequest),
+        "waiting": _names(QueueEntry),
         "steps": _names(StepSums),
     }
 )

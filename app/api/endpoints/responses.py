@@ -153,7 +153,7 @@ class ResponseBuilder:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-            **self._progress.extra_usage,
+            **self._progress.more_usage(),
         }
 
     def _begin(self) -> Iterator[Json]:

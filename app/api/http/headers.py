@@ -17,6 +17,7 @@ DEADLINE_HEADER = "x-carousel-deadline-s"
 GROUP_HEADER = "x-carousel-group"
 SESSION_HEADER = "x-carousel-session"
 EXPLAIN_HEADER = "x-carousel-explain"
+TIMINGS_HEADER = "x-carousel-timings"
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
@@ -28,11 +29,13 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     return headers
 
 
-def with_group_and_session(call: Call, headers: Mapping[str, str]) -> Call:
-    """The call with the group and the session that its headers name.
+def with_headers(call: Call, headers: Mapping[str, str]) -> Call:
+    """The call with what its headers ask for: a group, a session, timings in `usage`, which a stream has then too.
 
     Raises InvalidRequest for a session that is too long. Whether the group exists is checked where groups are known.
     """
+    if _is_true(headers.get(TIMINGS_HEADER, "")):
+        call = replace(call, include_usage=True, wants_timings=True)
     group, session = headers.get(GROUP_HEADER, ""), headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_LENGTH:
         raise InvalidRequest(

@@ -12,6 +12,7 @@ from app.api.call import RequestLimits
 from app.api.endpoints.batches import MAX_BATCHES_OF_PAGE, BatchRequest
 from app.api.endpoints.files import MAX_FILES_OF_PAGE
 from app.api.endpoints.prompt_list import PromptListRequest
+from app.api.endpoints.scheduler import CHOICES
 from app.api.endpoints.table import ENDPOINTS
 from app.api.schemas.parameters import unavailable
 from app.api.schemas.requests import (
@@ -129,7 +130,26 @@ def _paths(config: ApiConfig) -> Json:
         },
         "/admin/keys": {"get": _operation("What each API key has used", "AdminKeys", _OF_AN_ADMIN)},
         "/admin/fleet": {"get": _operation("The replicas as each process sees them", "AdminFleet", _OF_AN_ADMIN)},
+        "/admin/scheduler": {
+            "get": _operation("The strategy and policy of each replica", "SchedulerList", _OF_AN_ADMIN),
+            "post": _operation(
+                "Switch the strategy and policy of a model's replicas",
+                "Scheduler",
+                (*_OF_A_BODY, "503"),
+                body={"required": True, "content": {"application/json": {"schema": _scheduler_change()}}},
+            ),
+        },
     }
+
+
+def _scheduler_change() -> Json:
+    """A strategy or policy is a name, or an object with a name and parameters."""
+    named = {
+        name: {"anyOf": [{"enum": kinds}, _object(name={"enum": kinds}), {"type": "null"}]}
+        for name, kinds in (("strategy", list(CHOICES["strategies"])), ("policy", list(CHOICES["policies"])))
+    }
+    properties = {"model": _TEXT_OR_NULL, **named}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _batch_paths() -> Json:
@@ -275,6 +295,7 @@ def _answers() -> Json:
     choice = _object(index=int, text=str, finish_reason=reason)
     item = _object(id=str, type={"enum": ["message", "function_call"]}, status=str)
     vector = {"anyOf": [_list({"type": "number"}), _TEXT]}
+    scheduler = _object(model=str, replicas=_list(_object(replica=str, strategy=dict, policy=dict)))
     embedding = _object(object={"const": "embedding"}, index=int, embedding=vector)
     return {
         "Anything": {"type": "object"},
@@ -299,6 +320,8 @@ def _answers() -> Json:
         "Version": _object(version=_TEXT_OR_NULL),
         "AdminKeys": _page(_object(name=str, requests=int)),
         "AdminFleet": _page(_object(process=str, model=str)),
+        "Scheduler": scheduler,
+        "SchedulerList": _page(_reference("Scheduler"), strategies=_list(_TEXT), policies=_list(_TEXT)),
     }
 
 

@@ -19,6 +19,7 @@ from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
 from app.api.endpoints.page import PageRoutes
+from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import ServiceRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
@@ -31,6 +32,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.api.request_trace import RequestTrace
 from app.errors import Failure
 from app.metrics import name_task
 
@@ -43,13 +45,14 @@ def build_app(
     batch_routes: Sequence[Route] = (),
     collect: Collect | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
+    switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
 ) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
-    those of the live view.
+    those of the live view; `switches`, too, change the strategy and policy of their replicas.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
@@ -62,7 +65,8 @@ def build_app(
         *batch_routes,
     ]
     live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
-    open_routes, for_admins = [*service.open_routes(), *PageRoutes().routes()], [*admin.routes(), live.route()]
+    open_routes = [*service.open_routes(), *PageRoutes().routes()]
+    for_admins = [*admin.routes(), *SchedulerRoutes(handler, switches).routes(), live.route()]
     {"public": open_routes, "keys": for_keys, "admins": for_admins}[config.metrics_for].append(service.metrics_route())
     is_for_this_machine = isinstance(authenticator, NoAuthentication) and not config.allow_unauthenticated
     origins = OriginPolicy(config.allowed_origins, loopback_only=is_for_this_machine)
@@ -77,6 +81,22 @@ class _Computed:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tracer = self._handler.tracer
+        if tracer is None:
+            await self._answer(scope, receive, send, None)
+            return
+        trace, error = RequestTrace(f"POST {self._endpoint.path}", headers_of(scope)), None
+        try:
+            await self._answer(scope, receive, send, trace)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            trace.attributes["carousel.request_id"] = scope["state"]["request_id"]
+            trace.end(error)
+            tracer.record(trace)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         handler, state, headers = self._handler, scope["state"], headers_of(scope)
         client = Client(
             reservation=state["reservation"],
@@ -85,6 +105,7 @@ class _Computed:
             headers=headers,
             is_strict=is_strict(headers),
             arrived_at=handler.metrics.arrived(),
+            trace=trace,
         )
         with handler.counting_refusals():
             body = with_deadline(
@@ -110,6 +131,8 @@ class _Computed:
                 content = await pending.full_response()
                 answer = JsonAnswer(content, handler.turns, headers=response_headers())
                 await answer(scope, receive, send)
+            if trace is not None:
+                trace.attributes |= pending.progress.trace_attributes()
 
 
 class Application:

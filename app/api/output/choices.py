@@ -12,7 +12,7 @@ from msgspec import structs
 from app.api.call import Call
 from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
-from app.engine.request import FinishReason, Generate, Queued, Request, TokenDelta
+from app.engine.request import EngineTimes, FinishReason, Generate, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.metrics import task_name
 from app.text import GeneratedText, TextDelta
@@ -33,6 +33,7 @@ class ChoiceDelta:
     queued: Queued | None = None  # on the first delta, where the replica reports it
     calls: tuple[ToolCallDelta, ...] = ()  # the new parts of tool calls
     embedding: bytes | None = None  # on the last delta of a request for an embedding
+    times: EngineTimes | None = None  # with the first token
     details: TokenDetails | None = None  # where the call asks for them
 
     @property
@@ -73,7 +74,14 @@ async def _choice_pieces(call: Call, index: int) -> AsyncGenerator[ChoiceDelta, 
                 if delta.finish_reason is None and added.finish_reason is None:
                     # By position: names take twice as long, and all tokens but the last of a choice come by here.
                     piece = ChoiceDelta(
-                        index, added.text, added.num_tokens, delta.num_cached_tokens, None, None, delta.queued
+                        index,
+                        added.text,
+                        added.num_tokens,
+                        delta.num_cached_tokens,
+                        None,
+                        None,
+                        delta.queued,
+                        times=delta.times,
                     )
                     yield piece if collector is None else _with_details(piece, collector, delta)
                     continue
@@ -89,7 +97,7 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
     """The delta in parts: its prompt tokens' scores, then its tokens. The end is in the last."""
     for at in range(0, len(delta.prompt_logprobs), MAX_TOKENS_AT_ONCE):
         scores = delta.prompt_logprobs[at : at + MAX_TOKENS_AT_ONCE]
-        yield TokenDelta(delta.request_id, (), queued=delta.queued, prompt_logprobs=scores)
+        yield TokenDelta(delta.request_id, (), queued=delta.queued, prompt_logprobs=scores, times=delta.times)
     last = max(0, len(delta.token_ids) - 1) // MAX_TOKENS_AT_ONCE * MAX_TOKENS_AT_ONCE
     for at in range(0, last, MAX_TOKENS_AT_ONCE):
         some = slice(at, at + MAX_TOKENS_AT_ONCE)
@@ -99,6 +107,7 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
             num_cached_tokens=delta.num_cached_tokens,
             queued=delta.queued,
             logprobs=delta.logprobs[some],
+            times=delta.times,
         )
     yield structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:], prompt_logprobs=())
 
@@ -122,6 +131,7 @@ def _last_piece(index: int, delta: TokenDelta, added: TextDelta, request: Reques
         stop_reason=stop_token_id if added.stop_string is None else added.stop_string,
         queued=delta.queued,
         embedding=delta.embedding,
+        times=delta.times,
     )
 
 

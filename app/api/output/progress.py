@@ -12,7 +12,8 @@ from typing import Any
 from app.api.call import Call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.tool_calls import ToolCallDelta
-from app.engine.request import Queued
+from app.api.request_trace import RequestTrace
+from app.engine.request import EngineTimes, Queued
 from app.metrics import CallMetrics, RequestMetrics
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class Progress:
     metrics: CallMetrics
     outputs: list[ChoiceOutput] = field(init=False)
     queued: Queued | None = None  # the place of the call's first request
+    times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Json = field(default_factory=dict)  # further fields of `usage`
+    trace: RequestTrace | None = None  # where traces are sent
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
 
     def __post_init__(self) -> None:
@@ -80,12 +83,24 @@ class Progress:
     def measured(cls, call: Call, request_id: str, metrics: RequestMetrics, *, arrived_at: float) -> Progress:
         """The progress of a call that `metrics` measures from `arrived_at` on, by their clock."""
         prompt_tokens = [len(request.prompt_token_ids) for request in call.requests]
-        return cls(call, request_id, metrics.model(call.model.name).call(prompt_tokens, arrived_at=arrived_at))
+        of_call = metrics.model(call.model.name).call(
+            prompt_tokens, arrived_at=arrived_at, is_background=call.requests[0].is_background
+        )
+        return cls(call, request_id, of_call)
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
         output = self.outputs[piece.index]
-        self.queued = self.queued or piece.queued
+        if piece.queued is not None:
+            self.queued = self.queued or piece.queued
+            self.metrics.placed(piece.index, piece.queued.group)
+            if self.trace is not None:
+                self.trace.accepted(piece.index, piece.queued.replica_id)
+        if piece.times is not None:
+            self.times = self.times or piece.times
+            self.metrics.left_queue(piece.index, piece.times.queue_s)
+            if self.trace is not None:
+                self.trace.first_token(piece.index, piece.times)
         output.num_tokens += piece.num_tokens
         if piece.num_cached_tokens > output.num_cached_tokens:
             output.num_cached_tokens = piece.num_cached_tokens
@@ -97,6 +112,8 @@ class Progress:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.measured_reason is not None:
             self.metrics.finished(piece.index, piece.measured_reason)
+            if self.trace is not None:
+                self.trace.finished(piece.index)
 
     async def read(
         self,
@@ -129,7 +146,28 @@ class Progress:
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         firsts = self.outputs[:: self.call.num_samples]
         num_cached = sum(output.num_cached_tokens for output in firsts)
-        return usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.extra_usage
+        return usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached) | self.more_usage()
+
+    def more_usage(self) -> Json:
+        """The fields of `usage` that OpenAI's API does not have."""
+        return self.extra_usage | {"timings": self.timings()} if self.call.wants_timings else self.extra_usage
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds, as far as they are known: queue and prefill on the replica, the first token and all others."""
+        times, first_token_s, decode_s = self.times, self.metrics.first_token_s, self.metrics.decode_s
+        known = {
+            "queue_ms": None if times is None else times.queue_s,
+            "prefill_ms": None if times is None else times.prefill_s,
+            "ttft_ms": first_token_s,
+            "decode_ms": decode_s,
+        }
+        return {name: round(1000 * seconds, 1) for name, seconds in known.items() if seconds is not None}
+
+    def timing_headers(self) -> dict[str, str]:
+        """`timings`, and the settings of the replica that they belong to."""
+        timings = {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
+        settings = "" if self.times is None else self.times.settings
+        return timings | {"x-carousel-settings": settings} if settings else timings
 
     def placement_headers(self, *, explain: bool, with_loads: bool) -> dict[str, str]:
         """The replica of the first request and its place in the queue; `explain`: and why this replica.
@@ -150,16 +188,27 @@ class Progress:
             headers["x-carousel-why"] = queued.why_there + loads
         return headers
 
+    def trace_attributes(self) -> dict[str, str | int | float]:
+        """What a trace says of the call, by OpenTelemetry's names for generative models."""
+        usage = self.usage()
+        return {
+            "gen_ai.request.model": self.call.model.name,
+            "gen_ai.response.id": self.call.call_id,
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        }
+
     def log_end(self) -> None:
         """Log the end of a call."""
         usage = self.usage()
         logger.info(
-            "request %s finished: model %s, %d choices, %d prompt tokens, %d completion tokens",
+            "request %s finished: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
             self.call.model.name,
             len(self.outputs),
             usage["prompt_tokens"],
             usage["completion_tokens"],
+            self.call.call_id,
         )
 
 

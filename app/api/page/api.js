@@ -14,13 +14,14 @@ export class ApiError extends Error {
   }
 }
 
-export async function call(path, { body, signal } = {}) {
+// `body` is sent as JSON, `form` as a form with files.
+export async function call(path, { body, form, signal } = {}) {
   const headers = {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const response = await fetch(path, {
-    method: body === undefined ? "GET" : "POST", headers, signal,
-    body: body === undefined ? undefined : JSON.stringify(body),
+    method: body === undefined && form === undefined ? "GET" : "POST", headers, signal,
+    body: body === undefined ? form : JSON.stringify(body),
   });
   if (response.ok) return response;
   const answer = await response.json().catch(() => ({}));

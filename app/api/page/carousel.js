@@ -32,6 +32,7 @@ export function draw(canvas, replica, { history, from, to, kind, selected, colou
   const { rows, rowHeight } = rowsOf(replica);
   drawSlots(pen, replica, { history, from, to, kind, selected, colours, x, width, rows, rowHeight });
   const samples = replica.samples.filter((each) => each.at >= from - 1000 && each.at <= to + 400 && each.blocks);
+  drawSwitches(pen, samples, { x, height: rows * rowHeight, width, colours });
   let top = rows * rowHeight + GAP;
   for (const [name, tall] of STRIPS) {
     drawStrip(pen, name, samples, { x, top, tall, width, colours });
@@ -82,6 +83,22 @@ function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, col
     pen.fillRect(right - 3, top, 3, bar);
   }
   pen.globalAlpha = 1;
+}
+
+// A line where another strategy or policy begins.
+function drawSwitches(pen, samples, { x, height, width, colours }) {
+  for (let each = 1; each < samples.length; each += 1) {
+    if (samples[each].rule === samples[each - 1].rule) continue;
+    const left = Math.max(LABEL, x(samples[each].at));
+    const words = pen.measureText(samples[each].rule).width + 8;
+    const start = left + words > width ? left - words : left;
+    pen.fillStyle = colours.text;
+    pen.fillRect(left, 0, 2, height);
+    pen.fillRect(start, 0, words, 16);
+    pen.fillStyle = colours.panel;
+    pen.textBaseline = "middle";
+    pen.fillText(samples[each].rule, start + 4, 8);
+  }
 }
 
 // ---------------------------------------------------------------- strips

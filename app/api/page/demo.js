@@ -1,10 +1,10 @@
-// "Send 40 demo requests": prompts and outputs of mixed lengths, of five tenants. A browser opens six connections to a
-// service, and the live view has one, so that each of five calls carries eight prompts.
+// "Send 40 demo requests": prompts and outputs of mixed lengths, of four tenants. A browser opens six connections to a
+// service: the live view and a chat need one each, so that four calls carry ten prompts each.
 
 import { call, events } from "/page/api.js";
 
 const WORDS = "the carousel turns and one horse after another joins the ride while the music plays in the square".split(" ");
-const LENGTHS = [32, 64, 128, 256, 448]; // tokens of output, at most, of each call
+const LENGTHS = [32, 96, 224, 448]; // tokens of output, at most, of each call
 
 export async function sendDemo(model, onError) {
   const calls = LENGTHS.map((maxTokens, index) => one(model, maxTokens, `tenant ${index + 1}`, index));
@@ -12,7 +12,7 @@ export async function sendDemo(model, onError) {
 }
 
 async function one(model, maxTokens, user, index) {
-  const prompts = Array.from({ length: 8 }, (_, each) => text(10 + ((each * 7 + index * 13) % 12) * 12));
+  const prompts = Array.from({ length: 10 }, (_, each) => text(10 + ((each * 7 + index * 13) % 12) * 12));
   const body = { model, prompt: prompts, max_tokens: maxTokens, temperature: 1, ignore_eos: true, user, stream: true };
   const response = await call("/v1/completions", { body });
   for await (const event of events(response)) void event;

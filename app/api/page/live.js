@@ -2,10 +2,12 @@
 
 import { ApiError, call, events } from "/page/api.js";
 import { draw, stayAt } from "/page/carousel.js";
+import { element } from "/page/elements.js";
 import { History, classOf } from "/page/history.js";
+import { newSwitch } from "/page/scheduler.js";
 
 const DELAY_MS = 350; // drawn so late, so that what is drawn has arrived
-const HIDDEN_MS = 30_000; // a tab that nobody sees stops to watch after this
+const HIDDEN_MS = 30_000; // a hidden tab stops to watch after this
 const history = new History();
 const view = { isPaused: false, pausedAt: 0, selected: null };
 const $ = (id) => document.getElementById(id);
@@ -107,9 +109,10 @@ function newPanel(replica) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
   const queue = element("div", "queue");
+  const dispatch = element("div", "decision");
   stage.append(canvas, queue);
-  root.append(head, stage);
-  const panel = { root, head, canvas, queue, replica };
+  root.append(head, dispatch, stage);
+  const panel = { root, head, canvas, queue, dispatch, replica };
   canvas.addEventListener("click", (event) => select(stayAt(canvas, panel.replica, event, range())?.id ?? null));
   canvas.addEventListener("keydown", (event) => move(event, panel.replica));
   return panel;
@@ -132,13 +135,6 @@ function move(event, replica) {
   event.preventDefault();
 }
 
-function element(tag, kind = "", text = "") {
-  const made = document.createElement(tag);
-  if (kind) made.className = kind;
-  if (text) made.textContent = text;
-  return made;
-}
-
 function setText(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
@@ -154,11 +150,16 @@ function arrange() {
   for (const [key, panel] of panels) if (!history.replicas().includes(panel.replica)) panels.delete(key);
   const parts = [];
   for (const model of models) {
-    model.line = element("div", "model");
-    model.line.append(element("b", "", model.name), element("span", "decision"));
-    parts.push(model.line, ...byState(model).map((replica) => panelOf(replica).root));
+    model.line ??= newLine(model);
+    parts.push(model.line.root, ...byState(model).map((replica) => panelOf(replica).root));
   }
   $("fleet").replaceChildren(...parts);
+}
+
+function newLine(model) {
+  const line = { root: element("div", "model"), decision: element("span", "decision"), switch: newSwitch(model.name) };
+  line.root.append(element("b", "", model.name), line.switch, line.decision);
+  return line;
 }
 
 const STATES = {
@@ -169,29 +170,34 @@ function updateWords() {
   arrange();
   for (const model of history.models.values()) {
     const why = model.decision ? `last dispatch: ${model.decision.reason}` : "no request yet";
-    const place = model.line.lastChild;
+    const place = model.line.decision;
     setText(place, why);
     place.title = model.decision?.loads || "";
     for (const replica of model.replicas.values()) updateHead(panelOf(replica));
+    const shown = [...model.replicas.values()].find((replica) => replica.state === "serving" && replica.view);
+    if (shown) model.line.switch.show(shown.view);
   }
   if (view.selected) showRequest();
 }
 
-function updateHead({ root, head, queue, canvas, replica }) {
+function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   root.className = `replica ${replica.state}`;
   const isThere = replica.state === "serving" || replica.state === "leaving";
   const { view: seen, facts } = isThere ? replica : { view: null, facts: replica.facts };
   const recent = replica.samples.filter((each) => each.num_steps && each.at > history.at - 3000);
   const drawn = recent.reduce((sum, each) => sum + each.num_drawn_tokens, 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
-  const bubbles = bubblesOf(replica);
+  const bubbles = Math.round(bubblesOf(replica) * 100);
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
     ["i", seen ? `${seen.strategy}, ${seen.policy}` : ""],
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
     ["n", seen ? `${Math.round(drawn / span)} tokens/s` : ""],
-    ["why", bubbles > 0.005 ? `bubbles: ${Math.round(bubbles * 100)} % of the slots empty while requests wait for the batch` : ""],
+    ["n", seen && facts.tokens_per_s ? `speed ${Math.round(facts.tokens_per_s)}` : ""],
+    ["n", seen && facts.last_dispatch !== undefined ? `load ${facts.prefill_tokens + facts.decode_tokens} tokens` : ""],
+    ["i", seen?.settings ? `settings ${seen.settings}` : ""],
+    [bubbles ? "why bubbles" : "n bubbles", seen ? `bubbles ${bubbles} %${bubbles ? ": slots empty while requests wait for the batch" : ""}` : ""],
   ].filter(([, text]) => text);
   const text = parts.map((each) => each.join()).join("|");
   if (head.dataset.text !== text) {
@@ -199,6 +205,7 @@ function updateHead({ root, head, queue, canvas, replica }) {
     head.replaceChildren(...parts.map(([kind, words]) => element(kind === "i" ? "i" : "span", kind, words)));
     canvas.setAttribute("aria-label", `Slots over time: ${parts.map((each) => each[1]).join(", ")}`);
   }
+  setText(dispatch, facts.last_dispatch ? `last request here: ${facts.last_dispatch}` : "no request of this ingress yet");
   updateQueue(queue, seen);
 }
 
@@ -219,18 +226,23 @@ const REASONS = {
   strategy: "the strategy lets none join now", result: "its last token is being drawn",
 };
 
+const SHORT_REASONS = { slots: "slots", blocks: "memory", budget: "budget", strategy: "strategy", result: "its token" };
+
 function updateQueue(queue, seen) {
   const waiting = seen?.waiting || [];
   const list = element("ol");
-  for (const each of waiting.slice(0, 14)) {
+  waiting.slice(0, 14).forEach((each, index) => {
     const row = element("li");
     const dot = element("span", "dot");
     dot.style.background = `hsl(${history.hue($("colour").value, each)} 55% 55%)`;
     const expected = each.expected_ms ? `≈${seconds(each.expected_ms)}` : "next";
-    row.append(dot, element("span", "", each.tenant || each.request_id.slice(0, 12)), element("span", "", expected));
-    row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`;
+    // None overtakes the one before it: only the first waits for anything else.
+    const why = index ? `behind ${index}` : SHORT_REASONS[seen.wait_reason] || "next step";
+    row.append(dot, element("span", "", each.tenant || each.request_id.slice(0, 12)), element("span", "", why), element("span", "", expected));
+    row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`
+      + (each.num_preemptions ? `, preempted ${each.num_preemptions} times` : "");
     list.append(row);
-  }
+  });
   const parts = seen ? [element("h3", "", seen.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty")] : [];
   if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
   if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
@@ -261,6 +273,12 @@ function showRequest() {
     if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
     rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
   });
+  const tokens = stays.map((stay) => history.tokenTimes(stay));
+  const gaps = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).sort((one, other) => one - other);
+  if (gaps.length) {
+    const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
+    rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
+  }
   const table = element("table");
   for (const [name, value] of rows) {
     const row = element("tr");
@@ -271,37 +289,48 @@ function showRequest() {
   close.addEventListener("click", () => select(null));
   const canvas = element("canvas");
   $("request").replaceChildren(close, element("b", "", "Request"), table, canvas);
-  drawTokens(canvas, stays);
+  drawTokens(canvas, stays, tokens);
 }
 
 const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
 
-// Its tokens over time.
-function drawTokens(canvas, stays) {
+// Its tokens over time, and below them the gap before each.
+function drawTokens(canvas, stays, tokens) {
   const colours = palette();
   const ratio = window.devicePixelRatio || 1;
-  const [width, height] = [canvas.clientWidth, 70];
+  const [width, height, curve] = [canvas.clientWidth, 110, 60];
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const points = stays.flatMap((stay) => stay.tokens);
   const begin = stays[0].arrived;
   const end = Math.max(stays[stays.length - 1].left ?? history.at, begin + 1);
-  const most = Math.max(1, ...points.map((each) => each[1]));
+  const most = Math.max(1, ...stays.map((stay) => stay.use.num_generated_tokens));
   const x = (at) => ((at - begin) / (end - begin)) * width;
   pen.fillStyle = colours.faint;
-  pen.fillRect(0, 0, width, height);
+  pen.fillRect(0, 0, width, curve);
+  pen.fillRect(0, curve + 4, width, height - curve - 4);
   pen.strokeStyle = colours.owned;
   pen.lineWidth = 2;
   pen.beginPath();
-  pen.moveTo(0, height - 2);
-  for (const stay of stays) if (stay.first !== null) pen.lineTo(x(stay.first), height - 2 - (stay.use.num_given_tokens / most) * (height - 16));
-  for (const [at, tokens] of points) pen.lineTo(x(at), height - 2 - (tokens / most) * (height - 16));
+  pen.moveTo(0, curve - 2);
+  stays.forEach((stay, index) => tokens[index].forEach((at, each) => {
+    pen.lineTo(x(at), curve - 2 - ((stay.use.num_given_tokens + each + 1) / most) * (curve - 16));
+  }));
   pen.stroke();
+  const longest = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).reduce((one, other) => Math.max(one, other), 1);
+  pen.fillStyle = colours.owned;
+  for (const times of tokens) {
+    for (let each = 1; each < times.length; each += 1) {
+      const tall = ((times[each] - times[each - 1]) / longest) * (height - curve - 18);
+      const left = x(times[each - 1]);
+      pen.fillRect(left, height - tall, Math.max(x(times[each]) - left - 0.5, 0.5), tall);
+    }
+  }
   pen.fillStyle = colours.soft;
   pen.font = "11px system-ui, sans-serif";
   pen.fillText(`${most} tokens in ${seconds(end - begin)}`, 4, 12);
+  pen.fillText(`gap before each token, at most ${seconds(longest)}`, 4, curve + 15);
 }
 
 const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);

@@ -1,12 +1,13 @@
 // Tabs, the key, light and dark.
 
 import { key } from "/page/api.js";
+import * as batches from "/page/batches.js";
 import { sendDemo } from "/page/demo.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
 
 const $ = (id) => document.getElementById(id);
-const TABS = ["live", "playground"];
+const TABS = ["live", "playground", "batches"];
 
 function open(name) {
   for (const each of TABS) {
@@ -14,6 +15,7 @@ function open(name) {
     $(`tab-${each}`).setAttribute("aria-selected", String(each === name));
     $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
+  if (name === "batches") batches.show();
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
 }
 
@@ -67,11 +69,12 @@ function fail(error) {
 $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   const model = $("model").value;
-  setTimeout(() => { $("demo").disabled = false; }, 1000);
   await sendDemo(model, fail);
+  $("demo").disabled = false;
 });
 
 open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
 playground.begin();
+batches.begin();
 models();
 live.begin();

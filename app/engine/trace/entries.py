@@ -7,7 +7,7 @@ that are empty, zero or false are left out.
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
     {"abort": 7}
-    {"reconfigured": {"strategy": {...}, ...}}
+    {"reconfigured": {"strategy": {...}, ...}, "settings": "continuous-fcfs-0a1b2c3d"}
     {"cache_cleared": true}
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}
     {"lost": 40}                                                   so many entries were dropped here
@@ -147,6 +147,7 @@ class Header:
     config: dict[str, Any]  # of EngineConfig
     versions: dict[str, str | None]
     commit: str | None
+    settings: str = ""  # `SchedulerConfig.version` of the config
 
     def to_line(self) -> str:
         return _dumps(asdict(self))
@@ -163,7 +164,7 @@ class Header:
         if found["step_log"] != FORMAT:
             raise ValueError(f"the log has format {found['step_log']}; this version reads format {FORMAT}")
         names = {field.name for field in fields(cls)}
-        if found.keys() != names:
+        if found.keys() | {"settings"} != names:  # older logs do not have it
             raise ValueError(f"the header's fields differ: {', '.join(sorted(found.keys() ^ names))}")
         return cls(**found)
 
@@ -182,7 +183,8 @@ def to_line(entry: Entry) -> str:
         case Abort():
             return _dumps({"abort": entry.number})
         case Reconfigured():
-            return _dumps({"reconfigured": entry.config.model_dump(mode="json")})
+            config = entry.config
+            return _dumps({"reconfigured": config.model_dump(mode="json"), "settings": config.version})
         case CacheCleared():
             return _dumps({"cache_cleared": True})
         case DroppedEntries():

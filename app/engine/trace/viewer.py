@@ -17,13 +17,15 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.trace.entries import FailureKind
 from app.engine.trace.recorder import Recorder
-from app.engine.view import EngineView, SlotUse, StepSums, WaitingRequest
+from app.engine.view import EngineView, QueueEntry, SlotUse, StepSums
 
 # A screen shows no more lines. They bound a view, about 40 kB, and the time that it takes from the engine's thread.
 MAX_SLOTS = 256
 MAX_WAITING = 50
 # Requests that left between two views. Beyond, the oldest are not shown.
 _MAX_LEFT = 512
+# Of this many steps the ends are told: with five views a second, of all steps that take 3 ms.
+_MAX_ENDS = 64
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Viewer(Recorder):
     def _forget_steps(self) -> None:
         self._num_steps = self._num_tokens = self._num_drawn = self._num_sequences = self._most_tokens = 0
         self._busy_s = self._longest_s = 0.0
+        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
 
     # ------------------------------------------------------------------ events
 
@@ -118,6 +121,7 @@ class Viewer(Recorder):
         step_s = at - max(batch.began_at, self._last_step_at)
         self._last_step_at = at
         self._num_steps += 1
+        self._ends.append(at)
         self._num_tokens += batch.num_scheduled_tokens
         self._num_drawn += len(batch.sampled)
         self._num_sequences += len(batch.sequences)
@@ -158,6 +162,7 @@ class Viewer(Recorder):
             busy_ms=round(1000 * self._busy_s, 2),
             longest_ms=round(1000 * self._longest_s, 2),
             most_tokens=self._most_tokens,
+            ended_ms=tuple([_ms(now - at) for at in self._ends]),
         )
         self._left.clear()
         self._forget_steps()
@@ -175,6 +180,7 @@ class Viewer(Recorder):
             steps=steps,
             slots=slots,
             waiting=tuple(_waiting_requests(scheduler, now)),
+            settings=stats.settings,
         )
 
 
@@ -202,11 +208,11 @@ def _slot_use(stay: _Stay, now: float) -> SlotUse:
     )
 
 
-def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[WaitingRequest]:
+def _waiting_requests(scheduler: Scheduler, now: float) -> Iterable[QueueEntry]:
     work = 0  # tokens of those before it
     for sequence in scheduler.first_waiting(MAX_WAITING):
         request = sequence.request
-        yield WaitingRequest(
+        yield QueueEntry(
             request_id=request.request_id,
             tenant=request.tenant,
             priority=request.priority,

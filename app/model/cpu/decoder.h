@@ -17,7 +17,7 @@ namespace carousel {
 struct DecoderShape {  // of one rank: its heads, and inner numbers of its MLPs
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
-    int64_t rank_tokens;  // of the vocabulary, whose embedding and output layer each rank has; the last has what is left
+    int64_t rank_tokens;  // of the vocabulary, with their embeddings and outputs, on each rank; the last has what is left
     float epsilon, scaling;
     ExpertsShape experts;
     RanksShape ranks;
@@ -51,7 +51,7 @@ struct DecoderStep {
     const Segment* segments;
     const int32_t* tables;
     const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
-    const int64_t* logits_rows;  // [num_logits], ascending: those of the rows whose logits are wanted
+    const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
     const void *cosine, *sine;   // [num_positions][rotary_dim]
     float* logits;               // [num_logits][vocab_size]; only rank 0 has them
     int64_t* likeliest;          // [num_logits], the first of the greatest logits of each; the same
@@ -187,7 +187,7 @@ class Decoder {
         const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
         const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
         team_.share(groups_.size() * shape_.num_kv_heads, [&](int64_t task) {
-            const Group& group = groups_[task / shape_.num_kv_heads];
+            const RankGroup& group = groups_[task / shape_.num_kv_heads];
             attend<T>(shape, pages, groups_, group, step.tables, task % shape_.num_kv_heads, query, output);
         });
         watch.spent(&DecoderTimes::attention);

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from app.config import GIB
 from app.model.cpu.library import DTYPES, LANES, Team, in_large_pages, library
 from app.model.kv_cache import LayerShape
-from app.model.memory import GIB
 
 logger = logging.getLogger(__name__)
 

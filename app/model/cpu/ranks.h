@@ -52,7 +52,7 @@ class Ranks {
             if (!has_come(rank)) missing_ = rank;
     }
 
-    // A rank that did not come in time; -1: none. From then on nobody is waited for, and all numbers are worthless.
+    // A rank that did not come in time; -1: none. From then on no rank is waited for, and all numbers are worthless.
     int64_t missing() const { return missing_; }
 
   private:

@@ -14,7 +14,7 @@ import torch
 from app.errors import Failure
 from app.model.cpu.library import LANES, RanksShape
 from app.model.llama import DecoderSettings
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 
 # Of a rank: its two counters, of 8 bytes each.
 _LINE_BYTES, _ABORTED_AT = 64, 8
@@ -44,7 +44,7 @@ class RankMemory:
         )  # fmt: skip
 
     @classmethod
-    def of_group(cls, settings: DecoderSettings, group: Group) -> RankMemory:
+    def of_group(cls, settings: DecoderSettings, group: RankGroup) -> RankMemory:
         """All ranks of a group call it together. Linux has such memory."""
         own = os.memfd_create("carousel-ranks") if group.rank == 0 else -1
         place = torch.tensor([os.getpid(), own])

@@ -92,7 +92,7 @@ inline float sum_above(const std::vector<float>& scores, const float* weights, f
     return sum_of(sums);
 }
 
-// The shortest prefix whose sum reaches `wanted`: by bisection over the score, a sort only of what is near the edge.
+// The shortest prefix with a sum of at least `wanted`: by bisection over the score, a sort only of what is near the edge.
 inline Edge find_edge(DrawScratch& scratch, const float* weights, float most, float wanted) {
     const std::vector<float>& scores = scratch.scores;
     float high = std::numeric_limits<float>::infinity(), above = 0.0f, low = most;  // the edge lies in [low, high)

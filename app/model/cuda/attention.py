@@ -18,6 +18,7 @@ import torch
 from app.engine.batch import Batch, ScheduledSequence
 from app.model.attention import AttentionRules
 from app.model.cuda.block_tables import BlockTables
+from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import KVCache, LayerShape
 
@@ -26,10 +27,10 @@ Segment = tuple[int, int, int, int]
 
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
-# Tokens times query heads of one KV head in a prefill tile, by bytes of a number: 64 is what one wgmma takes. float32
-# is multiplied outside the tensor cores, where more rows do not fit into the registers.
-_PREFILL_ROWS = {2: 64, 4: 16}
-_TILE_BYTES = 64 * 1024  # keys and values of one tile, so that two tiles fit into shared memory
+_ROWS_OF_FLOAT32 = 16  # multiplied outside the tensor cores, where more rows do not fit into the registers
+_LARGEST_TILE = 64  # keys
+# With `batch_invariant` most tiles have a single token. One with more rows computes longer than its keys take to come.
+_ROWS_OF_SINGLE = 64
 _PROGRAMS_PER_SM = 16  # decode programs launched for each multiprocessor, if there are that many splits
 
 
@@ -71,7 +72,10 @@ class TritonAttention:
             max_rows=max_rows, max_blocks=max_blocks, scratch_block=num_blocks, device=device
         )  # fmt: skip
         self.split_tokens = split_tokens
-        self.max_splits = max_splits
+        # No more than the longest sequence has: splits are the same, and there are fewer partial results.
+        longest = self.tables.tensor.shape[1] * block_size
+        self.max_splits = min(max_splits, padded(-(-longest // split_tokens), 1))
+        self.tuning = tuning_for(device)
         self.num_programs = _num_multiprocessors(device) * _PROGRAMS_PER_SM
         self.kernels = NoKernels() if device.type == "meta" else _kernels()
 
@@ -229,19 +233,23 @@ class _Launch:
             "key_padded": key_padded,
             "value_padded": value_padded,
         }
-        self._tile = _tile((key_padded + value_padded) * query.element_size(), at_most=attention.split_tokens)
+        self._tile = _tile(
+            (key_padded + value_padded) * query.element_size(),
+            tile_bytes=attention.tuning.tile_bytes,
+            at_most=attention.split_tokens,
+        )
         self._attend: dict[str, Any] = {
             **self._numbers,
             **self._shape,
-            "table_stride": attention.tables.tensor.shape[1],
+            "table_stride": attention.tables.tensor.stride(0),
             "group": self.group,
             "block_size": attention.block_size,
             "tile": self._tile,
             "has_window": rules.sliding_window is not None,
             "has_cap": rules.softcap is not None,
+            "has_sinks": rules.sinks is not None,
             "widen": attention.device.type == "cpu",
         }
-        self._has_sinks = rules.sinks is not None
 
     @property
     def tokens_per_piece(self) -> int:
@@ -250,7 +258,14 @@ class _Launch:
 
     @property
     def _prefill_rows(self) -> int:
-        return max(_PREFILL_ROWS[self._query.element_size()], padded(self.group, 1))
+        shape = self._shape
+        is_padded = (shape["key_dim"], shape["value_dim"]) != (shape["key_padded"], shape["value_padded"])
+        rows = self._attention.tuning.rows(shape["value_padded"], is_padded=is_padded)
+        if self._query.element_size() == torch.float32.itemsize:
+            rows = _ROWS_OF_FLOAT32
+        elif self._attention.batch_invariant:
+            rows = min(rows, _ROWS_OF_SINGLE)
+        return max(rows, padded(self.group, 1))
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         self._attention.kernels.write_kernel[(key.shape[0],)](
@@ -259,32 +274,31 @@ class _Launch:
         )  # fmt: skip
 
     def decode(self, segments: torch.Tensor) -> None:
-        attention, query = self._attention, self._query
-        num_segments = segments.shape[1]
-        splits = {
-            "tile": self._tile, "min_split": attention.split_tokens, "max_splits": attention.max_splits,
-        }  # fmt: skip
-        parts = (num_segments, self.num_heads, attention.max_splits)
+        attention, query, tuning = self._attention, self._query, self._attention.tuning
+        num_segments, max_splits = segments.shape[1], attention.max_splits
+        splits = {"tile": self._tile, "min_split": attention.split_tokens, "max_splits": max_splits}
+        parts = (num_segments, self.num_heads, max_splits)
         highest, total = (torch.empty(parts, dtype=torch.float32, device=query.device) for _ in range(2))
         weighted = torch.empty(*parts, self._shape["value_dim"], dtype=torch.float32, device=query.device)
-        num_lanes = min(attention.max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
+        num_lanes = min(max_splits, -(-attention.num_programs // (num_segments * self.num_kv_heads)))
         attention.kernels.decode_kernel[(num_segments, self.num_kv_heads, num_lanes)](
-            query, self._keys, self._values, attention.tables.tensor, segments, highest, total, weighted,
-            *query.stride()[:2], num_rows=padded(self.group, _MIN_DOT), num_warps=4, num_stages=2,
-            **(self._attend | splits),
+            query, self._keys, self._values, attention.tables.tensor, segments, self._sinks, self.output,
+            highest, total, weighted, *query.stride()[:2], num_rows=padded(self.group, _MIN_DOT),
+            num_warps=tuning.decode_warps, num_stages=tuning.decode_stages, **(self._attend | splits),
         )  # fmt: skip
-        attention.kernels.reduce_kernel[(num_segments, self.num_heads)](
-            highest, total, weighted, segments, self._sinks, self.output, self._window,
-            value_dim=self._shape["value_dim"], value_padded=self._shape["value_padded"],
-            has_window=self._attend["has_window"], has_sinks=self._has_sinks, **splits,
-        )  # fmt: skip
+        if max_splits > 1:
+            attention.kernels.reduce_kernel[(num_segments, self.num_heads)](
+                highest, total, weighted, segments, self._sinks, self.output, self._window,
+                value_dim=self._shape["value_dim"], value_padded=self._shape["value_padded"],
+                has_window=self._attend["has_window"], has_sinks=self._attend["has_sinks"], **splits,
+            )  # fmt: skip
 
     def prefill(self, segments: torch.Tensor) -> None:
-        query = self._query
-        self._attention.kernels.prefill_kernel[(segments.shape[1], self.num_kv_heads)](
-            query, self._keys, self._values, self._attention.tables.tensor, segments, self._sinks, self.output,
-            *query.stride()[:2], num_rows=self._prefill_rows, has_sinks=self._has_sinks, num_warps=4, num_stages=2,
-            **self._attend,
+        attention, query, tuning = self._attention, self._query, self._attention.tuning
+        attention.kernels.prefill_kernel[(segments.shape[1], self.num_kv_heads)](
+            query, self._keys, self._values, attention.tables.tensor, segments, self._sinks, self.output,
+            *query.stride()[:2], num_rows=self._prefill_rows, masks_all=attention.batch_invariant,
+            num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages, **self._attend,
         )  # fmt: skip
 
 
@@ -320,10 +334,10 @@ def padded(size: int, smallest: int) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def _tile(token_bytes: int, *, at_most: int) -> int:
-    """Keys in one tile: as many as shared memory takes, at most 64."""
-    tile = min(64, at_most)
-    while tile > _MIN_DOT and tile * token_bytes > _TILE_BYTES:
+def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
+    """Keys in one tile: as many as its share of shared memory takes, within bounds."""
+    tile = min(_LARGEST_TILE, at_most)
+    while tile > _MIN_DOT and tile * token_bytes > tile_bytes:
         tile //= 2
     return tile
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from app.engine.batch import Batch, DeviceLost, ScheduledSequence, StepResult
-from app.errors import InvalidSetup, described
+from app.errors import InvalidSetup, described, first_line
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import (
@@ -37,9 +37,9 @@ from app.model.cuda.decoder import CudaDecoder
 from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
-from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
-from app.model.memory import first_line, is_out_of_memory
-from app.model.parallel.group import Group
+from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
+from app.model.memory import is_out_of_memory
+from app.model.parallel.group import RankGroup
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.sampler import Sample, sample
@@ -66,6 +66,7 @@ class GraphModelRunner:
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
         sample: Sample = sample,
+        compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -73,7 +74,7 @@ class GraphModelRunner:
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         self._model = model
-        self._sample = sample
+        self._sample, self._compute_logprobs = sample, compute_logprobs
         self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -81,12 +82,14 @@ class GraphModelRunner:
         )
         self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
         self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], of the last replay
+        self._likeliest: torch.Tensor | None = None  # [largest number of rows] int64, the argmax of `_logits`
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
+        self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
         self._ranks: Ranks | None = None  # of rank 0, where there are several
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
@@ -122,7 +125,12 @@ class GraphModelRunner:
 
     def lead(self, ranks: Ranks) -> None:
         """Have other ranks compute each step, too."""
-        self._ranks, self._group = ranks, ranks.group
+        self._ranks = ranks
+        self.join(ranks.group)
+
+    def join(self, group: RankGroup) -> None:
+        """Compute with other ranks, before anything is captured."""
+        self._group = group
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -134,34 +142,35 @@ class GraphModelRunner:
             self._ranks.check()
 
     @torch.inference_mode()
-    def follow(self, batch: Batch, group: Group) -> None:
+    def follow(self, batch: Batch) -> None:
         """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
-        self._group = group
         self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
 
     def _predict(self, batch: Batch) -> Prediction:
         graph = self._graph_for(batch)
-        return self._eagerly(batch) if graph is None else Prediction(self._replayed_logits(graph, batch))
+        return self._eagerly(batch) if graph is None else self._replayed(graph, batch)
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> LaunchedStep:
         with nullcontext() if self._ranks is None else self._ranks.step(batch):
-            logits, _, hidden = self._predict(batch)
-        pooled = None if hidden is None else PooledStates(batch, hidden)
-        step = LaunchedStep(partial(self._draw, logits), self._finding_loss, pooled, self._ranks)
+            prediction = self._predict(batch)
+        pooled = None if prediction.hidden is None else PooledStates(batch, prediction.hidden)
+        step = LaunchedStep(partial(self._draw, prediction), self._finding_loss, pooled, self._ranks)
         if not batch.lacks_history:
             step.draw(batch)
         return step
 
     @torch.inference_mode()
-    def _draw(self, logits: torch.Tensor, batch: Batch) -> _Drawn:
+    def _draw(self, prediction: Prediction, batch: Batch) -> _Drawn:
+        logits, likeliest = prediction.logits, prediction.likeliest
         if not batch.has_logprobs:
-            self._drawn = self._sample(logits, batch.sampled)
+            self._drawn = self._sample(logits, batch.sampled, likeliest=likeliest)
             return _Drawn(self._drawn)
         wanted = WantedLogprobs(batch)
-        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled)
-        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
+        likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
+        self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
+        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, self._compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -174,13 +183,16 @@ class GraphModelRunner:
                 hidden_indices=inputs.hidden_indices,
             )
 
-    def _replayed_logits(self, graph: _Graph, batch: Batch) -> torch.Tensor:
+    def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
+        """The next replay overwrites it."""
         inputs = graph.inputs
+        self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
         known = self._known(inputs.token_ids, batch.scheduled)
         if known is not inputs.token_ids:
             inputs.token_ids.copy_(known)
-        return graph.replay()[: len(batch.sampled)]
+        logits = graph.replay()[: len(batch.sampled)]
+        return Prediction(logits, None if self._likeliest is None else self._likeliest[: len(logits)])
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """The token ids, with placeholders replaced by the tokens of the step before."""
@@ -279,10 +291,14 @@ class GraphModelRunner:
                 inputs.begin(),
                 logits_indices=inputs.logits_indices if inputs.size.is_mixed else None,
             ).logits
-        if self._logits is None:
+        num_rows = logits.shape[0]
+        if self._logits is None or self._likeliest is None:
             self._logits = torch.empty_like(logits)
+            self._likeliest = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+        # Inside of the captured work: greedy sequences need no launch after it.
+        torch.argmax(logits, dim=-1, out=self._likeliest[:num_rows])
         # One result tensor for all sizes: separate ones would hold a vocabulary of numbers for every row of every size.
-        return self._logits[: logits.shape[0]].copy_(logits)
+        return self._logits[:num_rows].copy_(logits)
 
 
 def _forward_of(model: LoadedModel, attention: TritonAttention) -> DeviceForward:
@@ -373,7 +389,7 @@ class FindingLoss:
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The host's copy of a device tensor, complete once the work queued so far is done."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

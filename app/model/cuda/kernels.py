@@ -75,15 +75,17 @@ def _split_size(span, min_split: tl.constexpr, max_splits: tl.constexpr, tile: t
 def _attend(
     query,  # [num_rows, key_padded]
     positions,  # [num_rows], of the rows' tokens
+    highest,  # [num_rows], of the scores so far, in powers of two
+    total,  # [num_rows], sum of the weights so far
+    weighted,  # [num_rows, value_padded], weighted sum of the values so far
     keys,  # of this KV head, at slot 0
     values,
     table,  # of this sequence
     first,  # keys at positions first, …, last - 1 are looked at; first is a multiple of tile
-    last,
+    last,  # if not masked a multiple of tile, too
     scale,
     cap,
     window,
-    num_rows: tl.constexpr,
     num_kv_heads: tl.constexpr,
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
@@ -94,43 +96,46 @@ def _attend(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     widen: tl.constexpr,
+    masked: tl.constexpr,
 ):
-    """Softmax-weighted values over a range of keys: (highest score in powers of two, sum of weights, weighted sum)."""
-    highest = tl.full([num_rows], float("-inf"), tl.float32)
-    total = tl.zeros([num_rows], tl.float32)
-    weighted = tl.zeros([num_rows, value_padded], tl.float32)
+    """Softmax-weighted values over one more range of keys. Without `masked` every row sees all of them."""
     key_at = tl.arange(0, key_padded)
     value_at = tl.arange(0, value_padded)
     in_tile = tl.arange(0, tile)
+    blocks = _blocks(table, first, last, block_size, tile)
     for start in range(first, last, tile):
         at = start + in_tile
-        # Slots after `last` belong to no sequence: load zeros, because a weight of zero does not remove a NaN.
         is_own = at < last
-        blocks = tl.load(table + at // block_size, mask=is_own, other=0).to(tl.int64)
-        slots = blocks * block_size + at % block_size
-        key = tl.load(
-            keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None],
-            mask=is_own[None, :] & (key_at[:, None] < key_dim),
-            other=0.0,
-        )
-        value = tl.load(
-            values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :],
-            mask=is_own[:, None] & (value_at[None, :] < value_dim),
-            other=0.0,
-        )
+        slots = blocks.to(tl.int64) * block_size + at % block_size
+        # Those of the next tile, a whole tile ahead: its keys are read from an address that has arrived.
+        blocks = _blocks(table, start + tile, last, block_size, tile)
+        key_places = keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None]
+        value_places = values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :]
+        # Slots after `last` belong to no sequence: load zeros, because a weight of zero does not remove a NaN.
+        if masked:
+            key = tl.load(key_places, mask=is_own[None, :] & (key_at[:, None] < key_dim), other=0.0)
+            value = tl.load(value_places, mask=is_own[:, None] & (value_at[None, :] < value_dim), other=0.0)
+        elif key_dim == key_padded and value_dim == value_padded:
+            key, value = tl.load(key_places), tl.load(value_places)
+        else:
+            key = tl.load(key_places, mask=key_at[:, None] < key_dim, other=0.0)
+            value = tl.load(value_places, mask=value_at[None, :] < value_dim, other=0.0)
         if widen:
             scores = tl.dot(query.to(tl.float32), key.to(tl.float32), input_precision="ieee") * scale
         else:
             scores = tl.dot(query, key, input_precision="ieee") * scale
         if has_cap:
             scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap  # tanh
-        visible = at[None, :] <= positions[:, None]
-        if has_window:
-            visible = visible & (at[None, :] > positions[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
+        if masked:
+            visible = at[None, :] <= positions[:, None]
+            if has_window:
+                visible = visible & (at[None, :] > positions[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # A row may see nothing of its first tiles: its highest score stays -inf, and -inf - -inf is not a number.
-        subtract = tl.where(higher == float("-inf"), 0.0, higher)
+        subtract = higher
+        if masked:
+            # A row may see nothing of its first tiles: its highest score stays -inf, and -inf - -inf is not a number.
+            subtract = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - subtract[:, None])
         shrink = tl.exp2(highest - subtract)
         total = total * shrink + tl.sum(weights, 1)
@@ -144,12 +149,21 @@ def _attend(
 
 
 @triton.jit
+def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
+    """The blocks of the keys from `start` on, one for all where a tile lies in one; any after `last`."""
+    at = start if block_size % tile == 0 else start + tl.arange(0, tile)
+    return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
     values,
     tables,  # [num_table_rows, table_stride]
     segments,  # [4, num_segments], one token each
+    sinks,  # [num_heads]
+    output,  # [num_tokens, num_heads, value_dim]
     highest_out,  # [num_segments, num_heads, max_splits]
     total_out,  # [num_segments, num_heads, max_splits]
     weighted_out,  # [num_segments, num_heads, max_splits, value_dim]
@@ -158,7 +172,7 @@ def decode_kernel(
     scale,
     cap,
     window,
-    table_stride: tl.constexpr,
+    table_stride,
     group: tl.constexpr,
     num_rows: tl.constexpr,
     num_kv_heads: tl.constexpr,
@@ -172,12 +186,14 @@ def decode_kernel(
     max_splits: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    has_sinks: tl.constexpr,
     widen: tl.constexpr,
 ):
     """Single tokens, their keys in splits side by side; the query heads of one KV head are the rows of a tile.
 
-    Grid: (num_segments, num_kv_heads, num_lanes); a lane takes every num_lanes-th split, so that the number of programs
-    is settled without changing what a split is.
+    A token with a single split has its output from here, the others from `reduce_kernel`. Grid: (num_segments,
+    num_kv_heads, num_lanes); a lane takes every num_lanes-th split, so that the number of programs is settled without
+    changing what a split is.
     """
     segment, kv_head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_segments = tl.num_programs(0)
@@ -199,22 +215,37 @@ def decode_kernel(
         other=0.0,
     )
     positions = tl.zeros([num_rows], tl.int32) + position
-    out = (segment.to(tl.int64) * (num_kv_heads * group) + heads) * max_splits
+    is_row = rows < group
+    out_mask = is_row[:, None] & (value_at[None, :] < value_dim)
+    parts = (segment.to(tl.int64) * (num_kv_heads * group) + heads) * max_splits
     for index in range(lane, num_splits, tl.num_programs(2)):
         start = first + index * split
         highest, total, weighted = _attend(
-            queries, positions, keys + kv_head * key_dim, values + kv_head * value_dim, table,
+            queries, positions, tl.full([num_rows], float("-inf"), tl.float32), tl.zeros([num_rows], tl.float32),
+            tl.zeros([num_rows, value_padded], tl.float32),
+            keys + kv_head * key_dim, values + kv_head * value_dim, table,
             start, tl.minimum(start + split, position + 1), scale, cap, window,
-            num_rows, num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-            has_window, has_cap, widen,
+            num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+            has_window, has_cap, widen, True,
         )  # fmt: skip
-        tl.store(highest_out + out + index, highest, mask=rows < group)
-        tl.store(total_out + out + index, total, mask=rows < group)
-        tl.store(
-            weighted_out + (out + index)[:, None] * value_dim + value_at[None, :],
-            weighted,
-            mask=(rows[:, None] < group) & (value_at[None, :] < value_dim),
-        )
+        if num_splits == 1:
+            if has_sinks:
+                total, weighted = _with_sink(sinks + heads, is_row, highest, total, weighted)
+            out = (token * (num_kv_heads * group) + heads)[:, None] * value_dim + value_at[None, :]
+            tl.store(output + out, (weighted / total[:, None]).to(output.dtype.element_ty), mask=out_mask)
+        else:
+            tl.store(highest_out + parts + index, highest, mask=is_row)
+            tl.store(total_out + parts + index, total, mask=is_row)
+            tl.store(weighted_out + (parts + index)[:, None] * value_dim + value_at[None, :], weighted, mask=out_mask)
+
+
+@triton.jit
+def _with_sink(sinks, is_row, highest, total, weighted):
+    """The sum of weights and the weighted sum, to one scale with the sink of each row, which adds to the former."""
+    sink = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+    above = tl.maximum(highest, sink)
+    shrink = tl.exp2(highest - above)
+    return total * shrink + tl.exp2(sink - above), weighted * shrink[:, None]
 
 
 @triton.jit
@@ -234,14 +265,14 @@ def reduce_kernel(
     has_window: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """The splits of one head and token joined. Grid: (num_segments, num_heads)."""
+    """The splits of one head and token joined, where there are several. Grid: (num_segments, num_heads)."""
     segment, head = tl.program_id(0), tl.program_id(1)
     num_segments, num_heads = tl.num_programs(0), tl.num_programs(1)
     position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
     span = position + 1 - _first_tile(position, window, has_window, tile)
-    if span <= 0:
-        return
     num_splits = tl.cdiv(span, _split_size(span, min_split, max_splits, tile))
+    if num_splits <= 1:
+        return
     splits = tl.arange(0, max_splits)
     value_at = tl.arange(0, value_padded)
     row = (segment.to(tl.int64) * num_heads + head) * max_splits
@@ -266,7 +297,7 @@ def reduce_kernel(
     tl.store(out, result.to(output.dtype.element_ty), mask=value_at < value_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
@@ -280,7 +311,7 @@ def prefill_kernel(
     scale,
     cap,
     window,
-    table_stride: tl.constexpr,
+    table_stride,
     group: tl.constexpr,
     num_rows: tl.constexpr,
     num_kv_heads: tl.constexpr,
@@ -294,13 +325,17 @@ def prefill_kernel(
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
     widen: tl.constexpr,
+    masks_all: tl.constexpr,
 ):
     """Several tokens of one sequence after what is in its blocks already. Grid: (num_segments, num_kv_heads).
 
-    The rows of a tile are tokens times the query heads of one KV head, so that each key is loaded once for all.
+    The rows of a tile are tokens times the query heads of one KV head, so that each key is loaded once for all. Most
+    tiles of keys are seen by all rows, and need no mask; with `masks_all` they have one, too, because the compiler may
+    round differently without.
     """
-    segment, kv_head = tl.program_id(0), tl.program_id(1)
     num_segments = tl.num_programs(0)
+    # The last pieces of a prompt look at most keys: they begin first, so that no program runs alone at the end.
+    segment, kv_head = num_segments - 1 - tl.program_id(0), tl.program_id(1)
     token = tl.load(segments + segment).to(tl.int64)
     num_tokens = tl.load(segments + num_segments + segment).to(tl.int32)
     start = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
@@ -321,18 +356,39 @@ def prefill_kernel(
     )
     # Rows beyond the last token see the same keys as the last one; their results are discarded.
     positions = start + tl.minimum(in_segment, num_tokens - 1)
+    highest = tl.full([num_rows], float("-inf"), tl.float32)
+    total = tl.zeros([num_rows], tl.float32)
+    weighted = tl.zeros([num_rows, value_padded], tl.float32)
+    first, last = _first_tile(start, window, has_window, tile), start + num_tokens
+    if not masks_all:
+        # Keys that all rows see: up to the first row's position, and from where the last row's window begins.
+        seen_first = first
+        if has_window:
+            seen_first = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), tile) * tile, last)
+            highest, total, weighted = _attend(
+                queries, positions, highest, total, weighted,
+                keys + kv_head * key_dim, values + kv_head * value_dim, table,
+                first, seen_first, scale, cap, window,
+                num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+                has_window, has_cap, widen, True,
+            )  # fmt: skip
+        first = tl.maximum((start + 1) // tile * tile, seen_first)
+        highest, total, weighted = _attend(
+            queries, positions, highest, total, weighted,
+            keys + kv_head * key_dim, values + kv_head * value_dim, table,
+            seen_first, first, scale, cap, window,
+            num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+            has_window, has_cap, widen, False,
+        )  # fmt: skip
     highest, total, weighted = _attend(
-        queries, positions, keys + kv_head * key_dim, values + kv_head * value_dim, table,
-        _first_tile(start, window, has_window, tile), start + num_tokens, scale, cap, window,
-        num_rows, num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
-        has_window, has_cap, widen,
+        queries, positions, highest, total, weighted,
+        keys + kv_head * key_dim, values + kv_head * value_dim, table,
+        first, last, scale, cap, window,
+        num_kv_heads, key_dim, value_dim, key_padded, value_padded, block_size, tile,
+        has_window, has_cap, widen, True,
     )  # fmt: skip
     if has_sinks:
-        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
-        above = tl.maximum(highest, sink)
-        shrink = tl.exp2(highest - above)
-        total = total * shrink + tl.exp2(sink - above)
-        weighted = weighted * shrink[:, None]
+        total, weighted = _with_sink(sinks + heads, is_row, highest, total, weighted)
     result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # a piece before position 0 sees nothing: zeros
     out = (token + in_segment)[:, None] * (num_kv_heads * group) + heads[:, None]
     tl.store(

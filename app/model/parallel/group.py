@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 
-class Group:
+class RankGroup:
     """This process's place among the ranks of a model. Rank 0 has the engine."""
 
     def __init__(self, rank: int, size: int, *, store: Path, device: torch.device, timeout_s: float) -> None:

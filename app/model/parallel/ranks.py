@@ -16,17 +16,20 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from app.config import GIB
 from app.engine.batch import Batch, DeviceLost
-from app.errors import CarouselError, Failure, described
+from app.errors import CarouselError, Failure, InvalidSetup, described
 from app.model.parallel.channel import Channel, Kind
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,49 @@ _LOAD_TIMEOUT_S = 1800.0
 _HANGS_AFTER = 0.75
 _EXITS_AFTER = 0.125
 _NUM_LOOKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU."""
+
+    name: str
+    num_bytes: int
+
+
+def cards() -> list[Card]:
+    """Those that this process sees."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Card(each.name, each.total_memory) for each in found]
+
+
+def check_cards(found: Sequence[Card], size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if a model cannot be divided among `size` of these."""
+    if len(found) < size:
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}, but this process sees {len(found)} GPUs; lower it, or reserve more"
+        )
+    kinds = Counter(f"{card.name} with {card.num_bytes / GIB:.0f} GiB" for card in found[:size])
+    if len(kinds) > 1:
+        named = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size} for {named}; the ranks of a replica need cards of one kind. Reserve "
+            f"those of one kind (CUDA_VISIBLE_DEVICES, or Ray's accelerator_type)"
+        )
+
+
+def check_heads(described: Mapping[str, Any], size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share the attention of the model of a config.json.
+
+    Before any process is started; what else a rank cannot have a part of is found when it loads the model.
+    """
+    heads = (described.get("text_config") or described).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}, which does not divide the {heads} attention heads of the model; it "
+            f"can be {fitting}"
+        )
 
 
 class Ranks:
@@ -70,7 +116,7 @@ class Ranks:
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
         self._channels: list[Channel] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._wake, self._waker = socket.socketpair()
         started = threading.Event()
         self._watching = threading.Thread(
@@ -79,7 +125,7 @@ class Ranks:
         self._watching.start()
         started.wait()
         with self._ending_all():
-            if len(self._processes) < size - 1:
+            if len(self.processes) < size - 1:
                 raise Failure("a process for another rank could not be started; the log says more")
             store = self._folder / "store"
             timeouts = {"load_timeout_s": _LOAD_TIMEOUT_S, "step_timeout_s": step_timeout_s}
@@ -88,7 +134,7 @@ class Ranks:
                 channel.send(Kind.SETTINGS, json.dumps(own).encode())
             for channel in self._channels:
                 channel.receive()
-            self.group = Group(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
+            self.group = RankGroup(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
             self.group.set_timeout(_LOAD_TIMEOUT_S)
 
     @contextmanager
@@ -154,6 +200,10 @@ class Ranks:
         with suppress(OSError):
             self._waker.send(b"x")
         self._watching.join()
+        self._wake.close()
+        self._waker.close()
+        for channel in self._channels:
+            channel.close()
 
     # ------------------------------------------------------------------ ending
 
@@ -171,7 +221,7 @@ class Ranks:
 
     def _told(self) -> CarouselError | None:
         """The error that another rank has ended with, if it has said one."""
-        for channel, process in zip(self._channels, self._processes, strict=True):
+        for channel, process in zip(self._channels, self.processes, strict=True):
             with suppress(EOFError, OSError):
                 try:
                     process.wait(timeout=1.0)  # what it says, it says before its end
@@ -191,9 +241,9 @@ class Ranks:
             self._loss = reason
             if not self._is_closing:
                 logger.error("all ranks are ended: %s", reason)
-            for process in self._processes:
+            for process in self.processes:
                 process.kill()
-            for process in self._processes:
+            for process in self.processes:
                 process.wait()
             with suppress(Exception):  # a group that is of no use; on GPUs this ends kernels that wait
                 self.group.abort()
@@ -208,9 +258,9 @@ class Ranks:
                 for _ in range(1, size):
                     own, others = socket.socketpair()
                     with others:
-                        self._processes.append(start(others.fileno()))
+                        self.processes.append(start(others.fileno()))
                     self._channels.append(Channel(own))
-                ends = [os.pidfd_open(process.pid) for process in self._processes]
+                ends = [os.pidfd_open(process.pid) for process in self.processes]
             except Exception as error:
                 logger.error("a rank cannot be started: %s", described(error))
                 return

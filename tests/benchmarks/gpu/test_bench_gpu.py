@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,6 +114,17 @@ def test_the_table_has_every_stage_and_says_where_figures_are_no_claims() -> Non
     assert "4,300.5" in text
     assert "not run" in text
     assert NO_CLAIM not in report({}, code="c", device="d")
+
+
+def test_targets_are_judged_by_figures_of_a_gpu_alone() -> None:
+    options = {"stage": "decode", "code": "c", "device": "d", "at": "", "seconds": 1.0}
+    figures = {"share_64x1024": 0.8, "share_256x1024": 0.5}
+    text = report({"decode": Result(**options, figures=figures)}, code="c", device="d")
+    assert re.search(r"decode.share_64x1024 .* yes \|", text)
+    assert re.search(r"decode.share_256x1024 .* NO \|", text)
+    assert re.search(r"decode.prompt_share_2048 .* not measured \|", text)
+    text = report({"decode": Result(**options, figures=figures, note=NO_CLAIM)}, code="c", device="d")
+    assert not re.search(r"yes \||NO \|", text)
 
 
 def test_stages_run_where_only_torch_triton_transformers_and_pydantic_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_model
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from tests.model.parallel.native_rank import GREEDY, config_of, group_of
 
 BLOCK_SIZE = 4
@@ -44,7 +44,7 @@ def logits_of_tokens(model: LoadedModel, token_ids: Sequence[int]) -> torch.Tens
     return torch.cat(found)
 
 
-def load(path: str, group: Group | None) -> LoadedModel:
+def load(path: str, group: RankGroup | None) -> LoadedModel:
     return load_model(config_of(path, "float32", "none"), path, block_size=BLOCK_SIZE, group=group)
 
 

@@ -17,13 +17,13 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import Team
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel, load_native_rank
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 
 GREEDY = SamplingParams(max_tokens=1)
 
 
-def group_of(rank: int, size: int, store: str) -> Group:
-    return Group(rank, size, store=Path(store), device=torch.device("cpu"), timeout_s=60)
+def group_of(rank: int, size: int, store: str) -> RankGroup:
+    return RankGroup(rank, size, store=Path(store), device=torch.device("cpu"), timeout_s=60)
 
 
 def config_of(path: str, dtype: str, quantization: str) -> ModelConfig:

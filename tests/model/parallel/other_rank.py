@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 
 
-def exchanged(group: Group) -> list[torch.Tensor]:
+def exchanged(group: RankGroup) -> list[torch.Tensor]:
     """What a rank has after one exchange of each kind."""
     own = torch.arange(12, dtype=torch.float32).view(3, 4) * (group.rank + 1)
     total, from_first = own.clone(), own.clone()
@@ -22,7 +22,7 @@ def exchanged(group: Group) -> list[torch.Tensor]:
 
 
 def main(rank: int, size: int, store: Path) -> None:
-    group = Group(rank, size, store=store, device=torch.device("cpu"), timeout_s=30)
+    group = RankGroup(rank, size, store=store, device=torch.device("cpu"), timeout_s=30)
     for tensor in exchanged(group):
         print(tensor.tolist())
 

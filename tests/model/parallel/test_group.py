@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.model.parallel.group import Group
+from app.model.parallel.group import RankGroup
 from tests.model.parallel.other_rank import exchanged
 
 
@@ -21,7 +21,7 @@ def test_ranks_exchange_tensors(size: int, tmp_path: Path) -> None:
         )
         for rank in range(1, size)
     ]  # fmt: skip
-    group = Group(0, size, store=store, device=torch.device("cpu"), timeout_s=60)
+    group = RankGroup(0, size, store=store, device=torch.device("cpu"), timeout_s=60)
     total, from_first, rounded, columns, least = exchanged(group)
     numbers = torch.arange(12, dtype=torch.float32).view(3, 4)
     factors = range(1, size + 1)
@@ -40,4 +40,4 @@ def test_ranks_exchange_tensors(size: int, tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
-        Group(0, 2, store=tmp_path / "store", device=torch.device("cpu"), timeout_s=0.2)
+        RankGroup(0, 2, store=tmp_path / "store", device=torch.device("cpu"), timeout_s=0.2)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.parallel.group import Group
-from app.model.parallel.plan import SplitPlan, check_divisible
+from app.model.parallel.group import RankGroup
+from app.model.parallel.split_plan import SplitPlan, check_divisible
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 TOKEN_IDS = torch.arange(3, 15)[None]
 
 
-def on_ranks(size: int, folder: Path, compute: Callable[[Group], torch.Tensor]) -> list[torch.Tensor]:
+def on_ranks(size: int, folder: Path, compute: Callable[[RankGroup], torch.Tensor]) -> list[torch.Tensor]:
     """What each rank computes, each in a thread."""
 
     def one(rank: int) -> torch.Tensor:
-        group = Group(rank, size, store=folder / "store", device=torch.device("cpu"), timeout_s=30)
+        group = RankGroup(rank, size, store=folder / "store", device=torch.device("cpu"), timeout_s=30)
         return compute(group)
 
     with ThreadPoolExecutor(size) as threads:
@@ -33,7 +33,7 @@ def logits_of_split(architecture: str, size: int, folder: Path, **changes: objec
     folder.mkdir(exist_ok=True)
 
     @torch.inference_mode()
-    def compute(group: Group) -> torch.Tensor:
+    def compute(group: RankGroup) -> torch.Tensor:
         with lock:  # the seed is the process's
             model = build_tiny_model(architecture, **changes)
         SplitPlan(model, group, path=architecture).split("", model)

@@ -1,0 +1,113 @@
+"""GET and POST /admin/scheduler: the strategy and policy of every replica, and others without a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.handler import RequestHandler
+from app.api.http.body import read_json_object
+from app.api.http.guard import reservation_of
+from app.api.schemas.requests import Schema, from_validation_error
+from app.config import Policy, PolicyConfig, SchedulerConfig, Strategy, StrategyConfig, names_of
+from app.errors import NotFound
+
+Json = dict[str, Any]
+CHOICES = {
+    "strategies": names_of(SchedulerConfig.model_fields["strategy"]),
+    "policies": names_of(SchedulerConfig.model_fields["policy"]),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaScheduling:
+    """What is in force on one replica."""
+
+    replica_id: str
+    group: str
+    scheduler: SchedulerConfig
+    switched_at: float | None  # seconds of wall time; None: as deployed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingFindings:
+    """What the replicas of a model that answered in time have in force."""
+
+    replicas: Sequence[ReplicaScheduling]
+    num_missing: int = 0
+
+
+class SchedulerSwitch(Protocol):
+    """All replicas of one model."""
+
+    async def in_force(self) -> SchedulingFindings:
+        """Ask all of them."""
+        ...
+
+    async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> SchedulingFindings:
+        """Have these used from the next step on, for None what was deployed; returns when they are in force."""
+        ...
+
+
+class SchedulerChange(Schema):
+    """The body of POST /admin/scheduler. What it does not name is as deployed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    strategy: Strategy | None = None
+    policy: Policy | None = None
+
+
+class SchedulerRoutes:
+    """The routes, for admins."""
+
+    def __init__(self, handler: RequestHandler, switches: Mapping[str, SchedulerSwitch]) -> None:
+        """`switches` by the model's name; a model without one cannot be switched."""
+        self._handler = handler
+        self._switches = switches
+
+    def routes(self) -> list[Route]:
+        """Both."""
+        return [
+            Route("/admin/scheduler", self.show, methods=["GET"]),
+            Route("/admin/scheduler", self.switch, methods=["POST"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        """What is in force on every replica of every model."""
+        entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
+        return JSONResponse({"object": "list", "data": entries, **CHOICES})
+
+    async def switch(self, request: Request) -> Response:
+        """Switch one model; answers with what is in force then."""
+        body = await read_json_object(request, self._handler.limits)
+        try:
+            change = SchedulerChange.model_validate(body)
+        except ValidationError as error:
+            raise from_validation_error(error) from None
+        model = self._handler.model(change.model, reservation_of(request).account).name
+        if model not in self._switches:
+            raise NotFound(f"this process has no replicas of {model!r} to switch", param="model")
+        findings = await self._switches[model].switch(change.strategy, change.policy)
+        return JSONResponse(_entry(model, findings))
+
+
+def _entry(model: str, findings: SchedulingFindings) -> Json:
+    replicas = sorted(findings.replicas, key=lambda each: each.replica_id)
+    return {"model": model, "replicas": [_described(each) for each in replicas], "missing": findings.num_missing}
+
+
+def _described(replica: ReplicaScheduling) -> Json:
+    return {
+        "replica": replica.replica_id,
+        "group": replica.group,
+        "switched_at": replica.switched_at,
+        **replica.scheduler.model_dump(include={"strategy", "policy"}),
+    }

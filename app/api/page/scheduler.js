@@ -1,0 +1,62 @@
+// The switch of a model's strategy and policy: what is in force, and another on all replicas without a restart.
+
+import { call } from "/page/api.js";
+import { element } from "/page/elements.js";
+
+const WITH_BATCHES = ["static", "dynamic", "bucketed"];
+let choices = null; // {strategies, policies}, of the service
+
+async function load() {
+  choices ??= await (await call("/admin/scheduler")).json();
+  return choices;
+}
+
+// A form, with `show(view)` for what a replica has in force.
+export function newSwitch(model) {
+  const form = element("form", "switch");
+  const [strategy, policy] = [choice(form, "strategy"), choice(form, "policy")];
+  const button = element("button", "", "Switch");
+  const told = element("span", "told");
+  told.setAttribute("role", "status");
+  form.append(button, told);
+  form.hidden = true;
+  let slots = 8;
+  let isTouched = false;
+  load().then(({ strategies, policies }) => {
+    strategy.append(...strategies.map((name) => new Option(name)));
+    policy.append(...policies.map((name) => new Option(name)));
+    form.hidden = false;
+  }).catch(() => {}); // the live view says why it is refused
+  form.addEventListener("input", () => { isTouched = true; told.textContent = ""; });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    button.disabled = true;
+    // As many as there are slots: every strategy may use all of them.
+    const wanted = WITH_BATCHES.includes(strategy.value) ? { name: strategy.value, batch_size: slots } : strategy.value;
+    try {
+      const answer = await (await call("/admin/scheduler", { body: { model, strategy: wanted, policy: policy.value } })).json();
+      const missing = answer.missing ? `, ${answer.missing} have not answered` : "";
+      told.textContent = `in force on ${answer.replicas.length} replica${answer.replicas.length === 1 ? "" : "s"}${missing}`;
+    } catch (error) {
+      told.textContent = error.message;
+    }
+    isTouched = false;
+    button.disabled = false;
+  });
+  form.show = (view) => {
+    slots = view.max_running;
+    if (isTouched || button.disabled || form.contains(document.activeElement)) return;
+    if (strategy.value !== view.strategy) strategy.value = view.strategy;
+    if (policy.value !== view.policy) policy.value = view.policy;
+  };
+  return form;
+}
+
+function choice(form, name) {
+  const label = element("label", "", `${name} `);
+  const select = element("select");
+  select.name = name;
+  label.append(select);
+  form.append(label);
+  return select;
+}

@@ -1,0 +1,292 @@
+"""Which settings and how many replicas hold a promise on a trace, found by simulating it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from app.config import CacheConfig, SchedulerConfig
+from app.errors import InvalidSetup
+from deployments.plan.simulation import SimulatedRun, simulate
+from deployments.plan.step_cost import MeasuredReplica
+from deployments.plan.traces import Trace
+
+LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
+MAX_REPLICAS = 1024  # as `replicas.num_replicas`
+# The requests that settings are compared by, the first of the trace; the number of replicas is found on all of them.
+_NUM_COMPARED = 400
+_PRECISION = 0.03  # of the highest rate that a setting holds
+_MIN_GAIN = 1.02  # a setting that is better by less is not worth a change
+_ALL_WAIT = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
+_FACTORS = (0.25, 0.5, 2, 4)  # of the configured limits, that are tried
+_STRATEGIES = ("continuous", "hybrid", "static", "dynamic", "bucketed", "adaptive")
+# The other policies are not chosen for their speed: a config that has one keeps it.
+_POLICIES = ("fcfs", "sjf")
+_UNITS = {"s": 1.0, "ms": 0.001}
+
+
+class Target(NamedTuple):
+    """One part of a promise: a percentile of the time to the first token, between tokens, or of whole requests."""
+
+    metric: str  # ttft, itl or latency
+    percent: float
+    limit_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name}={in_words(self.limit_s)}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_p{f'{self.percent:g}'.replace('.', '')}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """What is promised: all targets together."""
+
+    targets: tuple[Target, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> ServiceLevel:
+        """Read `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup with the form."""
+        targets = []
+        for part in text.split(","):
+            found = re.fullmatch(r"\s*(ttft|itl|latency)_p(\d{2,3})\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
+            if found is None or float(found[3]) == 0:
+                raise InvalidSetup(
+                    f"--slo: got {part.strip()!r}; write ttft_p99=1s,itl_p99=100ms: ttft, itl (between two tokens) or "
+                    f"latency (of a whole request), a percentile (p50, p95, p99, p999), and a time in s or ms above 0"
+                )
+            percent = float(f"{found[2][:2]}.{found[2][2:] or 0}")
+            targets.append(Target(found[1], percent, float(found[3]) * _UNITS[found[4]]))
+        return cls(tuple(targets))
+
+    def is_met(self, run: SimulatedRun) -> bool:
+        return all(run.percentile_s(each.metric, each.percent) <= each.limit_s for each in self.targets)
+
+    def reached(self, run: SimulatedRun) -> str:
+        """The same percentiles as they are in a run."""
+        return ", ".join(
+            f"{each.name}={in_words(run.percentile_s(each.metric, each.percent))}" for each in self.targets
+        )
+
+    def num_good(self, run: SimulatedRun) -> int:
+        """Requests that are within all limits; between tokens the mean of a request counts."""
+        limits = {each.metric: each.limit_s for each in self.targets}
+        never = math.inf
+        return sum(
+            each.ttft_s <= limits.get("ttft", never)
+            and each.mean_itl_s <= limits.get("itl", never)
+            and each.last_token_s - each.arrival_s <= limits.get("latency", never)
+            for each in run.timelines
+            if each.num_tokens
+        )
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.targets))
+
+
+def in_words(seconds: float) -> str:
+    """A time in the unit that reads well."""
+    if math.isinf(seconds):
+        return "never"
+    return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1000:.3g}ms"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """The planned fleet at one load."""
+
+    load: float  # of what the fleet can do
+    rate: float  # requests a second that arrive
+    run: SimulatedRun
+
+    @property
+    def power(self) -> float:
+        """Kleinrock's: requests a second by the time that each takes. The knee is where it is the highest."""
+        served = self.run.times_s("latency")
+        return len(served) / self.run.seconds / float(served.mean()) if len(served) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The settings, the replicas, and what they give."""
+
+    scheduler: SchedulerConfig
+    num_replicas: int
+    rate_per_replica: float  # requests a second that one replica takes within the promise
+    full_rate_per_replica: float  # that it takes at all
+    run: SimulatedRun  # of the trace
+    curve: Sequence[LoadPoint]
+
+    @cached_property
+    def knee(self) -> LoadPoint:
+        return max(self.curve, key=lambda point: point.power)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.run.num_output_tokens / self.run.seconds
+
+    def cost_per_million_tokens(self, cost_per_hour: float) -> float:
+        """Of output, on this trace; `cost_per_hour` of one replica."""
+        return cost_per_hour * self.num_replicas / 3600 / self.output_tokens_per_s * 1e6
+
+
+class Planner:
+    """Searches the settings of one model's replicas by simulating a trace."""
+
+    def __init__(
+        self, trace: Trace, level: ServiceLevel, measured: MeasuredReplica, scheduler: SchedulerConfig,
+        cache: CacheConfig, *, dispatch: str,
+    ) -> None:  # fmt: skip
+        self._trace = trace
+        self._level = level
+        self._measured = measured
+        self._configured = scheduler
+        self._cache = cache
+        self._dispatch = dispatch
+        self._sample = trace.first(_NUM_COMPARED)
+
+    def plan(self) -> Plan:
+        """The best settings found, and the fewest replicas that hold the promise with them.
+
+        Raises:
+            InvalidSetup: nothing that was tried holds it; the message has the best that there is.
+        """
+        scheduler, rate = self._best_settings()
+        num_replicas, run = self._fewest_replicas(scheduler, rate)
+        full_rate = self._full_rate(scheduler)
+        curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in LOADS]
+        return Plan(
+            scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
+            run=run, curve=curve,
+        )  # fmt: skip
+
+    # -- settings
+
+    def _best_settings(self) -> tuple[SchedulerConfig, float]:
+        """One setting after the other is changed to what takes the highest rate within the promise."""
+        best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
+        for change in (_other_limits, _other_strategies, _other_policies):
+            for candidate in change(best):
+                rate = self._highest_rate(candidate, above=best_rate * _MIN_GAIN)
+                if rate > best_rate:
+                    best, best_rate = candidate, rate
+        if not best_rate:
+            raise InvalidSetup(self._why_not())
+        return best, best_rate
+
+    def _highest_rate(self, scheduler: SchedulerConfig, *, above: float) -> float:
+        """Requests a second that one replica takes within the promise; 0 if not even `above`."""
+        full = self._full_rate(scheduler)
+        low = above or full * _PRECISION
+        if low > full or not self._holds(scheduler, low):
+            return 0.0
+        high = full
+        while high - low > _PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._holds(scheduler, middle) else (low, middle)
+        return low
+
+    def _holds(self, scheduler: SchedulerConfig, rate: float) -> bool:
+        return self._level.is_met(self._simulated(self._sample.at_rate(rate), scheduler))
+
+    def _full_rate(self, scheduler: SchedulerConfig) -> float:
+        """Requests a second of a replica that always has some waiting."""
+        patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
+        run = self._simulated(self._sample.at_rate(math.inf), patient)
+        return len(run.timelines) / run.seconds
+
+    def _why_not(self) -> str:
+        alone = self._sample.at_rate(self._full_rate(self._configured) * _PRECISION)
+        run = self._simulated(alone, self._configured)
+        return (
+            f"no setting holds --slo {self._level}: on a replica that is nearly idle ({alone.rate:.3g} requests/s) the "
+            f"best is {self._level.reached(run)}. Promise that or more, or take a faster machine or a smaller model"
+        )
+
+    # -- replicas
+
+    def _fewest_replicas(self, scheduler: SchedulerConfig, rate: float) -> tuple[int, SimulatedRun]:
+        guess = min(MAX_REPLICAS, max(1, math.ceil(self._trace.rate / rate))) if self._trace.seconds else 1
+        low, high = 0, guess  # `low` is known not to do
+        run = self.fleet(scheduler, high)
+        while not self._level.is_met(run):
+            if high == MAX_REPLICAS:
+                raise InvalidSetup(
+                    f"{high:,} replicas do not hold --slo {self._level}: with them it is {self._level.reached(run)}; "
+                    f"one takes {rate:.3g} requests/s within it, and the trace has bursts"
+                )
+            low, high = high, min(MAX_REPLICAS, high + max(1, high // 4))
+            run = self.fleet(scheduler, high)
+        while high - low > 1:
+            middle = max(low + 1, high - max(1, (high - low) // 4))
+            found = self.fleet(scheduler, middle)
+            if self._level.is_met(found):
+                high, run = middle, found
+            else:
+                low = middle
+        return high, run
+
+    def fleet(self, scheduler: SchedulerConfig, num_replicas: int) -> SimulatedRun:
+        """The whole trace on so many replicas."""
+        return self._simulated(self._trace, scheduler, num_replicas)
+
+    def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
+        rate = load * full_rate
+        return LoadPoint(load, rate, self._simulated(self._trace.at_rate(rate), scheduler, num_replicas))
+
+    def _simulated(self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1) -> SimulatedRun:
+        return simulate(
+            trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch
+        )
+
+
+def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:
+    """Settings whose steps, small and large, cover those that are tried."""
+    tried = [scheduler, *_other_limits(scheduler)]
+    few = [_changed(scheduler, max_running=number) for number in (1, 2, 4) if number < scheduler.max_running // 4]
+    return [*tried, *filter(None, few)]
+
+
+def _other_limits(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
+    for name in ("max_running", "max_step_tokens", "prefill_chunk_tokens"):
+        for factor in _FACTORS:
+            changed = _changed(scheduler, **{name: max(1, int(getattr(scheduler, name) * factor))})
+            if changed is not None:
+                yield changed
+
+
+def _other_strategies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
+    for name in _STRATEGIES:
+        if name != scheduler.strategy.name:
+            changed = _changed(scheduler, strategy=name)
+            if changed is not None:
+                yield changed
+
+
+def _other_policies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
+    if scheduler.policy.name in _POLICIES:
+        for name in _POLICIES:
+            changed = _changed(scheduler, policy=name)
+            if changed is not None and name != scheduler.policy.name:
+                yield changed
+
+
+def _changed(scheduler: SchedulerConfig, **changes: object) -> SchedulerConfig | None:
+    """Other settings, with batches as large as may run; None where they contradict each other."""
+    given = scheduler.model_dump() | changes
+    try:
+        changed = SchedulerConfig.model_validate(given)
+        strategy = changed.strategy
+        if "batch_size" in type(strategy).model_fields:
+            strategy = strategy.model_copy(update={"batch_size": changed.max_running})
+        return changed.model_copy(update={"strategy": strategy})
+    except ValidationError:
+        return None

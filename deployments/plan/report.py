@@ -1,0 +1,145 @@
+"""A plan for people: a table, a Serve config file to run, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.config import SchedulerConfig
+from app.errors import InvalidSetup
+from deployments.plan.planner import LoadPoint, Plan, ServiceLevel, in_words
+from deployments.plan.step_cost import StepCost
+from deployments.plan.traces import Trace
+
+_METRICS = ("ttft", "itl")
+_PERCENTS = (50, 99, 99.9)
+
+
+def cost_in_words(cost: StepCost) -> str:
+    """What was measured, and how well it is fitted."""
+    sizes = [size for size in cost.tokens if size in (1, 8, 32, 128, 512)]
+    steps = ", ".join(f"{size:,}: {in_words(_token_s(cost, size))}" for size in sizes)
+    return (
+        f"step times: {cost.num_steps:,} steps measured; tokens in a step and its time: {steps}; error of a step's "
+        f"time: median {cost.median_error:.1%}, p90 {cost.p90_error:.1%}, of their sum {cost.total_error:+.1%}"
+    )
+
+
+def _token_s(cost: StepCost, size: int) -> float:
+    return cost.token_s[list(cost.tokens).index(size)]
+
+
+def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hour: float | None) -> str:
+    """The settings, what they give on the trace, and how the fleet does at other loads."""
+    run, knee = plan.run, plan.knee
+    lines = [
+        f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} a second, "
+        f"{sum(each.num_prompt_tokens for each in trace.requests) / len(trace.requests):,.0f} prompt and "
+        f"{trace.mean_output_tokens:,.0f} output tokens each",
+        f"promise: {level}",
+        "",
+        f"replicas             {plan.num_replicas:,}",
+        *(f"{name:<21}{value}" for name, value in settings_of(plan.scheduler).items()),
+        f"throughput           {plan.output_tokens_per_s:,.0f} output tokens/s, "
+        f"{len(run.times_s('ttft')) / run.seconds:.3g} requests/s",
+        *(f"{metric.upper():<21}{_percentiles(plan, metric)}" for metric in _METRICS),
+        f"goodput              {level.num_good(run) / run.seconds:.3g} requests/s within the promise "
+        f"({level.num_good(run) / len(run.timelines):.1%})",
+        f"preemptions          {run.num_preemptions:,} in {run.num_steps:,} steps; {run.num_refused:,} refused",
+        f"a replica takes      {plan.rate_per_replica:.3g} requests/s within the promise, "
+        f"{plan.full_rate_per_replica:.3g} when it is always full",
+        f"the knee             at {knee.load:g} of what the fleet can do, {knee.rate:.3g} requests/s: there requests "
+        "a second, divided by their latency, are the most",
+    ]
+    if cost_per_hour is not None:
+        cost = plan.cost_per_million_tokens(cost_per_hour)
+        lines.append(
+            f"cost                 {cost:.4g} for a million output tokens, at {cost_per_hour:g} an hour a replica"
+        )
+    return "\n".join([*lines, "", _table(plan, level)])
+
+
+def settings_of(scheduler: SchedulerConfig) -> dict[str, object]:
+    """What was searched, by its name in the config."""
+    names = ("max_running", "max_step_tokens", "prefill_chunk_tokens")
+    return {"strategy": scheduler.strategy.name, "policy": scheduler.policy.name} | {
+        name: getattr(scheduler, name) for name in names
+    }
+
+
+def _percentiles(plan: Plan, metric: str) -> str:
+    return ", ".join(f"p{percent:g} {in_words(plan.run.percentile_s(metric, percent))}" for percent in _PERCENTS)
+
+
+def _table(plan: Plan, level: ServiceLevel) -> str:
+    heads = ["load", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "good", "refused", ""]
+    rows = [heads, *(_row(point, plan, level) for point in plan.curve)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
+    run = point.run
+    times = [in_words(run.percentile_s(metric, percent)) for metric in _METRICS for percent in (50, 99)]
+    notes = [*["knee"] * (point is plan.knee), *["broken"] * (not level.is_met(run))]
+    return [
+        f"{point.load:g}", f"{point.rate:.3g}", f"{run.num_output_tokens / run.seconds:,.0f}", *times,
+        f"{level.num_good(run) / len(run.timelines):.0%}", f"{run.num_refused:,}", ", ".join(notes),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- files
+
+
+def write_config(source: Path, model_name: str, plan: Plan, path: Path) -> None:
+    """The config file `source` with the planned settings of one model. Raises InvalidSetup if it cannot be written."""
+    document = yaml.safe_load(source.expanduser().read_text(encoding="utf-8"))
+    for entry in document["applications"]:
+        for model in (entry.get("args") or {}).get("models") or []:
+            if model.get("name", "demo") == model_name:
+                _set_plan(model, plan)
+    text = "# Made by `python -m deployments.plan trace`; comments of the config that it was made from are not kept.\n"
+    try:
+        path.write_text(text + yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise InvalidSetup(f"--out {path}: {error.strerror}") from error
+
+
+def _set_plan(model: dict[str, Any], plan: Plan) -> None:
+    scheduler = model.setdefault("engine", {}).setdefault("scheduler", {})
+    scheduler.update(plan.scheduler.model_dump(mode="json"))
+    replicas = model.setdefault("replicas", {})
+    replicas["num_replicas"] = plan.num_replicas
+    replicas.pop("autoscaling", None)
+
+
+def draw(path: Path, plan: Plan, trace: Trace, level: ServiceLevel) -> None:
+    """Latency and goodput against the rate of arrivals, with the knee. Raises InvalidSetup if it cannot be written."""
+    from matplotlib.figure import Figure  # only here: it is an extra
+
+    rates = [point.rate for point in plan.curve]
+    figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained")
+    figure.suptitle(f"{trace.name}, {plan.num_replicas} replicas, {plan.scheduler.strategy.name}: predicted")
+    for number, metric in enumerate(_METRICS, start=1):
+        axes = figure.add_subplot(1, 3, number)
+        for percent in (50, 99):
+            times = [1000 * point.run.percentile_s(metric, percent) for point in plan.curve]
+            axes.plot(rates, times, marker="o", label=f"p{percent}")
+        for target in level.targets:
+            if target.metric == metric:
+                axes.axhline(1000 * target.limit_s, color="grey", linestyle="--", label=str(target))
+        axes.axvline(plan.knee.rate, color="grey", linestyle=":", label="knee")
+        axes.set(xlabel="requests/s", ylabel=f"{metric.upper()}, ms", yscale="log")
+        axes.legend(fontsize=8)
+    axes = figure.add_subplot(1, 3, 3)
+    axes.plot(rates, [level.num_good(point.run) / point.run.seconds for point in plan.curve], marker="o")
+    axes.axvline(plan.knee.rate, color="grey", linestyle=":")
+    axes.set(xlabel="requests/s", ylabel="goodput, requests/s")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidSetup(f"--plot {path} cannot be written: {error}") from error

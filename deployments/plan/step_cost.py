@@ -1,0 +1,301 @@
+"""How long a step takes: measured on this machine with the real model, fitted, and kept as JSON.
+
+The time is a function of the step's tokens (linear between measured sizes), its sequences, and the tokens that it
+attends to. What the function leaves over, as a ratio, is kept too: a simulation draws from it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.assembly import assemble, build_sync_engine
+from app.config import EngineConfig, SchedulerConfig
+from app.engine.batch import Batch, SchedulingDecision
+from app.engine.engine import Engine
+from app.engine.request import ModelFacts, Request, SamplingParams
+from app.engine.trace.recorder import Recorder
+from app.errors import InvalidSetup
+from deployments.plan.traces import Trace
+
+_FORMAT = 1
+_MIN_STEPS = 100  # for some ten numbers that are fitted
+_NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
+_ROUNDS = 3  # each setting is measured in so many slices, so that a disturbance does not fall on one setting alone
+
+
+class StepSize(NamedTuple):
+    """What a step's time depends on."""
+
+    num_tokens: int
+    num_sequences: int
+    num_decode_context: int  # tokens that the decoding sequences attend to
+    num_prefill_pairs: int  # of chunks: for each token, the tokens that it attends to
+
+    @classmethod
+    def of(cls, batch: Batch) -> StepSize:
+        context = pairs = 0
+        for item in batch.scheduled:
+            num_tokens = len(item.token_ids)
+            if num_tokens == 1:
+                context += item.start + 1
+            else:
+                pairs += num_tokens * item.start + num_tokens * (num_tokens + 1) // 2
+        return cls(batch.num_scheduled_tokens, len(batch.scheduled), context, pairs)
+
+
+class MeasuredStep(NamedTuple):
+    size: StepSize
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """The fitted time of a step, in seconds."""
+
+    tokens: Sequence[int]  # sizes of steps, growing
+    token_s: Sequence[float]  # the time of a step of each of these sizes, without what follows
+    sequence_s: float  # for each sequence
+    decode_context_s: float  # for each token that decoding sequences attend to
+    prefill_pair_s: float
+    ratios: Sequence[float]  # measured by fitted time: quantiles, growing; their mean is 1
+    median_error: float  # of a step's time, relative, on steps that were not used for the fit
+    p90_error: float
+    total_error: float  # of the sum of those steps' times, relative; below 0: the fit is too fast
+    num_steps: int
+
+    def seconds(self, size: StepSize) -> float:
+        """The mean time of a step of this size."""
+        tokens, token_s = self.tokens, self.token_s
+        index = min(max(bisect_right(tokens, size.num_tokens), 1), len(tokens) - 1)
+        low, high = tokens[index - 1], tokens[index]
+        share = (size.num_tokens - low) / (high - low)  # above 1 beyond the largest size: it goes on as before
+        return (
+            token_s[index - 1] + share * (token_s[index] - token_s[index - 1])
+            + self.sequence_s * size.num_sequences
+            + self.decode_context_s * size.num_decode_context
+            + self.prefill_pair_s * size.num_prefill_pairs
+        )  # fmt: skip
+
+    @classmethod
+    def fit(cls, steps: Sequence[MeasuredStep]) -> StepCost:
+        """Least squares of relative errors; no number is below 0.
+
+        Every fifth step is left out of the fit and gives the errors.
+
+        Raises:
+            InvalidSetup: there are too few steps.
+        """
+        if len(steps) < _MIN_STEPS:
+            raise InvalidSetup(
+                f"{len(steps):,} steps were measured; {_MIN_STEPS} are needed: measure for longer with --seconds"
+            )
+        kept = [step for number, step in enumerate(steps) if number % 5]
+        held = steps[::5]
+        knots = _knots([step.size.num_tokens for step in kept])
+        found = _non_negative_fit(_features(kept, knots), np.array([step.seconds for step in kept]))
+        times = [float(number) for number in found]
+        rough = cls(
+            tokens=knots, token_s=times[: len(knots)],
+            sequence_s=times[-3], decode_context_s=times[-2], prefill_pair_s=times[-1],
+            ratios=(1.0,), median_error=0.0, p90_error=0.0, total_error=0.0, num_steps=len(steps),
+        )  # fmt: skip
+        return rough._with_errors(kept, held)
+
+    def _with_errors(self, kept: Sequence[MeasuredStep], held: Sequence[MeasuredStep]) -> StepCost:
+        fitted = np.array([self.seconds(step.size) for step in kept])
+        ratios = np.array([step.seconds for step in kept]) / fitted
+        # Weighed by their time: the sum of all steps is what a plan is made of.
+        mean = float((ratios * fitted).sum() / fitted.sum())
+        quantiles = np.quantile(ratios, (np.arange(_NUM_RATIOS) + 0.5) / _NUM_RATIOS)
+        measured = np.array([step.seconds for step in held])
+        predicted = np.array([self.seconds(step.size) for step in held]) * mean
+        errors = np.abs(predicted / measured - 1)
+        return StepCost(
+            tokens=self.tokens,
+            token_s=[each * mean for each in self.token_s],
+            sequence_s=self.sequence_s * mean,
+            decode_context_s=self.decode_context_s * mean,
+            prefill_pair_s=self.prefill_pair_s * mean,
+            ratios=[float(each) for each in quantiles / quantiles.mean()],
+            median_error=float(np.median(errors)),
+            p90_error=float(np.quantile(errors, 0.9)),
+            total_error=float(predicted.sum() / measured.sum() - 1),
+            num_steps=self.num_steps,
+        )
+
+
+def _knots(num_tokens: Sequence[int]) -> list[int]:
+    """1, 2, 4, … up to the largest step, without sizes that hardly any step was near."""
+    largest = max(max(num_tokens), 2)
+    knots = [1]
+    while knots[-1] < largest:
+        knots.append(min(2 * knots[-1], largest))
+    counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
+    inner = [knot for knot, before, after in zip(knots[1:-1], counts, counts[1:], strict=False) if before and after]
+    return [1, *inner, largest]
+
+
+def _features(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> NDArray[np.float64]:
+    """[num_steps, num_knots + 3]: how near each step is to each size, then the other parts of its size."""
+    sizes = np.array([step.size for step in steps], dtype=np.float64)
+    hats = np.stack([np.interp(sizes[:, 0], knots, row) for row in np.eye(len(knots))], axis=1)
+    return np.concatenate([hats, sizes[:, 1:]], axis=1)
+
+
+def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of relative errors in which a number that would be below 0 is 0 (the lowest first).
+
+    Steps that the system has held up (more than three times the fitted time) are left out of a second fit.
+    """
+    found = np.zeros(features.shape[1])
+    rows = np.ones(len(seconds), dtype=bool)
+    for _ in range(2):
+        active = list(np.flatnonzero((features[rows] > 0).any(axis=0)))
+        scales = 1 / seconds[rows]
+        while True:
+            solution = np.linalg.lstsq(features[rows][:, active] * scales[:, None], np.ones(rows.sum()), rcond=None)[0]
+            if solution.min() >= 0:
+                break
+            del active[int(solution.argmin())]
+        found = np.zeros(features.shape[1])
+        found[active] = solution
+        rows = seconds < 3 * np.maximum(features @ found, 1e-9)
+    return found
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredReplica:
+    """One replica's engine on this machine: what a simulation needs of it. It can be kept and used again."""
+
+    model: str
+    num_threads: int | None
+    num_blocks: int
+    block_size: int
+    facts: ModelFacts
+    cost: StepCost
+
+    def write(self, path: Path) -> None:
+        """Raises InvalidSetup if the file cannot be written."""
+        try:
+            path.write_text(json.dumps({"step_cost": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidSetup(f"{path}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> MeasuredReplica:
+        """Raises InvalidSetup if there is no such file or it is another one."""
+        try:
+            found = json.loads(path.expanduser().read_text(encoding="utf-8"))
+            if found.pop("step_cost") != _FORMAT:
+                raise ValueError("another format")
+            facts: dict[str, Any] = found.pop("facts")
+            facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
+            return cls(facts=ModelFacts(**facts), cost=StepCost(**found.pop("cost")), **found)
+        except OSError as error:
+            raise InvalidSetup(f"{path}: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidSetup(f"{path}: holds no measured step times; measure them again without --costs") from error
+
+
+class _Sizes(Recorder):
+    """Notes the size of the last step."""
+
+    def __init__(self) -> None:
+        self.last: StepSize | None = None
+
+    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+        self.last = StepSize.of(batch) if batch else None
+
+
+def measure(
+    config: EngineConfig, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
+) -> MeasuredReplica:
+    """Load the model and compute the trace's requests for so long, under each of the settings in turn.
+
+    As many requests are kept running as the setting allows. A launched step of a GPU's engine counts with the time of
+    the step before it.
+
+    Raises:
+        InvalidSetup: the model cannot be loaded as configured, a request of the trace is too long, or steps are so
+            slow that too few were measured.
+    """
+    largest = config.scheduler.model_copy(
+        update={name: max(getattr(each, name) for each in settings) for name in ("max_running", "max_step_tokens")}
+    )
+    loaded = build_sync_engine(config.model_copy(update={"scheduler": largest}))
+    num_blocks = loaded.stats().num_blocks
+    trace.check_lengths(loaded.facts.max_model_len)
+    sizes = _Sizes()
+    engine = assemble(
+        largest, config.cache, num_blocks=num_blocks, runner=loaded.runner, facts=loaded.facts, recorder=sizes
+    )  # fmt: skip
+    engine.prepare()
+    load = _Load(engine, sizes, trace)
+    load.run(settings[0], seconds=seconds / 20)  # warm-up: allocations, and a compiler's work
+    steps: list[MeasuredStep] = []
+    for _ in range(_ROUNDS):
+        for setting in settings:
+            steps += load.run(setting, seconds=seconds / _ROUNDS / len(settings))
+    engine.close()
+    return MeasuredReplica(
+        model=config.model.path,
+        num_threads=config.model.num_threads,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        facts=loaded.facts,
+        cost=StepCost.fit(steps),
+    )
+
+
+class _Load:
+    """Keeps an engine full of a trace's requests, and times its steps."""
+
+    def __init__(self, engine: Engine, sizes: _Sizes, trace: Trace) -> None:
+        self._engine = engine
+        self._sizes = sizes
+        self._trace = trace
+        self._rng = random.Random(1)
+        self._num_added = 0
+
+    def run(self, setting: SchedulerConfig, *, seconds: float) -> list[MeasuredStep]:
+        engine, sizes, steps = self._engine, self._sizes, []
+        engine.reconfigure(setting)
+        ends_at = time.perf_counter() + seconds
+        began_at = 0.0
+        open_ids: set[str] = set()
+        while began_at < ends_at:
+            while len(open_ids) < setting.max_running:
+                open_ids.add(self._add())
+            began_at = time.perf_counter()
+            deltas = engine.step()
+            took_s = time.perf_counter() - began_at
+            if sizes.last is not None:
+                steps.append(MeasuredStep(sizes.last, took_s))
+            open_ids -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        for request_id in open_ids:
+            engine.abort(request_id)
+        return steps
+
+    def _add(self) -> str:
+        traced = self._rng.choice(self._trace.requests)
+        self._num_added += 1
+        request = Request(
+            request_id=str(self._num_added),
+            prompt_token_ids=tuple(self._rng.choices(range(self._engine.facts.vocab_size), k=traced.num_prompt_tokens)),
+            sampling=SamplingParams(max_tokens=traced.num_output_tokens, temperature=0.0, ignore_eos=True),
+        )
+        self._engine.add(request)
+        return request.request_id

@@ -1,0 +1,264 @@
+"""Traces: when requests came and how long they were. A CSV file as Azure publishes them, a workload file, a step log.
+
+`azure-conv` and `azure-code` are the first 1,000 requests of the Azure LLM inference traces of November 2023
+(Azure/AzurePublicDataset, CC-BY 4.0, Microsoft; Patel et al., "Splitwise", ISCA 2024).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from app.engine.request import Request, SamplingParams
+from app.engine.trace.entries import NOTHING, Arrival, Header, RedactedArrival, StepRecord, parse
+from app.errors import InvalidSetup
+
+_FOLDER = Path(__file__).resolve().parent
+BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER / "azure_code_2023.csv"}
+_CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRequest:
+    """One request of a trace. A prompt without tokens stands for one that shares no prefix with others."""
+
+    arrival_s: float  # after the first
+    num_prompt_tokens: int
+    num_output_tokens: int  # that it generates
+    max_tokens: int  # that it asks for, at least as many
+    prompt_token_ids: tuple[int, ...] | None = None
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    session: str = ""
+
+    def request(self, number: int) -> Request:
+        """The engine's request; `number` is its id, and makes its prompt another than all others."""
+        prompt = self.prompt_token_ids
+        return Request(
+            request_id=str(number),
+            prompt_token_ids=(number, *(0,) * (self.num_prompt_tokens - 1)) if prompt is None else prompt,
+            sampling=SamplingParams(max_tokens=self.max_tokens, temperature=0.0),
+            tenant=self.tenant,
+            priority=self.priority,
+            deadline_s=self.deadline_s,
+            session=self.session,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """That it may have at most."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    def at(self, arrival_s: float) -> TracedRequest:
+        """The same at another time."""
+        return replace(self, arrival_s=arrival_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """At least one request, in order of arrival. The first comes at 0."""
+
+    name: str
+    requests: tuple[TracedRequest, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last, and the mean gap after it; 0 where all come at once."""
+        last = self.requests[-1].arrival_s
+        return last * len(self.requests) / (len(self.requests) - 1) if last else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinite where all come at once."""
+        return len(self.requests) / self.seconds if self.seconds else float("inf")
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return sum(each.num_output_tokens for each in self.requests) / len(self.requests)
+
+    def first(self, number: int) -> Trace:
+        """As many of its requests at most."""
+        return Trace(self.name, self.requests[:number])
+
+    def at_rate(self, rate: float) -> Trace:
+        """The same gaps, longer or shorter, so that `rate` requests come in a second; all at once if infinite."""
+        factor = self.rate / rate
+        if factor == 1.0 or not self.seconds:
+            return self
+        return Trace(self.name, tuple(each.at(each.arrival_s * factor) for each in self.requests))
+
+    def with_lengths(self, factor: float) -> Trace:
+        """Prompts and outputs `factor` times as long, of at least one token each. Prompts have no tokens then."""
+        if factor == 1.0:
+            return self
+        return Trace(self.name, tuple(_with_lengths(each, factor) for each in self.requests))
+
+    def check_lengths(self, max_model_len: int) -> None:
+        """Raise InvalidSetup if a request is longer than the model or its KV memory allows."""
+        longest = max(self.requests, key=lambda each: each.num_tokens)
+        if longest.num_tokens > max_model_len:
+            num_long = sum(each.num_tokens > max_model_len for each in self.requests)
+            factor = max_model_len / (longest.num_tokens + 2)  # rounding up adds a token to each part
+            raise InvalidSetup(
+                f"{self.name}: {num_long:,} of {len(self.requests):,} requests do not fit: the longest has "
+                f"{longest.num_prompt_tokens:,} prompt tokens and {longest.max_tokens:,} to generate; this engine "
+                f"takes {max_model_len:,} together. Take a model with a longer context or more KV memory, or shorten "
+                f"all of them with --lengths {int(factor * 1000) / 1000:g}"
+            )
+
+
+def _with_lengths(request: TracedRequest, factor: float) -> TracedRequest:
+    num_prompt, num_output, max_tokens = (
+        max(1, round(number * factor))
+        for number in (request.num_prompt_tokens, request.num_output_tokens, request.max_tokens)
+    )
+    return replace(
+        request,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        max_tokens=max(max_tokens, num_output),
+        prompt_token_ids=None,
+    )
+
+
+def read_trace(place: str) -> Trace:
+    """A built-in trace by its name, or a file: a CSV with Azure's columns, a workload file, or a step log.
+
+    Raises:
+        InvalidSetup: it cannot be read, has no requests, or its times go backwards; the message names the line.
+    """
+    path = BUILT_IN.get(place, Path(place).expanduser())
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            requests = list(_reader_of(first)(file, place))
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(BUILT_IN)
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise InvalidSetup(f"--trace {place}: {reason}; built-in traces are {names}") from error
+    if not requests:
+        raise InvalidSetup(f"--trace {place}: it has no requests; a plan needs at least one")
+    _check_order(place, requests)
+    start = requests[0].arrival_s
+    return Trace(Path(place).stem, tuple(each.at(each.arrival_s - start) for each in requests))
+
+
+def _check_order(place: str, requests: Iterable[TracedRequest]) -> None:
+    for number, (before, after) in enumerate(pairwise(requests), start=2):
+        if after.arrival_s < before.arrival_s:
+            raise InvalidSetup(
+                f"--trace {place}: request {number:,} comes {before.arrival_s - after.arrival_s:.3f} s before request "
+                f"{number - 1:,}: times go backwards; sort the file by arrival"
+            )
+
+
+def _reader_of(first_line: str) -> Callable[[Iterable[str], str], Iterator[TracedRequest]]:
+    if not first_line.lstrip().startswith("{"):
+        return _of_csv
+    return _of_step_log if '"step_log"' in first_line else _of_workload
+
+
+def _of_csv(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
+    rows = csv.DictReader(lines)
+    missing = [name for name in _CSV_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing and rows.fieldnames:
+        raise InvalidSetup(f"--trace {place}: has no column {missing[0]}; needed are {', '.join(_CSV_COLUMNS)}")
+    for row in rows:
+        try:
+            at_s = _seconds(row["TIMESTAMP"])
+            num_prompt, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            yield _traced(at_s, num_prompt, num_output)
+        except (ValueError, TypeError) as error:
+            raise InvalidSetup(f"--trace {place}:{rows.line_num}: {error}") from error
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds, or a date and time (of which Python reads six decimals)."""
+    try:
+        return float(text)
+    except ValueError:
+        whole, _, decimals = text.partition(".")
+        return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{decimals or 0}")
+
+
+def _of_workload(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            given: dict[str, Any] = json.loads(line)
+            prompt = tuple(given["prompt_token_ids"])
+            traced = _traced(float(given.get("arrival_s", 0.0)), len(prompt), int(given["max_tokens"]))
+        except KeyError as error:
+            raise InvalidSetup(f"--trace {place}:{number}: there is no field {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidSetup(f"--trace {place}:{number}: {error}") from error
+        names = ("tenant", "priority", "deadline_s", "session")
+        yield replace(traced, prompt_token_ids=prompt, **{name: given[name] for name in names if name in given})
+
+
+def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest:
+    if num_prompt < 1 or num_output < 1 or not 0 <= arrival_s < float("inf"):
+        raise ValueError(
+            f"got {num_prompt:,} prompt tokens, {num_output:,} generated, at {arrival_s:g} s; each request has at "
+            f"least one token of both, at 0 s or later"
+        )
+    return TracedRequest(
+        arrival_s=arrival_s, num_prompt_tokens=num_prompt, num_output_tokens=num_output, max_tokens=num_output
+    )
+
+
+def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
+    """The requests that arrived, each with as many output tokens as it drew in the log; aborted ones end there too."""
+    arrivals: list[Arrival | RedactedArrival] = []
+    num_drawn: dict[int, int] = {}
+    last = NOTHING
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = Header.parse(line) if number == 1 else parse(line)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidSetup(f"--trace {place}:{number}: this is no entry of a step log: {error}") from error
+        if isinstance(entry, Arrival | RedactedArrival):
+            arrivals.append(entry)
+        elif isinstance(entry, StepRecord):
+            before, last = last, last.one_token_on() if entry.scheduled is None else entry.scheduled
+            for drawer, _ in entry.drawn(last, before):
+                num_drawn[drawer] = num_drawn.get(drawer, 0) + 1
+    for arrival in arrivals:
+        if num_drawn.get(arrival.number):  # the others were refused, or the log ends before their first token
+            yield _of_arrival(arrival, num_drawn[arrival.number])
+
+
+def _of_arrival(arrival: Arrival | RedactedArrival, num_output: int) -> TracedRequest:
+    if isinstance(arrival, Arrival):
+        request = arrival.request
+        return TracedRequest(
+            arrival_s=arrival.at,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=num_output,
+            max_tokens=max(num_output, request.sampling.max_tokens),
+            prompt_token_ids=request.prompt_token_ids,
+            tenant=request.tenant,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            session=request.session,
+        )
+    given = arrival.request
+    return TracedRequest(
+        arrival_s=arrival.at,
+        num_prompt_tokens=given["num_prompt_tokens"],
+        num_output_tokens=num_output,
+        max_tokens=max(num_output, given["sampling"]["max_tokens"]),
+        tenant=given.get("tenant", ""),
+        priority=given.get("priority", 0),
+        deadline_s=given.get("deadline_s"),
+        session=given.get("session", ""),
+    )

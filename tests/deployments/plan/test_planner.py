@@ -1,0 +1,94 @@
+"""Plans: the promise, the search, and what is said where nothing holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.config import CacheConfig, SchedulerConfig
+from app.errors import InvalidSetup
+from deployments.plan.__main__ import main
+from deployments.plan.planner import Plan, Planner, ServiceLevel
+from deployments.plan.traces import Trace
+from tests.deployments.plan.measured import measured_replica, trace_of
+
+# 200 requests of 50 prompt and 10 output tokens. Alone, one takes 15 + 9 x 10.1 ms.
+STEADY = trace_of(*((0.01 * number, 50, 10) for number in range(200)))
+
+
+def plan_of(trace: Trace, level: str, **settings: object) -> Plan:
+    scheduler = SchedulerConfig.model_validate(settings)
+    return Planner(
+        trace, ServiceLevel.parse(level), measured_replica(), scheduler, CacheConfig(), dispatch="least_loaded"
+    ).plan()
+
+
+def test_a_promise_is_read_and_written() -> None:
+    level = ServiceLevel.parse("ttft_p99=1s, itl_p999=100ms,latency_p50=2.5s")
+    assert str(level) == "ttft_p99=1s,itl_p999=100ms,latency_p50=2.5s"
+    assert [each.percent for each in level.targets] == [99, 99.9, 50]
+    for wrong in ("ttft=1s", "ttft_p99=0s", "ttft_p99=1", "speed_p99=1s", ""):
+        with pytest.raises(InvalidSetup, match=r"--slo: got .*; write ttft_p99=1s"):
+            ServiceLevel.parse(wrong)
+
+
+def test_more_requests_need_more_replicas() -> None:
+    few = plan_of(STEADY, "ttft_p99=100ms,itl_p99=40ms")
+    many = plan_of(STEADY.at_rate(500.0), "ttft_p99=100ms,itl_p99=40ms")
+    assert few.num_replicas == 1
+    assert 3 <= many.num_replicas <= 8
+    assert ServiceLevel.parse("ttft_p99=100ms,itl_p99=40ms").is_met(many.run)
+
+
+def test_one_replica_less_does_not_hold_the_promise() -> None:
+    level = ServiceLevel.parse("ttft_p99=100ms")
+    trace = STEADY.at_rate(400.0)
+    planner = Planner(trace, level, measured_replica(), SchedulerConfig(), CacheConfig(), dispatch="least_loaded")
+    plan = planner.plan()
+    assert plan.num_replicas > 1
+    assert not level.is_met(planner.fleet(plan.scheduler, plan.num_replicas - 1))
+
+
+def test_a_step_budget_is_found_that_keeps_gaps_short() -> None:
+    long_prompts = trace_of(*((0.2 * number, 1000, 20) for number in range(40)))
+    plan = plan_of(long_prompts, "itl_p99=40ms", max_step_tokens=1000, prefill_chunk_tokens=1000)
+    assert min(plan.scheduler.max_step_tokens, plan.scheduler.prefill_chunk_tokens) <= 300
+    assert plan.run.percentile_s("itl", 99) <= 0.040
+
+
+def test_static_batching_is_left_where_it_costs() -> None:
+    plan = plan_of(STEADY, "ttft_p99=200ms", strategy="static")
+    assert plan.scheduler.strategy.name in ("continuous", "hybrid")
+
+
+def test_a_promise_that_nothing_holds_is_answered_with_the_best() -> None:
+    with pytest.raises(InvalidSetup, match=r"no setting holds --slo ttft_p99=5ms: .* the best is ttft_p99=15ms"):
+        plan_of(STEADY, "ttft_p99=5ms")
+
+
+def test_the_knee_is_below_the_full_load_and_overload_is_past_it() -> None:
+    plan = plan_of(STEADY, "ttft_p99=100ms")
+    assert plan.knee.load <= 1.0
+    full = next(point for point in plan.curve if point.load == 1.0)
+    assert plan.curve[-1].run.percentile_s("ttft", 99) > full.run.percentile_s("ttft", 99)
+    assert plan.cost_per_million_tokens(3.6) == pytest.approx(1000 / plan.output_tokens_per_s)
+
+
+def test_the_command_prints_a_plan_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured_replica().write(tmp_path / "costs.json")
+    rows = [f"{0.05 * number},50,10" for number in range(60)]
+    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    command = ["trace", "--trace", str(tmp_path / "trace.csv"), "--costs", str(tmp_path / "costs.json"),
+               "--out", str(tmp_path / "planned.yaml")]  # fmt: skip
+    assert main([*command, "--slo", "ttft_p99=1s", "--cost-per-hour", "4"]) == 0
+    shown = capsys.readouterr().out
+    for line in ("replicas             1", "strategy             continuous", "for a million output tokens", "knee"):
+        assert line in shown
+    [model] = yaml.safe_load((tmp_path / "planned.yaml").read_text())["applications"][0]["args"]["models"]
+    assert model["replicas"]["num_replicas"] == 1
+    assert model["engine"]["scheduler"]["strategy"]["name"] == "continuous"
+    assert main([*command, "--slo", "ttft_p99=1ms"]) == 1
+    assert "no setting holds" in capsys.readouterr().err
+    assert main([*command, "--slo", "soon"]) == 1

@@ -1,0 +1,174 @@
+"""A fleet in simulated time: what its requests see, and that it decides what a real engine decides."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from app.assembly import assemble, build_sync_engine, log_header
+from app.config import CacheConfig, EngineConfig, SchedulerConfig
+from app.engine.batch import Batch, StepResult
+from app.engine.engine import Engine, ModelRunner
+from app.engine.request import Request, SamplingParams
+from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
+from app.engine.trace.recorder import StepRecorder
+from deployments.plan.simulation import FleetSimulation, SimulatedClock, SimulatedRun, simulate
+from deployments.plan.step_cost import MeasuredReplica, StepCost, StepSize
+from deployments.plan.traces import Trace, read_trace
+from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
+
+CACHE = CacheConfig()
+
+
+def simulated(trace: Trace, *, num_replicas: int = 1, **settings: object) -> SimulatedRun:
+    scheduler = SchedulerConfig.model_validate(settings)
+    return simulate(trace, measured_replica(), scheduler, CACHE, num_replicas=num_replicas, seed=None)
+
+
+def test_one_request_takes_the_time_of_its_steps() -> None:
+    run = simulated(trace_of((0, 100, 5)))
+    [timeline] = run.timelines
+    assert timeline.ttft_s == pytest.approx(0.010 + 100 * 0.0001)
+    assert list(run.gaps_s) == pytest.approx([0.0101] * 4)
+    assert (timeline.num_tokens, run.num_steps) == (5, 5)
+    assert run.seconds == pytest.approx(0.020 + 4 * 0.0101)
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    run = simulated(trace_of((0, 100, 2), (0.001, 100, 1)))
+    assert run.timelines[1].first_token_s == pytest.approx(0.020 + 0.010 + 101 * 0.0001)
+
+
+def test_a_static_batch_waits_for_its_timer() -> None:
+    run = simulated(trace_of((0, 10, 1)), strategy={"name": "static", "batch_size": 8, "max_wait_ms": 50})
+    assert run.timelines[0].ttft_s == pytest.approx(0.050 + 0.011, abs=1e-4)
+
+
+def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
+    trace = trace_of(*((0.0, 200, 10) for _ in range(4)))
+    alone, spread = simulated(trace), simulated(trace, num_replicas=4)
+    assert spread.timelines[-1].ttft_s == pytest.approx(0.030)
+    assert spread.seconds < alone.seconds
+    assert spread.num_output_tokens == alone.num_output_tokens == 40
+
+
+def test_what_finds_no_room_is_refused_and_counts_above_the_percentile() -> None:
+    run = simulated(trace_of(*((0.0, 10, 3) for _ in range(10))), max_running=2, max_waiting=3)
+    assert run.num_refused == 5
+    assert run.percentile_s("ttft", 99) == float("inf")
+    assert run.percentile_s("ttft", 50) < 1
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    cost = step_cost()
+    noisy = StepCost(**{name: getattr(cost, name) for name in StepCost.__slots__} | {"ratios": (0.5, 1.0, 1.5)})
+    trace = trace_of(*((0.01 * number, 50, 10) for number in range(20)))
+    runs = [
+        simulate(trace, measured_replica(noisy), SchedulerConfig(), CACHE, num_replicas=2, seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    assert list(runs[0].gaps_s) == list(runs[1].gaps_s) != list(runs[2].gaps_s)
+
+
+# ---------------------------------------------------------------------- the same as a real engine
+
+
+class ClockedModel:
+    """A real model; its steps take the time of a cost model, so that what is decided does not depend on the machine."""
+
+    def __init__(self, model: ModelRunner, cost: StepCost, clock: SimulatedClock) -> None:
+        self._model = model
+        self._cost = cost
+        self._clock = clock
+
+    def run(self, batch: Batch) -> StepResult:
+        self._clock.now += self._cost.seconds(StepSize.of(batch))
+        return self._model.run(batch)
+
+
+def serve(engine: Engine, clock: SimulatedClock, arrivals: list[tuple[float, Request]]) -> None:
+    """Requests come when their time has come, between two steps."""
+    waiting = list(arrivals)
+    while waiting or engine.has_work:
+        while waiting and waiting[0][0] <= clock.now:
+            at, request = waiting.pop(0)
+            engine.add(request, arrived_at=at)
+        idle_s = engine.idle_s
+        if idle_s == 0:
+            engine.step()
+            continue
+        times = [clock.now + idle_s] if idle_s is not None else []
+        clock.now = min([*times, *(at for at, _ in waiting[:1])])
+
+
+def requests_of(rng: random.Random, number: int) -> list[tuple[float, Request]]:
+    """With shared prefixes, ends at the model's own end token, and classes."""
+    shared = tuple(rng.choices(range(10, 700), k=64))
+    at, made = 0.0, []
+    for index in range(number):
+        at += rng.expovariate(20.0)
+        prefix = shared if rng.random() < 0.4 else ()
+        prompt = (*prefix, *rng.choices(range(10, 700), k=rng.randrange(1, 200)))
+        sampling = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=1.0, seed=index)
+        made.append(
+            (at, Request(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling, tenant=str(index % 3)))
+        )
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["continuous", "hybrid", "static", "dynamic", "bucketed", "adaptive"])
+def test_the_same_is_decided_as_by_a_real_engine(strategy: str, tmp_path: Path) -> None:
+    """The demo model draws its own tokens; its step log is the trace of the simulation, which makes the same steps."""
+    config = EngineConfig.model_validate(
+        {
+            "model": {"path": "models/demo"}, "cache": {"num_blocks": 60},
+            "scheduler": {
+                "strategy": strategy, "policy": "fair" if strategy == "hybrid" else "sjf", "max_running": 8,
+                "max_step_tokens": 96, "prefill_chunk_tokens": 48,
+            },
+        }
+    )  # fmt: skip
+    real, simulation = [], []
+    loaded = build_sync_engine(config)
+    clock, cost = SimulatedClock(), step_cost()
+    runner = ClockedModel(loaded.runner, cost, clock)
+    recorder = StepRecorder(lambda entry: real.append(entry) is None, stopwatch_ns=lambda: 0)
+    engine = assemble(
+        config.scheduler, config.cache, num_blocks=60, runner=runner, facts=loaded.facts, clock=clock, recorder=recorder
+    )
+    serve(engine, clock, requests_of(random.Random(strategy), 40))
+    header = log_header(config, runner=runner, facts=loaded.facts, num_blocks=60)
+    (tmp_path / "log.jsonl").write_text("\n".join([header.to_line(), *map(to_line, real)]) + "\n")
+
+    trace = read_trace(str(tmp_path / "log.jsonl"))
+    measured = MeasuredReplica(
+        model="models/demo", num_threads=1, num_blocks=60, block_size=16, facts=loaded.facts, cost=cost
+    )
+    fleet = FleetSimulation(
+        measured, config.scheduler, config.cache, seed=None,
+        recorders={0: StepRecorder(lambda entry: simulation.append(entry) is None, stopwatch_ns=lambda: 0)},
+    )  # fmt: skip
+    fleet.run(trace)
+    first_at = next(entry.at for entry in real if isinstance(entry, Arrival))
+    assert decisions(simulation, start=0.0) == decisions(real, start=first_at)
+    assert sum(bool(entry.preempted) for entry in real if isinstance(entry, StepRecord)) > 0
+    assert any(reason == "stop" for entry in real if isinstance(entry, StepRecord) for _, reason in entry.ended)
+
+
+def decisions(entries: list[Entry], *, start: float) -> list[object]:
+    """What each step holds and what is decided beside it, and when; drawn tokens are the model's."""
+    steps = [entry for entry in entries if isinstance(entry, StepRecord)]
+    return [
+        (
+            step.scheduled,
+            list(step.joined),
+            list(map(list, step.blocks)),
+            list(step.preempted),
+            [number for number, _ in step.ended],
+            (step.num_waiting, step.wait_reason, step.num_free_blocks),
+            round((step.ended_at or 0.0) - start, 6),
+        )
+        for step in steps
+    ]

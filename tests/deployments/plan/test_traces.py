@@ -1,0 +1,87 @@
+"""Traces from files: what is read, and what is said of a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.errors import InvalidSetup
+from deployments.plan.traces import read_trace
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def file(folder: Path, text: str, name: str = "trace.csv") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def problem(place: str) -> str:
+    with pytest.raises(InvalidSetup) as caught:
+        read_trace(place)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code"])
+def test_a_trace_is_built_in(name: str) -> None:
+    trace = read_trace(name)
+    assert len(trace.requests) == 1000
+    assert trace.requests[0].arrival_s == 0.0
+    assert 1 < trace.rate < 10
+
+
+def test_azures_times_have_seven_decimals(tmp_path: Path) -> None:
+    rows = "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319601,3180,8\n"
+    trace = read_trace(file(tmp_path, HEAD + rows))
+    assert [(each.num_prompt_tokens, each.num_output_tokens) for each in trace.requests] == [(4808, 10), (3180, 8)]
+    assert trace.requests[1].arrival_s == pytest.approx(0.0520001, abs=1e-6)
+
+
+def test_a_workload_keeps_its_prompts_and_tenants(tmp_path: Path) -> None:
+    lines = [
+        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 4, "tenant": "t"},
+        {"id": "b", "prompt_token_ids": [5, 6], "max_tokens": 2, "arrival_s": 1.5, "priority": 3},
+    ]
+    trace = read_trace(file(tmp_path, "\n".join(map(json.dumps, lines)), "work.jsonl"))
+    first, second = (each.request(number) for number, each in enumerate(trace.requests))
+    assert (first.prompt_token_ids, first.sampling.max_tokens, first.tenant) == ((5, 6, 7), 4, "t")
+    assert (second.priority, trace.requests[1].arrival_s) == (3, 1.5)
+
+
+def test_prompts_without_tokens_share_no_prefix() -> None:
+    first, second = (
+        each.request(number).prompt_token_ids for number, each in enumerate(read_trace("azure-conv").first(2).requests)
+    )
+    assert len(first) == 374
+    assert first[0] != second[0]
+
+
+def test_the_same_trace_at_another_rate_and_with_other_lengths() -> None:
+    trace = read_trace("azure-conv").with_lengths(0.1).at_rate(10.0)
+    assert trace.rate == pytest.approx(10.0)
+    assert trace.requests[0].num_prompt_tokens == 37
+    assert trace.at_rate(float("inf")).requests[-1].arrival_s == 0.0
+
+
+def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:
+    assert "it has no requests" in problem(file(tmp_path, HEAD))
+    assert "it has no requests" in problem(file(tmp_path, ""))
+    backwards = problem(file(tmp_path, f"{HEAD}5.5,10,1\n4.0,10,1\n"))
+    assert "request 2 comes 1.500 s before request 1: times go backwards" in backwards
+    assert "has no column ContextTokens" in problem(file(tmp_path, "TIMESTAMP,Prompt\n1,2\n"))
+    assert ":3: got 0 prompt tokens" in problem(file(tmp_path, f"{HEAD}1,10,1\n2,0,1\n"))
+    assert ":2: invalid literal" in problem(file(tmp_path, f"{HEAD}1,ten,1\n"))
+    assert "there is no field 'prompt_token_ids'" in problem(file(tmp_path, '{"id": "a", "max_tokens": 1}\n'))
+    assert "built-in traces are azure-conv, azure-code" in problem(str(tmp_path / "none"))
+
+
+def test_requests_that_do_not_fit_are_counted_and_the_factor_is_said() -> None:
+    trace = read_trace("azure-conv")
+    with pytest.raises(
+        InvalidSetup, match=r"of 1,000 requests do not fit.*takes 2,048 together.*--lengths 0\."
+    ) as caught:
+        trace.check_lengths(2048)
+    factor = float(caught.value.message.rpartition(" ")[2])
+    trace.with_lengths(factor).check_lengths(2048)
