@@ -17,12 +17,12 @@ from tests.model.parallel.cuda_rank import load, logits_of_tokens
 from tests.model.parallel.native_rank import group_of
 from tests.tiny_models import build_tiny_model
 
-TOKEN_IDS = list(range(3, 16))
+TOKEN_IDS = list(range(3, 10))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
 @pytest.mark.parametrize(
-    ("architecture", "vocab_size"), [("llama", 211), ("llama", 212), ("qwen2", 211), ("qwen3", 211), ("mistral", 211)]
+    ("architecture", "vocab_size"), [("qwen2", 212), ("qwen3_moe", 211)]
 )
 def test_two_ranks_have_the_logits_of_one_decoder(
     architecture: str, vocab_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -30,8 +30,10 @@ def test_two_ranks_have_the_logits_of_one_decoder(
     """An output layer of 212 tokens is divided, one of 211 is whole on both."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     path, store = str(tmp_path / "model"), str(tmp_path / "store")
-    build_tiny_model(architecture, vocab_size=vocab_size).save_pretrained(path)
-    expected = logits_of_tokens(load(path, None), TOKEN_IDS)
+    build_tiny_model(architecture, vocab_size=vocab_size, num_hidden_layers=2).save_pretrained(path)
+    expected_model = load(path, None)
+    assert expected_model.joined is not None
+    expected = logits_of_tokens(expected_model, TOKEN_IDS)
     asked = {"rank": 1, "size": 2, "store": store, "path": path, "token_ids": TOKEN_IDS}
     other = subprocess.Popen(
         [sys.executable, "-m", "tests.model.parallel.cuda_rank", json.dumps(asked)],
@@ -46,7 +48,7 @@ def test_two_ranks_have_the_logits_of_one_decoder(
         other.communicate()
     assert other.returncode == 0, error
     assert model.joined is not None
-    assert model.joined.layers[0].down.shape == (64, 32)
+    assert model.joined.layers[0].down.shape[-1] == expected_model.joined.layers[0].down.shape[-1] // 2
     assert model.joined.head.shape[0] == (vocab_size if vocab_size % 2 else vocab_size // 2)
     assert float((got - expected).abs().max()) < 2e-5
     assert torch.equal(got.argmax(dim=-1), expected.argmax(dim=-1))
