@@ -125,7 +125,10 @@ def test_another_launch_reaches_the_kernels() -> None:
 
 def test_draws_are_measured_through_the_runner(measured: Measured) -> None:
     _, tables = measured("sampler")
-    assert {row["draw"] for row in tables["draws"]} == {"greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9"}
+    assert {row["draw"] for row in tables["draws"]} == {
+        "greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9, grammar", "top-p 0.9, penalties",
+        "20 log-probabilities",
+    }  # fmt: skip
     assert all(row["replay_us"] > 0 for row in tables["draws"])
 
 
