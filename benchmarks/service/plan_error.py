@@ -221,7 +221,7 @@ def latency_by_theory(trace: Trace, *, num_slots: int, full_rate: float) -> floa
     """
     load = trace.rate / full_rate
     service_s = num_slots / full_rate
-    if load >= 1:
+    if load > 0.999:
         return math.inf
     lengths = [each.num_output_tokens for each in trace.requests]
     variation = statistics.pvariance(lengths) / statistics.fmean(lengths) ** 2

@@ -29,11 +29,13 @@ from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
 from deployments.threads import keep_waits_for_the_interpreter_short
 
-_FORMAT = 1
+_FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
 _NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
 NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
-_ROUNDS = 4  # each setting is measured in so many slices, so that a disturbance does not fall on one setting alone
+# Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
+# steps are so slow that there are too few.
+_ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 class StepSize(NamedTuple):
@@ -274,7 +276,9 @@ async def _serve_all(
     load = _ClosedLoop(engine, trace)
     await load.run(settings[0], seconds=seconds / 20, pauses=False)  # warm-up: allocations, and a compiler's work
     times.steps.clear()
-    for number in range(_ROUNDS):
+    for number in range(_MAX_ROUNDS):
+        if number >= _ROUNDS and len(times.steps) >= _MIN_STEPS:
+            break
         for setting in settings:
             await load.run(setting, seconds=seconds / _ROUNDS / len(settings), pauses=number % 2 == 1)
 

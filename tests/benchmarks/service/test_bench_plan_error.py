@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.service import plan_error
-from deployments.plan.step_cost import MeasuredReplica
-from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
+from tests.deployments.plan.measured import measured_replica, trace_of
 
 
-def test_a_row_is_predicted_and_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slow = step_cost(step_s=0.1)  # so that few requests are enough for a row
-    MeasuredReplica.write(measured_replica(slow), tmp_path / "costs.json")
+def test_a_row_is_predicted_and_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_error, "_NUM_ALONE", 3)
+    measured_replica().write(tmp_path / "costs.json")
     assert plan_error.main(["--costs", str(tmp_path / "costs.json"), "--rows", "1", "--seconds", "1"]) == 0
     shown = capsys.readouterr().out
     assert "1 engine conv continuous x1 0.3" in shown
