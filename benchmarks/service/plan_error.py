@@ -154,8 +154,9 @@ def _measured_replica(given: argparse.Namespace, where: str) -> MeasuredReplica:
         return MeasuredReplica.read(path)
     tell(f"measuring steps of the {where}")
     config = _config(simulated=where == "service")
-    seconds = 25.0 if where == "engine" else 10.0
-    replica = measure(config, _trace(given, "conv"), limits_to_measure(config.scheduler), seconds=seconds)
+    seconds = 25.0 if where == "engine" else 40.0
+    both = Trace("both", tuple(each for name in ("conv", "code") for each in _trace(given, name).first(1000).requests))
+    replica = measure(config, both, limits_to_measure(config.scheduler), seconds=seconds)
     replica.write(path)
     return replica
 
