@@ -7,6 +7,8 @@ not load torch.
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 from zlib import crc32
 
-from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.child_process import PROJECT, child_command, child_environment
+from app.config import GIB, CacheConfig, EngineConfig, ModelConfig, ReplicasConfig, SchedulerConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.engine.async_engine import AsyncEngine
@@ -35,8 +38,12 @@ from app.errors import InvalidSetup, UnsupportedModel, described
 from app.versions import commit, versions
 
 if TYPE_CHECKING:
+    from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.loader import LoadedModel
     from app.model.memory import MemoryNeeds
+    from app.model.parallel.group import RankGroup
+    from app.model.parallel.ranks import Ranks
+    from app.model.runner import TorchModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +53,37 @@ MAX_WAITING_TOKENS = 1_000_000
 # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
 _NUM_LOG_FILES = 16
 
-_PROJECT = Path(__file__).resolve().parent.parent
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The devices of one engine."""
+
+    gpu_share: float = 1.0  # the part of the GPU that is this engine's; others on the same card have the rest
+    tensor_parallel: int = 1  # devices that compute each step together, with a process for each
+    step_timeout_s: float = 60.0  # for which one of these waits for the others
+
+    @classmethod
+    def of(cls, replicas: ReplicasConfig) -> Devices:
+        """Those of one replica."""
+        return cls(
+            gpu_share=replicas.gpu_share,
+            tensor_parallel=replicas.tensor_parallel,
+            step_timeout_s=replicas.step_timeout_s,
+        )
 
 
-def build_engine(config: EngineConfig, *, gpu_share: float = 1.0) -> AsyncEngine:
+ONE_DEVICE = Devices()
+
+
+def build_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
-
-    gpu_share: the part of the GPU that is this engine's; others on the same card have the rest.
 
     Raises:
         InvalidSetup: the configuration cannot be carried out on this machine.
         UnsupportedModel: the model cannot be served; the message says why.
     """
     limits = config.scheduler
-    engine = build_sync_engine(config, gpu_share=gpu_share)
+    engine = build_sync_engine(config, devices)
     return AsyncEngine(
         engine,
         max_requests=limits.max_requests,
@@ -113,12 +137,66 @@ def build_matchers(config: EngineConfig, facts: ModelFacts) -> Matchers:
     )
 
 
-def build_sync_engine(config: EngineConfig, *, gpu_share: float = 1.0) -> Engine:
+def build_sync_engine(config: EngineConfig, devices: Devices = ONE_DEVICE) -> Engine:
     """The same engine without its thread, for callers that run each step themselves."""
-    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, gpu_share)
+    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, devices)
 
 
-def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
+def _build_torch(config: EngineConfig, devices: Devices) -> Engine:
+    if devices.tensor_parallel == 1:
+        loaded = load_runner(config, gpu_share=devices.gpu_share)
+    else:
+        ranks = _start_ranks(config, devices)
+        with ranks.loading():
+            loaded = load_runner(config, group=ranks.group)
+        loaded.runner.lead(ranks)
+    return assemble_recorded(
+        config,
+        num_blocks=loaded.num_blocks,
+        runner=loaded.runner,
+        facts=loaded.model.facts,
+        # On a GPU the KV memory was sized by what such a step leaves of it.
+        largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
+    )
+
+
+def _start_ranks(config: EngineConfig, devices: Devices) -> Ranks:
+    import torch
+
+    from app.model.description import read_config
+    from app.model.loader import device_of
+    from app.model.parallel.ranks import Ranks, cards, check_cards, check_heads
+
+    check_heads(read_config(config.model, resolve_model_path(config.model.path)), devices.tensor_parallel)
+    device = device_of(config.model)
+    if device.type == "cuda":
+        check_cards(cards(), devices.tensor_parallel)
+    own, size = os.getpid(), devices.tensor_parallel
+
+    def start(descriptor: int) -> subprocess.Popen[bytes]:
+        command = child_command("app.rank", str(descriptor), str(own))
+        return subprocess.Popen(command, env=child_environment(), pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+
+    return Ranks(
+        size=size,
+        device=torch.device("cuda", 0) if device.type == "cuda" else device,
+        settings={"config": config.model_dump(mode="json")},
+        start=start,
+        step_timeout_s=devices.step_timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRunner:
+    """A model, and what runs its steps."""
+
+    model: LoadedModel
+    runner: TorchModelRunner | GraphModelRunner
+    num_blocks: int  # of its KV memory
+
+
+def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
+    """Load the model, or one rank's part of it, and size its KV memory. All ranks of a group call it."""
     import torch
 
     from app.model.backends import build_runner
@@ -126,7 +204,8 @@ def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
     from app.model.loader import load_model
     from app.model.memory import refusing_to_run_short
 
-    num_threads = config.model.num_threads or num_cores()
+    num_ranks = 1 if group is None else group.size
+    num_threads = config.model.num_threads or max(1, num_cores() // num_ranks)
     torch.set_num_threads(num_threads)
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         model = load_model(
@@ -134,6 +213,7 @@ def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
             resolve_model_path(config.model.path),
             block_size=config.cache.block_size,
             checks=cache_folder(),
+            group=group,
         )
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
     num_blocks = num_blocks_that_fit(
@@ -142,6 +222,8 @@ def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
         dtype=model.dtype,
         gpu_bytes=_gpu_bytes_for_kv(config, model, gpu_share) if is_measured else None,
     )
+    if group is not None:
+        num_blocks = group.minimum(num_blocks)
     logger.info(
         "%s on %s in %s%s%s, threads: %d, %d KV blocks of %d tokens",
         config.model.path, model.device, model.dtype,
@@ -150,14 +232,7 @@ def _build_torch(config: EngineConfig, gpu_share: float) -> Engine:
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     runner = build_runner(config, model, num_blocks=num_blocks, num_threads=num_threads)
-    return assemble_recorded(
-        config,
-        num_blocks=num_blocks,
-        runner=runner,
-        facts=model.facts,
-        # On a GPU the KV memory was sized by what such a step leaves of it.
-        largest_step=config.scheduler if model.device.type == "cuda" else None,
-    )
+    return LoadedRunner(model=model, runner=runner, num_blocks=num_blocks)
 
 
 def _gpu_bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
@@ -190,11 +265,12 @@ class PlannedMemory:
     context: int  # tokens of the longest sequence
 
 
-def planned_memory(config: EngineConfig) -> PlannedMemory:
-    """The same sizes as those of a replica at its start, from the model's config.json alone. Needs no GPU.
+def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
+    """The same sizes as those of a replica, or of each of its ranks, at its start, from the model's config.json alone.
+    Needs no GPU.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
     """
     import torch
@@ -204,7 +280,7 @@ def planned_memory(config: EngineConfig) -> PlannedMemory:
     from app.model.loader import model_of_config
 
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype)
+    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype, num_ranks=num_ranks)
     block_size = config.cache.block_size
     try:
         needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))
@@ -332,7 +408,7 @@ def resolve_model_path(path: str) -> str:
         InvalidSetup: there is no such file, or it cannot be read.
         UnsupportedModel: something in the file cannot be read; the message names it.
     """
-    for place in (Path(path).expanduser(), _PROJECT / path):
+    for place in (Path(path).expanduser(), PROJECT / path):
         if place.is_dir():
             return str(place.resolve())
         if place.is_file():

@@ -333,6 +333,12 @@ class ReplicasConfig(Settings):
     )
     num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
     num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="devices that compute each step of one replica together; Ray reserves as much for each",
+    )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
         description="how a replica is chosen: each in its turn, the one that would be done first by its outstanding "
@@ -361,6 +367,16 @@ class ReplicasConfig(Settings):
                 f"raise num_replicas or remove groups"
             )
         return self
+
+    @property
+    def reserved_cpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_cpus * self.tensor_parallel
+
+    @property
+    def reserved_gpus(self) -> float:
+        """What Ray reserves for one replica."""
+        return self.num_gpus * self.tensor_parallel
 
     @property
     def gpu_share(self) -> float:

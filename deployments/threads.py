@@ -9,6 +9,7 @@ from typing import Any
 
 from app.config import EngineConfig
 from app.cores import num_cores
+from app.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,21 @@ _SWITCH_INTERVAL_S = 0.0002
 AskedThreads = Sequence[int | None]
 
 
-def with_threads(config: EngineConfig, asked: AskedThreads) -> EngineConfig:
+def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 1) -> EngineConfig:
     """The settings of one of these engines with its number of threads on this machine.
 
     The engines are taken to be spread evenly over the machines of the cluster. Warns where they are too many.
+
+    num_ranks: of this engine; `asked` has an entry for each.
+
+    Raises:
+        InvalidSetup: this machine has fewer cores than the engine has ranks: each waits in every step for all others.
     """
+    if num_ranks > num_cores():
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {num_ranks}, but a replica may use {num_cores()} CPU cores here, and each "
+            f"rank needs one; set it to {num_cores()} or less"
+        )
     num_machines = _num_machines()
     too_many = excess(asked, num_machines)
     if too_many:

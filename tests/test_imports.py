@@ -19,16 +19,18 @@ ALLOWED = {
     "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
     "app.engine": {"app.config", "app.errors", "msgspec"},
+    "app.child_process": set(),
     "app.grammar": {
-        "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance", "transformers",
+        "app.child_process", "app.config", "app.errors", "app.engine.matcher", "app.engine.request", "llguidance",
+        "transformers",
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.errors", "app.engine.throughput", "app.engine.request", "app.engine.stats",
         "app.engine.view", "msgspec",
     },
     "app.model": {
-        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.request", "torch", "transformers",
-        "triton",
+        "app.config", "app.disk", "app.errors", "app.engine.batch", "app.engine.logit_adjustments",
+        "app.engine.request", "torch", "transformers", "triton",
     },
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.model", "torch", "safetensors", "transformers"},
@@ -60,10 +62,14 @@ ALLOWED = {
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.assembly": {
-        "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine", "app.grammar", "app.model",
-        "torch",
+        "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.versions", "app.engine",
+        "app.grammar", "app.model", "torch",
     },
-    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
+    "deployments": {
+        "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
+        "prometheus_client",
+    },
     "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Protocol
 from msgspec import structs
 
 from app.config import SchedulerConfig
+from app.engine.batch import DeviceLost
 from app.engine.engine import Engine, StepError
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import FinishReason, ModelFacts, Queued, Request, TokenDelta
@@ -207,6 +208,10 @@ class AsyncEngine:
         """Raise EngineStopped if the engine no longer serves."""
         if self._is_stopping or not self._thread.is_alive():
             raise EngineStopped("the engine is not running")
+        try:
+            self._engine.check_health()
+        except DeviceLost as error:
+            raise EngineStopped(f"the engine can compute nothing more: {error}") from error
 
     def shutdown(self) -> None:
         """Stop after the current step; every open request fails with EngineStopped. Safe to call twice."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.engine.logit_adjustments import LogitAdjustments
-from app.engine.matcher import Matcher, allowed_after_bans, without_tokens
+from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
 
@@ -66,14 +66,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
         if not self.banned_token_ids:
             return self.matcher.allowed()
         return allowed_after_bans(self.matcher, self.banned_token_ids)
-
-    def mask(self, vocab_size: int) -> bytes | None:
-        """The tokens that may be drawn, as bits (see `Matcher.allowed`); None: all of them."""
-        if self.matcher is not None:
-            return self.allowed()
-        if not self.banned_token_ids:
-            return None
-        return without_tokens(b"\xff" * -(-vocab_size // 8), self.banned_token_ids)
 
 
 class WaitReason(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from app.config import SchedulerConfig
@@ -65,6 +66,26 @@ class LaunchingRunner(ModelRunner, Protocol):
         ...
 
 
+@runtime_checkable
+class PaddingRunner(ModelRunner, Protocol):
+    """A model runner that computes steps of a few sizes only."""
+
+    num_padding_tokens: int  # computed for nothing since the start
+
+
+@runtime_checkable
+class ClosingRunner(ModelRunner, Protocol):
+    """A model runner with other processes."""
+
+    def check(self) -> None:
+        """Raise DeviceLost if one of them has ended. Any thread may call."""
+        ...
+
+    def close(self) -> None:
+        """End them. The runner must not be used afterwards."""
+        ...
+
+
 class Engine:
     """A scheduler and a model runner behind add, abort and step. One thread uses it."""
 
@@ -85,6 +106,7 @@ class Engine:
         self.facts = facts
         self._scheduler = scheduler
         self.runner = runner
+        self._processes = runner if isinstance(runner, ClosingRunner) else None
         self._clock = clock
         self._largest_step = largest_step
         self._recorder = recorder or Recorder()
@@ -235,8 +257,15 @@ class Engine:
         self._recorder.cache_cleared()
 
     def close(self) -> None:
-        """Let the recorder write what it has. The engine must not be used afterwards."""
+        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
         self._recorder.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def check_health(self) -> None:
+        """Raise DeviceLost if no step can be computed any more. Any thread may call."""
+        if self._processes is not None:
+            self._processes.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
@@ -255,7 +284,10 @@ class Engine:
 
     def measurements(self) -> EngineMeasurements:
         """All measurements since the start. Any thread may call."""
-        return self._scheduler.measurements()
+        measured, runner = self._scheduler.measurements(), self.runner
+        if isinstance(runner, PaddingRunner):
+            measured = replace(measured, num_padding_tokens=runner.num_padding_tokens)
+        return measured
 
 
 class StepError(Exception):

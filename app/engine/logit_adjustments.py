@@ -12,7 +12,8 @@ class LogitAdjustments:
     """The tokens with changed logits, as arrays that a sampler reads in place.
 
     A step costs the work of its new token, however long prompt and output are. It holds 8 bytes for each token of both
-    where there is a repetition penalty, and about 100 for each distinct generated token where there is another one.
+    where there is a repetition penalty, 8 for each generated token where there is any, and about 100 for each distinct
+    generated token where there is another one.
     """
 
     def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -20,24 +21,29 @@ class LogitAdjustments:
         self.repetition_penalty = sampling.repetition_penalty
         # Tokens of prompt and output, some several times: each is changed once.
         self.seen = array("q", prompt_token_ids if self.repetition_penalty != 1.0 else ())
+        self.generated = array("q")  # where there is a penalty
         self.deducted = array("q")  # distinct generated tokens, where presence or frequency is penalised
         self.deductions = array("f")  # what is added to the logit of each of them
         self.biased = array("q", [token for token, _ in sampling.logit_bias])
         self.biases = array("f", [bias for _, bias in sampling.logit_bias])
         self._places: dict[int, int] = {}  # of each generated token in `deducted`
         self._counts = array("q")
-        self._num_followed = 0
 
     def follow(self, generated_token_ids: Sequence[int]) -> None:
         """Count the tokens that were generated since the last call. All of them must be known."""
-        new = generated_token_ids[self._num_followed :]
+        new = generated_token_ids[len(self.generated) :]
         assert min(new, default=0) >= 0, "penalties need known tokens"
-        self._num_followed += len(new)
+        self.generated.extend(new)
         if self.repetition_penalty != 1.0:
             self.seen.extend(new)
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:
             for token in new:
                 self._deduct(token)
+
+    def deductions_of(self, tokens: Sequence[int]) -> list[float]:
+        """What is added to their logits for presence and frequency."""
+        places, deductions = self._places, self.deductions
+        return [deductions[places[token]] if token in places else 0.0 for token in tokens]
 
     def _deduct(self, token: int) -> None:
         place = self._places.setdefault(token, len(self.deducted))

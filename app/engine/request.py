@@ -153,6 +153,7 @@ class Queued(NamedTuple):
     replica_id: str = ""  # where it waits
     why_there: str = ""  # in a few words
     loads_there: str = ""  # of all candidates, in the same line
+    group: str = ""  # of the replica, in an A/B trial
 
 
 class EngineTimes(NamedTuple):

@@ -394,9 +394,7 @@ class Scheduler:
         began_at = max(batch.began_at, self._last_step_at)  # a step ahead begins while the one before it runs
         self._last_step_at = now
         self._throughput.note_step(now - began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
-        times = self._measurements.stepped(
-            now, step_s=now - began_at, num_tokens=batch.num_scheduled_tokens, settings=self._settings
-        )
+        times = self._measurements.stepped(now, batch, step_s=now - began_at, settings=self._settings)
         self._policy.computed(batch)
         if not len(self._running):
             self._strategy.emptied(now)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from app.engine.histogram import SECONDS, TOKENS, Distribution, Histogram
+from app.engine.batch import Batch
+from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
 
@@ -74,6 +75,8 @@ class EngineMeasurements:
     prefill_s: Distribution  # from there to its first token
     step_s: Distribution
     step_tokens: Distribution  # computed in one step, prompt chunks and single tokens together
+    step_requests: Distribution  # in one step
+    num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
 
 
 class MeasurementCollector:
@@ -84,6 +87,7 @@ class MeasurementCollector:
         self._prefill_s = Histogram(SECONDS)
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
+        self._step_requests = Histogram(SMALL_NUMBERS)
         self._prefilling: list[tuple[Sequence, int, float]] = []  # with tokens and time when they joined
 
     def joined(self, sequences: Several[Sequence], now: float) -> None:
@@ -93,13 +97,14 @@ class MeasurementCollector:
                 self._queue_s.observe(now - sequence.arrived_at)
                 self._prefilling.append((sequence, sequence.num_generated_tokens, now))
 
-    def stepped(self, now: float, *, step_s: float, num_tokens: int, settings: str) -> dict[str, EngineTimes]:
+    def stepped(self, now: float, batch: Batch, *, step_s: float, settings: str) -> dict[str, EngineTimes]:
         """A step has ended under these settings, and its results are processed.
 
         Returns the times of the requests that it gave their first token, or that it ended without one, by their ids.
         """
         self._step_s.observe(step_s)
-        self._step_tokens.observe(num_tokens)
+        self._step_tokens.observe(batch.num_scheduled_tokens)
+        self._step_requests.observe(len(batch.sequences))
         return self._note_first_tokens(now, settings) if self._prefilling else {}
 
     def _note_first_tokens(self, now: float, settings: str) -> dict[str, EngineTimes]:
@@ -127,4 +132,5 @@ class MeasurementCollector:
             prefill_s=self._prefill_s.snapshot(),
             step_s=self._step_s.snapshot(),
             step_tokens=self._step_tokens.snapshot(),
+            step_requests=self._step_requests.snapshot(),
         )

@@ -203,11 +203,10 @@ class Fleet:
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = self._registry.decision(in_flight.attempt_id)
+        queued = queued._replace(replica_id=in_flight.replica_id, group=self._registry.group_of(in_flight.replica_id))
         if decision is None:
-            return queued._replace(replica_id=in_flight.replica_id)
-        return queued._replace(
-            replica_id=in_flight.replica_id, why_there=decision.reason, loads_there=decision.explain_loads()
-        )
+            return queued
+        return queued._replace(why_there=decision.reason, loads_there=decision.explain_loads())
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""

@@ -9,10 +9,11 @@ import subprocess
 from contextlib import suppress
 from typing import IO, Any
 
+from app.child_process import child_command, child_environment
 from app.engine.request import Grammar
 from app.errors import Failure
 from app.grammar.compiling import Unusable
-from app.grammar.vocabulary import Vocabulary, child_command, child_environment
+from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 

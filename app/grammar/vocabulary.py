@@ -7,20 +7,18 @@ app.grammar.vocabulary`) and writes the vocabulary to its standard output.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import IO
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 READ_TIMEOUT_S = 120.0
 
 
@@ -103,17 +101,6 @@ def read_vocabulary(
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")
     return Vocabulary.read(BytesIO(reading.stdout))
-
-
-def child_command(module: str, *arguments: str) -> list[str]:
-    """A command that runs one of our modules in another process."""
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of that process: it finds our code in every working directory."""
-    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from app.engine.stats import EngineMeasurements, EngineStats
 from app.metrics.event_loop import LoopSnapshot
 from app.metrics.families import by_reason, counter, gauge, histogram
 from app.metrics.reports import BatchCounts, EngineReport
-from app.metrics.requests import ModelSnapshot, Snapshot, merge
+from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -77,6 +77,11 @@ def _request_families(models: Sequence[ModelReport]) -> Iterable[Metric]:
     )
     for name, text, values in _REASONS:
         yield by_reason(f"carousel_{name}", text, "reason", [(each.name, values(each.requests)) for each in models])
+    for name, text, time in _LATENCIES:
+        kinds = [
+            ((each.name, *kind), time(spread)) for each in models for kind, spread in each.requests.latencies.items()
+        ]
+        yield histogram(f"carousel_{name}", text, ("model_name", "group", "class"), [row for row in kinds if row[0][0]])
     for name, text, value in _TIMES_AND_SIZES:
         rows = [((each.name,), value(each.requests)) for each in models if each.name]
         yield histogram(f"carousel_{name}", text, ("model_name",), rows)
@@ -89,10 +94,17 @@ _REASONS: Sequence[tuple[str, str, Callable[[ModelSnapshot], Mapping[str, float]
     ("dispatches", "Decisions where to send a request, by what decided.", lambda model: model.dispatched),
     ("resumes", "Requests that went on at another replica, by what had happened.", lambda model: model.resumed),
 )
+_LATENCIES: Sequence[tuple[str, str, Callable[[Latencies], Distribution]]] = (
+    ("first_token_seconds", "From a call's arrival to a request's first token.", lambda times: times.first_token_s),
+    ("inter_token_seconds", "Between two tokens of a request.", lambda times: times.inter_token_s),
+    ("request_seconds", "From a call's arrival to a request's end.", lambda times: times.request_s),
+    (
+        "request_queue_seconds",
+        "From a request's arrival at its replica to its first step.",
+        lambda times: times.queue_s,
+    ),
+)
 _TIMES_AND_SIZES: Sequence[tuple[str, str, Callable[[ModelSnapshot], Distribution]]] = (
-    ("first_token_seconds", "From a call's arrival to a request's first token.", lambda model: model.first_token_s),
-    ("inter_token_seconds", "Between two tokens of a request.", lambda model: model.inter_token_s),
-    ("request_seconds", "From a call's arrival to a request's end.", lambda model: model.request_s),
     ("prompt_tokens", "Prompt tokens of a request.", lambda model: model.prompt_tokens),
     ("generated_tokens", "Tokens generated for a request.", lambda model: model.generated_tokens),
     ("frame_deltas", "Requests with tokens in one frame from a replica.", lambda model: model.deltas_per_frame),
@@ -124,6 +136,12 @@ def _replica_families(scrape: Scrape) -> Iterable[Metric]:
     )
     for name, text, count in _ENGINE_COUNTERS:
         yield counter(f"carousel_{name}", text, _LABELS, [(labels, count(each.stats)) for labels, each in reports])
+    yield counter(
+        "carousel_graph_padding_tokens",
+        "Tokens that steps computed for nothing, as graphs have a few sizes.",
+        _LABELS,
+        [(labels, each.measurements.num_padding_tokens) for labels, each in reports],
+    )
     for name, text, spread in _ENGINE_HISTOGRAMS:
         rows = [(labels, spread(each.measurements)) for labels, each in reports]
         yield histogram(f"carousel_{name}", text, _LABELS, rows)
@@ -168,6 +186,7 @@ _ENGINE_HISTOGRAMS: Sequence[tuple[str, str, Callable[[EngineMeasurements], Dist
     ("step_seconds", "Time of one step.", lambda measured: measured.step_s),
     ("step_tokens", "Tokens computed in one step.", lambda measured: measured.step_tokens),
     ("queue_seconds", "From a request's arrival to its first step.", lambda measured: measured.queue_s),
+    ("step_requests", "Requests in one step.", lambda measured: measured.step_requests),
     ("prefill_seconds", "From a request's first step to its first token.", lambda measured: measured.prefill_s),
 )
 

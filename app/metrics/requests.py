@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
-from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
+from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram, sum_distributions
 from app.engine.request import FinishReason
 from app.errors import CarouselError
 
@@ -20,10 +20,7 @@ Clock = Callable[[], float]
 
 NO_MODEL = ""  # under which calls are counted that were refused before it was clear which model they meant
 BOUNDS = {
-    "first_token_s": SECONDS,
-    "inter_token_s": SECONDS,
     "token_s": SECONDS,
-    "request_s": SECONDS,
     "decode_s": SECONDS,
     "prompt_tokens": TOKENS,
     "generated_tokens": TOKENS,
@@ -31,6 +28,24 @@ BOUNDS = {
     "num_choices": SMALL_NUMBERS,
     "deltas_per_frame": SMALL_NUMBERS,
 }
+
+
+Kind = tuple[str, str]  # of a request: the group of its replica, and "foreground" or "background"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """The times of the requests of one kind."""
+
+    queue_s: Distribution  # from the arrival at the replica to the first step, as the replica measured it
+    first_token_s: Distribution  # from the arrival of the call to a request's first token
+    inter_token_s: Distribution  # between two tokens of a request
+    request_s: Distribution  # from the arrival of the call to the end of a request that finished
+
+    def __add__(self, other: Latencies) -> Latencies:
+        """Both together."""
+        names = [field.name for field in fields(self)]
+        return Latencies(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +59,8 @@ class ModelSnapshot:
     failed: Mapping[str, int]  # calls that ended with one after it
     dispatched: Mapping[str, int]  # decisions where to send a request, by what decided them
     resumed: Mapping[str, int]  # requests that went on at another replica, by why they had to
-    first_token_s: Distribution  # from the arrival of the call to a request's first token
-    inter_token_s: Distribution  # between two tokens of a request
+    latencies: Mapping[Kind, Latencies]
     token_s: Distribution  # a request's mean time for a token after its first
-    request_s: Distribution  # from the arrival of the call to the end of a request that finished
     decode_s: Distribution  # from its first token to its end
     prompt_tokens: Distribution  # of requests that got a token, or ended without wanting one
     generated_tokens: Distribution  # of requests that finished
@@ -60,10 +73,24 @@ class ModelSnapshot:
         names = [field.name for field in fields(self)]
         return ModelSnapshot(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
 
+    @property
+    def first_token_s(self) -> Distribution:
+        """Of all kinds, as the next two."""
+        return sum_distributions((each.first_token_s for each in self.latencies.values()), SECONDS)
+
+    @property
+    def inter_token_s(self) -> Distribution:
+        return sum_distributions((each.inter_token_s for each in self.latencies.values()), SECONDS)
+
+    @property
+    def request_s(self) -> Distribution:
+        return sum_distributions((each.request_s for each in self.latencies.values()), SECONDS)
+
 
 def _sum(mine: Any, theirs: Any) -> Any:
     if isinstance(mine, Mapping):
-        return {key: mine.get(key, 0) + theirs.get(key, 0) for key in sorted({*mine, *theirs})}
+        both = {key: mine[key] + theirs[key] for key in mine.keys() & theirs.keys()}
+        return {key: both.get(key) or mine.get(key) or theirs.get(key) or 0 for key in sorted({*mine, *theirs})}
     return mine + theirs
 
 
@@ -112,15 +139,24 @@ class ModelMetrics:
         self.num_in_flight = 0
         self.num_generated_tokens = 0
         self.finished = {reason.value: 0 for reason in FinishReason}
+        self._latencies: dict[Kind, _LatencyHistograms] = {}
+        self.latencies("", is_background=False)
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         self._refused: dict[str, int] = {}
         self._failed: dict[str, int] = {}
         self._dispatched: dict[str, int] = {}
         self._resumed: dict[str, int] = {}
 
-    def call(self, prompt_tokens: Sequence[int], *, arrived_at: float) -> CallMetrics:
+    def call(self, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False) -> CallMetrics:
         """The record of one call; `prompt_tokens` has the length of the prompt of each of its requests."""
-        return CallMetrics(self, prompt_tokens, arrived_at)
+        return CallMetrics(self, prompt_tokens, arrived_at, is_background=is_background)
+
+    def latencies(self, group: str, *, is_background: bool) -> _LatencyHistograms:
+        """The histograms of one kind of requests."""
+        kind = (group, "background" if is_background else "foreground")
+        if kind not in self._latencies:
+            self._latencies[kind] = _LatencyHistograms()
+        return self._latencies[kind]
 
     def refused(self, error: Exception) -> None:
         """A call was answered with an error before anything else."""
@@ -152,6 +188,7 @@ class ModelMetrics:
             failed=dict(self._failed),
             dispatched=dict(self._dispatched),
             resumed=dict(self._resumed),
+            latencies={kind: each.snapshot() for kind, each in self._latencies.items()},
             **{name: histogram.snapshot() for name, histogram in self.histograms.items()},
         )
 
@@ -162,12 +199,15 @@ class CallMetrics:
     Requests that have no end when it is left have failed, if an error leaves with it, or else were aborted.
     """
 
-    def __init__(self, model: ModelMetrics, prompt_tokens: Sequence[int], arrived_at: float) -> None:
+    def __init__(
+        self, model: ModelMetrics, prompt_tokens: Sequence[int], arrived_at: float, *, is_background: bool = False
+    ) -> None:
         self._model = model
+        self._is_background = is_background
         self._clock = model.clock
         self._arrived_at = arrived_at
-        self._inter_token_s = model.histograms["inter_token_s"]
-        self._requests = [_RequestTimes(num_tokens) for num_tokens in prompt_tokens]
+        latencies = model.latencies("", is_background=is_background)
+        self._requests = [_RequestTimes(num_tokens, latencies) for num_tokens in prompt_tokens]
         self._num_open = len(self._requests)
         self._first_at: float | None = None  # when the first of them got a token
         self._ended_at: float | None = None  # when the last of them finished
@@ -186,13 +226,24 @@ class CallMetrics:
         self._model.num_in_flight += len(self._requests)
         return self
 
+    def placed(self, index: int, group: str) -> None:
+        """A replica of this group has one of the requests, which counts for the group from now on."""
+        if group and not self._requests[index].num_tokens:
+            self._requests[index].latencies = self._model.latencies(group, is_background=self._is_background)
+
+    def left_queue(self, index: int, queue_s: float) -> None:
+        """A replica says how long one of the requests waited; only the first counts."""
+        request = self._requests[index]
+        if not request.num_tokens:
+            request.latencies.queue_s.observe(queue_s)
+
     def tokens(self, index: int, num_tokens: int) -> None:
         """One of the requests has got so many tokens more, at least one."""
         now = self._clock()
         request = self._requests[index]
         self._model.num_generated_tokens += num_tokens
         if request.num_tokens:
-            self._inter_token_s.observe((now - request.last_at) / num_tokens, num_tokens)
+            request.latencies.inter_token_s.observe((now - request.last_at) / num_tokens, num_tokens)
         else:
             self._first_tokens(request, now)
         request.num_tokens += num_tokens
@@ -202,7 +253,7 @@ class CallMetrics:
         request.first_at = now
         if self._first_at is None:
             self._first_at = now
-        self._model.histograms["first_token_s"].observe(now - self._arrived_at)
+        request.latencies.first_token_s.observe(now - self._arrived_at)
         self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
 
     def finished(self, index: int, reason: str) -> None:
@@ -212,7 +263,7 @@ class CallMetrics:
         self._end(request, reason)
         self._num_open -= 1
         self._ended_at = None if self._num_open else now
-        histograms["request_s"].observe(now - self._arrived_at)
+        request.latencies.request_s.observe(now - self._arrived_at)
         histograms["generated_tokens"].observe(request.num_tokens)
         if request.num_tokens:
             histograms["decode_s"].observe(now - request.first_at)
@@ -246,13 +297,27 @@ class CallMetrics:
             histograms["longest_choice_tokens"].observe(max(request.num_tokens for request in self._requests))
 
 
+class _LatencyHistograms:
+    """Of one kind of requests."""
+
+    __slots__ = ("first_token_s", "inter_token_s", "queue_s", "request_s")
+
+    def __init__(self) -> None:
+        self.queue_s, self.first_token_s = Histogram(SECONDS), Histogram(SECONDS)
+        self.inter_token_s, self.request_s = Histogram(SECONDS), Histogram(SECONDS)
+
+    def snapshot(self) -> Latencies:
+        return Latencies(**{name: getattr(self, name).snapshot() for name in self.__slots__})
+
+
 class _RequestTimes:
     """What is known of one request of a call."""
 
-    __slots__ = ("first_at", "has_ended", "last_at", "num_prompt_tokens", "num_tokens")
+    __slots__ = ("first_at", "has_ended", "last_at", "latencies", "num_prompt_tokens", "num_tokens")
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, latencies: _LatencyHistograms) -> None:
         self.num_prompt_tokens = num_prompt_tokens
+        self.latencies = latencies
         self.num_tokens = 0
         self.first_at = self.last_at = 0.0
         self.has_ended = False

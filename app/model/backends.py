@@ -20,7 +20,7 @@ from app.model.cpu.sampling import NativeAdjust, NativeDraw, NativeLogprobs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.forward import ForwardPass, TransformersForward
 from app.model.kv_cache import KVCache
 from app.model.loader import LoadedModel, check_attention
@@ -122,4 +122,5 @@ def _on_cuda(config: EngineConfig, model: LoadedModel, num_blocks: int) -> Torch
         capture=capture,
         synchronize=synchronize,
         sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
     )

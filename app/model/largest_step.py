@@ -15,9 +15,9 @@ from app.engine.batch import Batch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
-from app.model.cuda.decoder import KERNELS_PER_LAYER
+from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from app.model.loader import LoadedModel
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, graph_bytes
 
@@ -51,8 +51,8 @@ def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
     peaks = [_of_captured(config, model, sizes[-1]) for sizes in (decode, mixed) if sizes]
     with AllocatedBytes(model.device) as counted:
         with_one_block(config, model).compute_padding(decode[0])
-    of_ours = _KERNELS_OF_ATTENTION if model.joined is None else KERNELS_PER_LAYER
-    num_kernels = counted.num_kernels + of_ours * len(model.layers)
+    of_ours = _KERNELS_OF_ATTENTION * len(model.layers) if model.joined is None else num_kernels_of(model.joined)
+    num_kernels = counted.num_kernels + of_ours
     return graph_bytes(step=max(peaks), num_kernels=num_kernels, num_graphs=len(decode) + len(mixed))
 
 
@@ -91,5 +91,6 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )
     return GraphModelRunner(
-        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device)
+        model, attention, max_rows=max_rows, capture=None, sample=TritonSampler(model.device),
+        compute_logprobs=TritonLogprobs(model.device),
     )  # fmt: skip

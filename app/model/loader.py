@@ -33,7 +33,7 @@ from app.model.cpu.ranks import RankMemory
 from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
-from app.model.cuda.weights import JoinedWeights, join_weights, why_not_joined
+from app.model.cuda.weights import JoinedWeights, join_weights
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
 from app.model.kv_cache import LayerShape
@@ -49,6 +49,7 @@ from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
+from app.model.parallel.split_plan import SizesOfRank, SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 
@@ -90,23 +91,35 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(config: ModelConfig, location: str, *, block_size: int = 16, checks: Path | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    location: str,
+    *,
+    block_size: int = 16,
+    checks: Path | None = None,
+    group: RankGroup | None = None,
+) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
     block_size: of the KV memory; native code supports only some sizes.
     checks: a folder that keeps which models in local folders have passed; they are not tried again.
+    group: the ranks that have a part of the model each; all call this function.
 
     Raises:
         InvalidSetup: there is no such model, or no such device, or the model cannot be quantised as asked.
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
-    device = _device(config)
+    device = device_of(config)
+    if group is not None and device.type == "cpu" and config.backend == "auto":
+        part = load_native_rank(config, location, group, block_size=block_size, checks=checks)
+        if part is not None:
+            return part
     chosen = dtype_of(config, location)
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     _check_quantization(config, device)
     uses_triton = TritonAttention.fits(device)
-    may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton
+    may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton and group is None
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
     checked = None if check is None else check.read()
     if checked is not None:
@@ -115,13 +128,22 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
     quantised = Quantised.of(read_config(config, location))
     may_be_packed = may_be_native and library() is not None
     checkpoint = _checkpoint(found, Path(location), dtype, quantised) if may_be_packed else None
-    if checkpoint is None:
+    whole = None
+    if group is not None:
+        _check_ranks(config, found, quantised, group.size)
+        host = torch.device("cpu")  # a device may not hold the whole model
+        module = _with_weights(host, config, found, location, dtype, None)
+        whole = _split(config, module, group).to(device)
+        module.to(device)
+    elif checkpoint is None:
         module = _with_weights(device, config, found, location, dtype, quantised)
     else:
         module = _without_weights(found, location, dtype)
         compute_from(checkpoint, module)
     limit = _limit_of(module)
     probe = _probe(config, module, device)
+    if whole is not None:
+        _compare(config, "divided among ranks", probe.own, whole)
     longest = max_model_len(config, limit)
     if checkpoint is None:
         _check_positions(config, module, probe, longest)
@@ -143,7 +165,7 @@ def load_model(config: ModelConfig, location: str, *, block_size: int = 16, chec
         device=device,
         probe=probe if uses_triton else None,
     )
-    if not uses_triton or config.backend != "auto":
+    if not uses_triton or config.backend != "auto" or group is not None:
         return loaded
     del module, probe  # their memory is needed
     again = partial(_with_weights, device, config, found, location, dtype, quantised)
@@ -286,11 +308,12 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
 
 
 @torch.inference_mode()
-def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -> LoadedModel:
-    """A model on the meta device, from its config.json alone: it has sizes and no weights.
+def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, num_ranks: int = 1) -> LoadedModel:
+    """A model, or the part that each of several ranks has, on the meta device, from its config.json alone: it has sizes
+    and no weights.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
@@ -307,8 +330,12 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     module = _without_weights(found, location, dtype)
     # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
     tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
-    for each in (module, tried):
+    if num_ranks > 1:
+        _check_ranks(config, found, quantised, num_ranks)
+    for each in (module,) if tried is module else (module, tried):
         fix_positions(each, longest)
+        if num_ranks > 1:
+            SplitPlan(each, SizesOfRank(num_ranks), path=config.path).split("", each)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
     try:
@@ -319,7 +346,7 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
-    if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
+    if config.backend == "auto" and num_ranks == 1 and _why_not_joined(module, step.rules) is None:
         add_positions(module)
         joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
     return LoadedModel(
@@ -338,7 +365,7 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     )
 
 
-def _device(config: ModelConfig) -> torch.device:
+def device_of(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise InvalidSetup("model.device is cuda, but torch sees no CUDA device; use cpu, or install a CUDA torch")
@@ -387,7 +414,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
-    if _device(config).type == "cuda":
+    if device_of(config).type == "cuda":
         return ChosenDtype(torch.bfloat16, "it runs on CUDA")
     try:
         described = read_config(config, location)
@@ -490,6 +517,9 @@ class _Output:
         """The outputs for some of the tokens."""
         return _Output(self.first_layer[:, first:end], self.logits[:, first:end], self.is_mixture)
 
+    def to(self, device: torch.device) -> _Output:
+        return replace(self, first_layer=self.first_layer.to(device), logits=self.logits.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -516,12 +546,44 @@ def _run(
     return _Output(output.hidden_states[1], output.logits, is_mixture)
 
 
+def _check_ranks(config: ModelConfig, found: PreTrainedConfig, quantised: Quantised | None, size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share a model; before any weight is read."""
+    if quantised is not None or config.quantization != "none":
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}; quantised weights are divided only for the native decoder on a "
+            f"CPU, which does not compute {config.path} here (the log says why). Serve weights that are not quantised"
+        )
+    check_divisible(found, size, path=config.path)
+
+
+def _split(config: ModelConfig, module: PreTrainedModel, group: RankGroup) -> _Output:
+    """Leave of a model what is this rank's. Returns the outputs of the whole one on the tokens of `_probe`."""
+    plan = SplitPlan(module, group, path=config.path)
+    whole = _own_output(module, *_tokens_to_try(module, torch.device("cpu")))
+    plan.split("", module)
+    return whole
+
+
+def _own_output(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor) -> _Output:
+    """With the model's own attention."""
+    module.set_attn_implementation("eager")
+    own = _run(module, token_ids, positions, None)
+    module.set_attn_implementation(ATTENTION_NAME)
+    return own
+
+
+def _tokens_to_try(module: PreTrainedModel, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few tokens and their positions, [1, num_tokens] each."""
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    num_embeddings = module.get_input_embeddings().weight.shape[0]
+    return _spread_tokens(num_embeddings, positions), positions
+
+
 def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -> Probe:
     """Run our attention and the model's own on the same few tokens: refuse a model on which they differ."""
     name = module.config.model_type
-    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    token_ids, positions = _tokens_to_try(module, device)
     num_embeddings = module.get_input_embeddings().weight.shape[0]
-    token_ids = _spread_tokens(num_embeddings, positions)
     step = ProbeStep()
     try:
         ours = _run(module, token_ids, positions, step)
@@ -536,9 +598,7 @@ def _probe(config: ModelConfig, module: PreTrainedModel, device: torch.device) -
         ) from error
     if not step.layers:
         raise UnsupportedModel(f"{config.path} ({name}) ignores the attention it is given, so its KV cannot be paged")
-    module.set_attn_implementation("eager")
-    own = _run(module, token_ids, positions, None)
-    module.set_attn_implementation(ATTENTION_NAME)
+    own = _own_output(module, token_ids, positions)
     _compare(config, "with paged attention", ours, own)
     return Probe(
         token_ids, positions, own, step.layers, step.rules, vocab_size=min(own.logits.shape[-1], num_embeddings)
@@ -806,8 +866,7 @@ def _with_joined_weights(
 
 
 def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
-    return reason or why_not_joined(module)
+    return why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
 
 
 def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:

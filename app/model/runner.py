@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from app.engine.batch import Batch, StepResult
 from app.model.forward import ForwardPass, Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import ComputeLogprobs, WantedLogprobs, compute_logprobs
+from app.model.parallel.group import RankGroup
+from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.sampler import Adjust, Draw, adjust, draw, sample
 
@@ -29,11 +33,40 @@ class TorchModelRunner:
         self._draw = draw
         self._adjust = adjust
         self._compute_logprobs = compute_logprobs
+        self._ranks: Ranks | None = None
+
+    def lead(self, ranks: Ranks) -> None:
+        """Have other ranks compute each step, too."""
+        self._ranks = ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def check(self) -> None:
+        """Raises DeviceLost if another rank has ended."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def prepare(self) -> None:
+        """Nothing: all is ready for the first step."""
+
+    def join(self, group: RankGroup) -> None:
+        """Nothing: the model has what it exchanges."""
+
+    @torch.inference_mode()
+    def follow(self, batch: Batch) -> None:
+        """Compute a step of rank 0."""
+        self._predict(batch)
+
+    def _predict(self, batch: Batch) -> Prediction:
+        inputs = build_inputs(batch, block_size=self.forward.block_size, device=self._device)
+        with nullcontext() if self._ranks is None else self._ranks.step(batch):
+            return self.forward.predict(batch, inputs)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
-        inputs = build_inputs(batch, block_size=self.forward.block_size, device=self._device)
-        prediction = self.forward.predict(batch, inputs)
+        prediction = self._predict(batch)
         result = self._drawn(batch, prediction)
         if prediction.hidden is None:
             return result

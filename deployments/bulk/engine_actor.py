@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from app.assembly import build_matchers, build_sync_engine, resolve_model_path
+from app.assembly import ONE_DEVICE, Devices, build_matchers, build_sync_engine, resolve_model_path
 from app.config import EngineConfig
 from app.engine.request import ModelFacts
 from app.jobs.engine_worker import EngineWorker
@@ -21,18 +21,18 @@ class EngineActor:
     What has been given to it and has not come back is lost when it dies; its caller knows what that is.
     """
 
-    def __init__(self, config: EngineConfig, threads: AskedThreads, gpu_share: float = 1.0) -> None:
-        """`threads`: of all engines that run beside it, itself included. `gpu_share`: see `build_engine`."""
-        self._gpu_share = gpu_share
-        self._config = with_threads(config, threads)
+    def __init__(self, config: EngineConfig, threads: AskedThreads, devices: Devices = ONE_DEVICE) -> None:
+        """`threads`: of all engines that run beside it, itself included."""
+        self._config, self._threads, self._devices = config, threads, devices
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelFacts:
         """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
-        engine = build_sync_engine(self._config, gpu_share=self._gpu_share)
-        model = self._config.model
+        config = with_threads(self._config, self._threads, num_ranks=self._devices.tensor_parallel)
+        engine = build_sync_engine(config, self._devices)
+        model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
-        self._worker = EngineWorker(engine, tokenizer, build_matchers(self._config, engine.facts))
+        self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
         keep_waits_for_the_interpreter_short()
         gc.collect()
         gc.freeze()  # what was loaded stays: no later collection need look at it

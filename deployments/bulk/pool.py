@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from app.assembly import Devices
 from app.config import ServedModelConfig
 from app.errors import Failure, InvalidSetup
 from app.jobs.job import EngineOutput
@@ -49,7 +50,8 @@ class EnginePool(Executor[PreparedItem]):
         """
         super().__init__(run)
         self._served = served
-        self._threads = [served.engine.model.num_threads] * self._size if threads is None else threads
+        own = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
+        self._threads = own if threads is None else threads
         self._partial = partial
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded and not died
@@ -102,10 +104,10 @@ class EnginePool(Executor[PreparedItem]):
     def _start(self) -> Any:
         replicas = self._served.replicas
         remote = ray.remote(EngineActor).options(
-            num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus, max_restarts=0, max_task_retries=0,
+            num_cpus=replicas.reserved_cpus, num_gpus=replicas.reserved_gpus, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD",  # by default Ray fills one machine first
         )  # fmt: skip
-        return remote.remote(self._served.engine, self._threads, replicas.gpu_share)
+        return remote.remote(self._served.engine, self._threads, Devices.of(replicas))
 
     async def _load(self, actor: Any) -> None:
         facts = actor.load.remote()

@@ -81,10 +81,11 @@ def _join_or_start_ray(replicas: ReplicasConfig) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
-        num_cpus = num_cpus_for(replicas.num_replicas * replicas.num_cpus)
+        num_cpus = num_cpus_for(replicas.num_replicas * replicas.reserved_cpus)
         start_own_cluster(num_cpus=num_cpus, include_dashboard=False)
     found = ray.cluster_resources().get("GPU", 0)
-    if found < replicas.num_gpus:
+    if found < replicas.reserved_gpus:
         raise InvalidSetup(
-            f"an engine needs {replicas.num_gpus:g} GPUs and the cluster has {found:g}; see replicas.num_gpus"
+            f"an engine needs {replicas.reserved_gpus:g} GPUs and the cluster has {found:g}; see replicas.num_gpus and "
+            f"replicas.tensor_parallel"
         )

@@ -106,8 +106,8 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     if found < num_gpus:
         raise InvalidSetup(
             f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
-            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas), or set replicas.num_gpus to "
-            f"0 to serve on the CPU"
+            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
+            f"or set replicas.num_gpus to 0 to serve on the CPU"
         )
 
 
@@ -206,17 +206,17 @@ def _address(config: ServeFile) -> str:
 
 
 def _num_cpus(config: ApplicationConfig) -> float:
-    replicas = sum(model.replicas.max_replicas * model.replicas.num_cpus for model in config.models)
+    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
     batches = BATCHES_CPUS if config.batches else 0.0
-    jobs = num_pool_engines(config) * max(model.replicas.num_cpus for model in config.models)
+    jobs = num_pool_engines(config) * max(model.replicas.reserved_cpus for model in config.models)
     ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
     return replicas + ingresses + batches + jobs
 
 
 def _num_gpus(config: ApplicationConfig) -> float:
     """One engine of a batch at least: without it batches would wait for ever, without more they take longer."""
-    replicas = sum(model.replicas.max_replicas * model.replicas.num_gpus for model in config.models)
-    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.num_gpus for model in config.models)
+    replicas = sum(model.replicas.max_replicas * model.replicas.reserved_gpus for model in config.models)
+    return replicas + min(num_pool_engines(config), 1) * max(model.replicas.reserved_gpus for model in config.models)
 
 
 def _say(text: str) -> None:

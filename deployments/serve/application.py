@@ -83,7 +83,7 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
     return serve.deployment(Replica).options(
         name=deployment_name(model),
         **number_of_replicas(model),
-        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
         # Requests come over sockets, and the engine refuses what is beyond its limits. Serve counts calls for control,
         # of each ingress and of the batches, twice as many while one is replaced, and one call for each request that
         # waits for the first replica.

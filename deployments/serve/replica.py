@@ -5,6 +5,7 @@ Calls through Serve's handle are for control only.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app.assembly import build_engine, digest_of_weights
+from app.assembly import Devices, build_engine, digest_of_weights
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.request import ModelFacts
 from app.engine.stats import EngineStats
@@ -23,6 +24,7 @@ from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
+from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom, Scheduling, Switch
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
@@ -44,10 +46,9 @@ class Replica:
         self._deployed = self._tuned = model.scheduler_of(self._group)
         self._user_config: object = {}
         self._switch: Switch | None = None
-        config = with_threads(model.engine, threads)
-        self._engine = build_engine(
-            config.model_copy(update={"scheduler": self._deployed}), gpu_share=model.replicas.gpu_share
-        )
+        devices = Devices.of(model.replicas)
+        config = with_threads(model.engine, threads, num_ranks=devices.tensor_parallel)
+        self._engine = build_engine(config.model_copy(update={"scheduler": self._deployed}), devices)
         self._weights = digest_of_weights(model.engine)
         self._frame_server = FrameServer(ray.util.get_node_ip_address(), self._engine, self._report)
         freeze_loaded()
@@ -56,6 +57,8 @@ class Replica:
         self._loop = LoopMonitor()
         # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
         self._loop.start(names_causes=False)
+        to_ray = RayMetrics(lambda: families_of_engine(model.name, self.metrics_report()))
+        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.

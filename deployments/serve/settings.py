@@ -119,12 +119,16 @@ def num_pool_engines(config: ApplicationConfig) -> int:
 
 
 def asked_threads(config: ApplicationConfig) -> list[int | None]:
-    """`model.num_threads` of every engine that there can be at once, those of a batch among them.
+    """`model.num_threads` of every engine that there can be at once, those of a batch among them; of every rank of it.
 
     Simulated engines are left out: they compute nothing.
     """
     models = [model for model in config.models if model.engine.model.simulated is None]
-    asked = [model.engine.model.num_threads for model in models for _ in range(model.replicas.max_replicas)]
+    asked = [
+        model.engine.model.num_threads
+        for model in models
+        for _ in range(model.replicas.max_replicas * model.replicas.tensor_parallel)
+    ]
     given = [number for number in asked if number is not None]
     of_a_batch = max(given) if asked and len(given) == len(asked) else None  # its items may be for any of the models
     return asked + [of_a_batch] * (num_pool_engines(config) if models else 0)
@@ -245,7 +249,26 @@ def _check_device(where: str, model: ServedModelConfig) -> None:
             f"or device to 'auto'"
         )
     if num_gpus > 1:
-        raise InvalidSetup(f"{where}.replicas.num_gpus: got {num_gpus:g}; one replica uses one GPU: at most 1")
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got {num_gpus:g}; it is at most 1. For {num_gpus:g} GPUs to each replica set "
+            f"num_gpus to 1 and replicas.tensor_parallel to {num_gpus:g}"
+        )
+    _check_ranks(where, model)
+
+
+def _check_ranks(where: str, model: ServedModelConfig) -> None:
+    size, num_gpus = model.replicas.tensor_parallel, model.replicas.num_gpus
+    if size == 1:
+        return
+    if 0 < num_gpus < 1:
+        raise InvalidSetup(
+            f"{where}.replicas.num_gpus: got {num_gpus:g} with tensor_parallel {size}; each of these needs a GPU of "
+            f"its own: set num_gpus to 1"
+        )
+    if model.engine.model.simulated is not None:
+        raise InvalidSetup(
+            f"{where}.replicas.tensor_parallel: got {size} with a simulated model, which computes nothing; set it to 1"
+        )
 
 
 def _check_simulated(where: str, model: ServedModelConfig) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from app.config import ApplicationConfig, EngineConfig, ModelConfig
+from app.errors import InvalidSetup
 from deployments import threads
 from deployments.serve.settings import asked_threads
 from deployments.threads import excess, with_threads
@@ -46,6 +47,13 @@ def test_on_several_machines_they_are_spread(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(threads, "_num_machines", lambda: 2)
     assert num_threads([None] * 3) == 4
     assert excess([8, 8], 2) is None
+
+
+def test_ranks_share_the_cores_as_engines_do_and_each_needs_one() -> None:
+    of_four = asked({"replicas": {"num_replicas": 1, "tensor_parallel": 4}})
+    assert with_threads(EngineConfig(), of_four, num_ranks=4).model.num_threads == 2
+    with pytest.raises(InvalidSetup, match="tensor_parallel: got 9, but a replica may use 8 CPU cores here"):
+        with_threads(EngineConfig(), [None] * 9, num_ranks=9)
 
 
 def test_a_number_that_is_set_is_kept_and_too_many_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,8 @@
 
 The query, key and value matrices are one product, and so are gate and up; what is between the products and the
 attention are three kernels of ours (`decoder_kernels.py`). So a layer takes ten launches where every sequence has one
-token, and eleven beside a longer piece. The loader compares its logits with those of the model's own code.
+token, and eleven beside a longer piece; with experts (`experts.py`) one more. The loader compares its logits with those
+of the model's own code.
 
 Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
 """
@@ -16,10 +17,12 @@ import torch
 from torch.nn import functional
 
 from app.model.cuda.attention import NoKernels, TritonAttention, TritonStep, padded
+from app.model.cuda.experts import ExpertMixture
 from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
 
-KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them; the final norm is one more
+_KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them
+_KERNELS_OF_EXPERTS = 8  # the same of a layer with experts
 _GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
 # Of a tile of queries. Eight for each thread; the kernel needs at least one, because it changes them in place.
 _NUMBERS_PER_WARP = 256
@@ -34,6 +37,8 @@ class CudaDecoder:
         self._weights, self._settings, self._attention = weights, weights.settings, attention
         self._layers = weights.layers[:num_layers] if num_layers else weights.layers
         self._kernels = NoKernels() if attention.device.type == "meta" else _kernels()
+        self._mixture = ExpertMixture(weights.settings.experts, attention.device)
+        self._num_experts = max((len(each.down) for each in self._layers if each.router is not None), default=0)
 
     def compute(
         self,
@@ -47,11 +52,12 @@ class CudaDecoder:
         """As DeviceForward has it."""
         residual = functional.embedding(token_ids[0], self._weights.embedding)  # [num_tokens, hidden_size]
         addend = None
+        lengths = positions.new_zeros(len(self._layers), self._num_experts, dtype=torch.int32)
         for index, layer in enumerate(self._layers):
             normed = self._add_norm(addend, residual, layer.input_norm)
             addend = self._attention_output(index, layer, normed, positions[0], step)
             normed = self._add_norm(addend, residual, layer.post_attention_norm)
-            addend = self._mlp_output(layer, normed)
+            addend = self._mlp_output(layer, normed, lengths[index])
         hidden = self._add_norm(addend, residual, self._weights.final_norm)
         wanted = hidden if logits_indices is None else hidden[logits_indices]
         return Prediction(
@@ -70,19 +76,28 @@ class CudaDecoder:
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
         return functional.linear(attended.flatten(1), layer.output, layer.output_bias)
 
-    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size]. Of weights sliced by inner outputs it is a partial sum, as above."""
+    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]; of experts [num_tokens, num_chosen, hidden_size], to be added up.
+
+        Of weights sliced by inner outputs it is a partial sum, as above. lengths: [num_experts] of zeros.
+        """
+        if layer.router is not None:
+            return self._mixture(normed, layer.router, layer.gate_up, layer.down, lengths)
         gate_up = functional.linear(normed, layer.gate_up)
         return functional.linear(self._gated(gate_up), layer.down)
 
     def _add_norm(self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Add to the residual in place; returns its norm. All [num_tokens, hidden_size]."""
+        """Add to the residual in place; returns its norm. All [num_tokens, hidden_size].
+
+        addend: several of each token, too: [num_tokens, num_addends, hidden_size].
+        """
         normed = torch.empty_like(residual)
         num_tokens, size = residual.shape
         width = padded(size, 1)
         self._kernels.add_norm_kernel[(num_tokens,)](
             residual if addend is None else addend, residual, weight, normed, self._settings.epsilon,
-            size=size, padded=width, has_addend=addend is not None, num_warps=_warps(width, _NORM_NUMBERS_PER_WARP),
+            size=size, padded=width, num_addends=0 if addend is None else addend[0].numel() // size,
+            num_warps=_warps(width, _NORM_NUMBERS_PER_WARP),
         )  # fmt: skip
         return normed
 
@@ -108,6 +123,11 @@ class CudaDecoder:
         output = gate_up.new_empty(num_tokens, size)
         self._kernels.gate_kernel[(num_tokens, -(-size // _GATE_TILE))](gate_up, output, size=size, tile=_GATE_TILE)
         return output
+
+
+def num_kernels_of(weights: JoinedWeights) -> int:
+    """Launches of our kernels, attention's among them, in a decode step. The last is the final norm."""
+    return 1 + sum(_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
 
 
 def _or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -22,14 +22,14 @@ def _weighted_norm(x, scale, weight, dtype: tl.constexpr):
 
 @triton.jit
 def add_norm_kernel(
-    addend,  # [num_tokens, size]
+    addends,  # [num_tokens, num_addends, size]
     residual,  # [num_tokens, size]; the sum is written to it
     weight,  # [size]
     normed,  # [num_tokens, size]
     epsilon,
     size: tl.constexpr,
     padded: tl.constexpr,
-    has_addend: tl.constexpr,
+    num_addends: tl.constexpr,
 ):
     """A residual sum and its RMSNorm. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -37,8 +37,11 @@ def add_norm_kernel(
     inside = at < size
     dtype = residual.dtype.element_ty
     x = tl.load(residual + token * size + at, mask=inside, other=0.0).to(tl.float32)
-    if has_addend:
-        total = (x + tl.load(addend + token * size + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    if num_addends > 0:
+        added = tl.zeros([padded], tl.float32)
+        for index in range(num_addends):
+            added += tl.load(addends + (token * num_addends + index) * size + at, mask=inside, other=0.0).to(tl.float32)
+        total = (x + added.to(dtype).to(tl.float32)).to(dtype)
         tl.store(residual + token * size + at, total, mask=inside)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)

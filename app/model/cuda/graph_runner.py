@@ -37,8 +37,10 @@ from app.model.cuda.decoder import CudaDecoder
 from app.model.forward import DeviceForward, Prediction, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.loader import LoadedModel
-from app.model.logprobs import Logprobs, WantedLogprobs, compute_logprobs
+from app.model.logprobs import ComputeLogprobs, Logprobs, WantedLogprobs, compute_logprobs
 from app.model.memory import is_out_of_memory
+from app.model.parallel.group import RankGroup
+from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.sampler import Sample, sample
 
@@ -64,6 +66,7 @@ class GraphModelRunner:
         capture: Capture | None,
         synchronize: Callable[[], None] | None = None,
         sample: Sample = sample,
+        compute_logprobs: ComputeLogprobs = compute_logprobs,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
@@ -71,7 +74,7 @@ class GraphModelRunner:
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
         self._model = model
-        self._sample = sample
+        self._sample, self._compute_logprobs = sample, compute_logprobs
         self._forward = _forward_of(model, attention)
         self._attention = attention
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -83,7 +86,10 @@ class GraphModelRunner:
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
         self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
+        self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
+        self._ranks: Ranks | None = None  # of rank 0, where there are several
+        self._group: RankGroup | None = None
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
@@ -92,9 +98,17 @@ class GraphModelRunner:
         Where memory ends, mixed steps are left out first, then sizes of decode steps. Raises InvalidSetup if the
         device's memory does not hold the `coarse_sizes`.
         """
-        if self._capture is not None:
-            self._capture_all(self._capture)
-            self._capture = None
+        if self._capture is None:
+            return
+        if self._ranks is not None:
+            self._ranks.prepare()
+        self._capture_all(self._capture)
+        self._capture = None
+        if self._group is not None and self._group.minimum(len(self._graphs)) != self._group.maximum(len(self._graphs)):
+            raise InvalidSetup(
+                "the ranks have captured different numbers of CUDA graphs, as memory ended on some of them; lower "
+                "cache.gpu_memory_fraction"
+            )
 
     def run(self, batch: Batch) -> StepResult:
         return self.launch(batch).result()
@@ -106,15 +120,43 @@ class GraphModelRunner:
             DeviceLost: as `LaunchedStep.result` does, too.
         """
         self.prepare()
-        with self._finding_loss:
+        with self._finding_loss, nullcontext() if self._ranks is None else self._ranks.watched():
             return self._launch(batch)
+
+    def lead(self, ranks: Ranks) -> None:
+        """Have other ranks compute each step, too."""
+        self._ranks = ranks
+        self.join(ranks.group)
+
+    def join(self, group: RankGroup) -> None:
+        """Compute with other ranks, before anything is captured."""
+        self._group = group
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def check(self) -> None:
+        """Raises DeviceLost if another rank has ended."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    @torch.inference_mode()
+    def follow(self, batch: Batch) -> None:
+        """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
+        self._predict(batch)
+        self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
+
+    def _predict(self, batch: Batch) -> Prediction:
+        graph = self._graph_for(batch)
+        return self._eagerly(batch) if graph is None else self._replayed(graph, batch)
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> LaunchedStep:
-        graph = self._graph_for(batch)
-        prediction = self._eagerly(batch) if graph is None else self._replayed(graph, batch)
+        with nullcontext() if self._ranks is None else self._ranks.step(batch):
+            prediction = self._predict(batch)
         pooled = None if prediction.hidden is None else PooledStates(batch, prediction.hidden)
-        step = LaunchedStep(partial(self._draw, prediction), self._finding_loss, pooled)
+        step = LaunchedStep(partial(self._draw, prediction), self._finding_loss, pooled, self._ranks)
         if not batch.lacks_history:
             step.draw(batch)
         return step
@@ -128,7 +170,7 @@ class GraphModelRunner:
         wanted = WantedLogprobs(batch)
         likeliest = None if likeliest is None else wanted.of_sampled(likeliest)
         self._drawn = self._sample(wanted.of_sampled(logits), batch.sampled, likeliest=likeliest)
-        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, compute_logprobs))
+        return _Drawn(self._drawn, wanted, wanted.compute(logits, self._drawn, self._compute_logprobs))
 
     def _eagerly(self, batch: Batch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -144,6 +186,7 @@ class GraphModelRunner:
     def _replayed(self, graph: _Graph, batch: Batch) -> Prediction:
         """The next replay overwrites it."""
         inputs = graph.inputs
+        self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
         known = self._known(inputs.token_ids, batch.scheduled)
         if known is not inputs.token_ids:
@@ -155,6 +198,8 @@ class GraphModelRunner:
         """The token ids, with placeholders replaced by the tokens of the step before."""
         if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
             return token_ids
+        if self._group is not None:
+            self._group.broadcast(self._drawn)
         return torch.where(token_ids < 0, self._drawn[(-1 - token_ids).clamp(min=0)], token_ids)
 
     def _graph_for(self, batch: Batch) -> _Graph | None:
@@ -293,8 +338,10 @@ class LaunchedStep:
         draw: Callable[[Batch], _Drawn],
         finding_loss: AbstractContextManager[None],
         pooled: PooledStates | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """draw: queues the draws of a batch after its forward pass."""
+        """draw: queues the draws of a batch after its forward pass. ranks: that compute it, too."""
+        self._ranks = ranks
         self._draw = draw
         self._finding_loss = finding_loss
         self._drawn: _Drawn | None = None
@@ -309,7 +356,7 @@ class LaunchedStep:
         """Wait for this step, not for those launched after it."""
         assert self._drawn is not None, "its tokens were never drawn"
         if self._drawn.copied is not None:
-            with self._finding_loss:
+            with self._finding_loss, nullcontext() if self._ranks is None else self._ranks.watched():
                 self._drawn.copied.synchronize()
         result = self._drawn.result()
         if self._pooled is not None and self._sums is not None:

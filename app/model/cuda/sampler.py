@@ -1,29 +1,40 @@
-"""Draws tokens on CUDA: the same function as `app/model/sampler.py`, in one launch for all rows of a step.
+"""Draws and log-probabilities on CUDA: the functions of `app/model/sampler.py` and `logprobs.py`, each in one launch
+for all rows of a step.
 
 A token is the one that the plain sampler draws, except where
 - two tokens' scores with noise differ by less than some 1e-5: its noise has float64 inside, that of the kernel float32;
 - a token lies within some 1e-6 of the edge of top-p or min-p: sums of weights are rounded in another order;
 - two logits become one score when they are divided by the temperature: here the greater logit still goes first.
+Penalties, biases, bans and masks change logits as `sampler.adjust` does, bit for bit, while they are read. The tokens
+that penalties and biases change stay on the device; a step brings those of the last token.
 Of equal logits the lower token goes first. Logits that are not numbers are never drawn.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.engine.logit_adjustments import LogitAdjustments
 from app.model.cuda.attention import NoKernels
-from app.model.inputs import bytes_to_device
-from app.model.sampler import adjust
+from app.model.inputs import bytes_to_device, to_device
+from app.model.logprobs import Logprobs
 
-_FACTS = "6q3f4x"  # of a row, see `draw_kernel`
-_TILE = 2048  # tokens of one pass of a program's loop: 4 for each of its threads
+_FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
+_CHANGE_BYTES = 5 * 4
+_FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
+# Tokens of one pass of a program's loop, 4 for each thread; half as many of float32, which would spill registers.
+_TILE = 2048
 _NUM_WARPS = 16
+_MOST_TOP = 32  # likeliest tokens for which the kernel is compiled at start; the API allows 20
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
 
 
@@ -31,69 +42,167 @@ class TritonSampler:
     """Replaces `sampler.sample` for logits in a device's memory."""
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
-        """tile: tokens of the vocabulary that a program looks at together, a power of two."""
+        """tile: tokens of 16 bits that a program looks at together, a power of two."""
         self._kernels = NoKernels() if device.type == "meta" else _kernels()
         self._tile = tile
-        self._no_masks = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
 
     def __call__(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `sampler.Sample`. A launch; two and a copy of their logits for rows with penalties or biases; none where
-        all rows take the likeliest, which are known."""
+        """See `sampler.Sample`. A launch; none where all rows take the likeliest, which are known."""
         if likeliest is not None and all(item.sampling.is_greedy and item.takes_all_logits for item in items):
             return likeliest
         tokens = torch.empty(len(items), dtype=torch.long, device=logits.device)
-        adjusted = [place for place, item in enumerate(items) if item.adjustments is not None]
-        if not adjusted:
-            self._draw(logits, range(len(items)), range(len(items)), items, tokens)
+        if not items:
             return tokens
-        self._draw(
-            adjust(logits, adjusted, [items[place] for place in adjusted]),
-            range(len(adjusted)),
-            adjusted,
-            items,
-            tokens,
-        )
-        if plain := [place for place, item in enumerate(items) if item.adjustments is None]:
-            self._draw(logits, plain, plain, items, tokens)
+        try:
+            self._draw(logits if logits.stride(-1) == 1 else logits.contiguous(), items, tokens)
+        except Exception:
+            self._entries.clear()  # the device may lack what was on its way
+            raise
         return tokens
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        places: Sequence[int],
-        items: Sequence[ScheduledSequence],
-        tokens: torch.Tensor,
-    ) -> None:
-        """One token from each of some rows. places: of the rows, in items and in tokens."""
-        if not rows:
-            return
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        vocab_size, masks = logits.shape[-1], bytearray()
-        facts = bytearray()
-        for row, place in zip(rows, places, strict=True):
-            item = items[place]
-            mask = item.mask(vocab_size)
-            facts += _facts_of(item, row, place, -1 if mask is None else len(masks) // len(mask))
-            masks += mask or b""
-        of_rows = bytes_to_device(facts, torch.long, logits.device)
-        of_masks = bytes_to_device(masks, torch.uint8, logits.device) if masks else self._no_masks
-        self._kernels.draw_kernel[(len(rows),)](
-            logits, logits.stride(0), vocab_size, of_rows, of_rows.view(torch.float32), of_masks, -(-vocab_size // 8),
-            tokens, unused=_UNUSED_BITS[logits.dtype], tile=min(self._tile, 1 << (vocab_size - 1).bit_length()),
-            num_warps=_NUM_WARPS,
+    def _draw(self, logits: torch.Tensor, items: Sequence[ScheduledSequence], tokens: torch.Tensor) -> None:
+        vocab_size = logits.shape[-1]
+        # A row with changed logits has a bit for each token and, where they changed, the new ones in float32.
+        num_changed = sum(_changes_logits(item) for item in items)
+        scratch = torch.empty(num_changed, -(-vocab_size // 32) + vocab_size, dtype=torch.int32, device=logits.device)
+        self._kernels.draw_kernel[(len(items),)](
+            logits, logits.stride(0), vocab_size, self._facts_of(items, scratch), tokens,
+            **_sizes(logits, self._tile),
+            enable_fp_fusion=False,  # a product and a sum are rounded one by one, as on a CPU
         )  # fmt: skip
 
+    def _facts_of(self, items: Sequence[ScheduledSequence], scratch: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads beside logits: the facts of each row, then masks, then changes and bans."""
+        masks = [b"" if item.matcher is None else item.allowed() for item in items]
+        of_masks = b"".join(masks)
+        next_mask = len(items) * _FACTS.size
+        of_masks += bytes(-(next_mask + len(of_masks)) % 4)
+        first_value = (next_mask + len(of_masks)) // 4
+        facts, values, next_scratch = bytearray(), bytearray(), scratch.data_ptr()
+        for item, mask in zip(items, masks, strict=True):
+            of_values: tuple[int, ...] = (0,) * 7
+            if _changes_logits(item):
+                of_values = (*self._values_of(item, values, first_value, scratch.device), next_scratch)
+                next_scratch += scratch.stride(0) * scratch.itemsize
+            facts += _FACTS.pack(*_numbers_of(item), next_mask if mask else 0, *of_values)
+            next_mask += len(mask)
+        together = facts + of_masks + values
+        return bytes_to_device(together + bytes(-len(together) % 8), torch.long, scratch.device)
 
-def _facts_of(item: ScheduledSequence, row: int, place: int, mask: int) -> bytes:
+    def _values_of(
+        self, item: ScheduledSequence, values: bytearray, first_value: int, device: torch.device
+    ) -> tuple[int, ...]:
+        """Appends changes and bans to the values; returns where they are, see `draw_kernel`."""
+        own, changes, entries, num_entries = item.adjustments, b"", 0, 0
+        if own is not None:
+            kept = self._entries.get(own)
+            if kept is None:
+                kept = self._entries[own] = DeviceEntries(device)
+            changes = kept.changes(own)
+            entries, num_entries = kept.tensor.data_ptr(), len(kept)
+        bans = array("i", () if item.matcher is not None else item.banned_token_ids)
+        at_change = first_value + len(values) // 4
+        at_ban = at_change + len(changes) // 4
+        values += changes
+        values += bans.tobytes()
+        return (at_change, len(changes) // _CHANGE_BYTES, at_ban, len(bans), entries, num_entries)
+
+
+class TritonLogprobs:
+    """Replaces `logprobs.compute_logprobs` for logits in a device's memory: one launch, and nothing as large as logits.
+
+    Logits that are not numbers count as -inf.
+    """
+
+    def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
+        """tile: as of `TritonSampler`."""
+        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+        self._tile = tile
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
+        """See `logprobs.ComputeLogprobs`."""
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        found = Logprobs(
+            token_ids.new_empty(len(rows), dtype=torch.float32),
+            token_ids.new_empty(len(rows)),
+            token_ids.new_empty(len(rows), num_top),
+            token_ids.new_empty(len(rows), num_top, dtype=torch.float32),
+        )
+        self._kernels.logprobs_kernel[(len(rows),)](
+            logits, logits.stride(0), logits.shape[-1], to_device(rows, logits.device), token_ids, num_top, *found,
+            **_sizes(logits, self._tile), most_top=max(_MOST_TOP, 1 << (num_top - 1).bit_length()),
+        )  # fmt: skip
+        return found
+
+
+class DeviceEntries:
+    """The tokens of one sequence whose logits penalties and biases change, on the device: [_, 4], see `draw_kernel`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.empty(0, 4, dtype=torch.int32, device=device)
+        self._places: dict[int, int] = {}
+        self._biases: dict[int, float] = {}
+        self._only_biased: set[int] = set()  # not in prompt or output
+        self._num_generated = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def changes(self, own: LogitAdjustments) -> bytes:
+        """What the device does not have yet."""
+        new: Iterable[int] = own.generated[self._num_generated :]
+        self._num_generated = len(own.generated)
+        if not len(self.tensor):
+            self._biases.update(zip(own.biased, own.biases, strict=True))
+            self._only_biased.update(own.biased)
+            new = [*own.seen, *own.generated]
+        self._only_biased.difference_update(new)
+        changed: Iterable[int] = dict.fromkeys(chain(new, () if len(self.tensor) else own.biased))
+        places = self._places
+        new_ones = [token for token in changed if token not in places]
+        places.update(zip(new_ones, range(len(places), len(places) + len(new_ones)), strict=True))
+        if len(self) > len(self.tensor):
+            self.tensor = self.tensor.new_empty(max(_FEWEST_ENTRIES, 2 * len(self)), 4)
+            changed = places
+        return self._packed(own, list(changed)) if changed else b""
+
+    def _packed(self, own: LogitAdjustments, tokens: list[int]) -> bytes:
+        """Column by column: a prompt has thousands."""
+        packed = array("i", bytes(_CHANGE_BYTES * len(tokens)))
+        packed[0::5] = array("i", [self._places[token] for token in tokens])
+        packed[1::5] = array("i", tokens)
+        penalty, only_biased, biases = own.repetition_penalty, self._only_biased, self._biases
+        numbers = (
+            [1.0 if token in only_biased else penalty for token in tokens],
+            own.deductions_of(tokens),
+            [biases.get(token, 0.0) for token in tokens],
+        )
+        for column, of_column in enumerate(numbers, start=2):
+            packed[column::5] = array("i", array("f", of_column).tobytes())
+        return packed.tobytes()
+
+
+def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    of_row = 1 << (logits.shape[-1] - 1).bit_length()
+    tile = min(tile * 2 // logits.itemsize, of_row)
+    return {"unused": _UNUSED_BITS[logits.dtype], "tile": tile, "num_warps": _NUM_WARPS}
+
+
+def _changes_logits(item: ScheduledSequence) -> bool:
+    """Whether any logits get other values. What a matcher allows is a mask, without the bans."""
+    return item.adjustments is not None or (bool(item.banned_token_ids) and item.matcher is None)
+
+
+def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
     sampling = item.sampling
     if sampling.is_greedy:
-        return struct.pack(_FACTS, row, place, mask, 0, 0, 0, 0.0, 1.0, 0.0)
-    return struct.pack(
-        _FACTS, row, place, mask, sampling.seed, item.end, sampling.top_k, sampling.temperature, sampling.top_p,
-        sampling.min_p,
+        return (0, 0, 0, 0.0, 1.0, 0.0, 0.0)
+    return (
+        sampling.seed, item.end, sampling.top_k, sampling.temperature, sampling.top_p, sampling.min_p, 0.0,
     )  # fmt: skip
 
 

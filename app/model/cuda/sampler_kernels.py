@@ -1,7 +1,7 @@
-"""Triton kernels that draw tokens; `sampler.py` launches them. Imported only there, on first use, because importing it
-needs Triton.
+"""Triton kernels that draw tokens and compute log-probabilities; `sampler.py` launches them. Imported only there, on
+first use, because importing it needs Triton.
 
-One program draws one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
+One program computes one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
 last token that top-k or top-p keeps is found by its *key*, an unsigned number in the order of the logits, digit by
 digit: each pass over the row measures what lies above 16 candidates at once. Keys of bfloat16 have 4 digits, of
 float32 8.
@@ -37,16 +37,72 @@ def _noise(key, tokens):
 
 
 @triton.jit
-def _load(row, mask, has_mask, tokens, vocab_size):
-    """Logits as float32; -inf where they are no number or the row's mask (see `Matcher.allowed`) has no bit."""
-    is_token = tokens < vocab_size
-    logits = tl.load(row + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
-    bits = tl.load(mask + tokens // 8, mask=is_token & has_mask, other=255).to(tl.int32)
-    return tl.where(((bits >> (tokens % 8)) & 1 != 0) & (logits == logits), logits, float("-inf"))
+def _behind(bits, vocab_size):
+    """Where the changed logits stand."""
+    return (bits + (vocab_size + 31) // 32).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def _key(logits, unused: tl.constexpr):
+def _changed(row, facts, values, vocab_size, tile: tl.constexpr):
+    """Writes down a row's changed logits: a bit for each token, behind them the changed ones. Returns the bits.
+
+    facts: from `changes` on, see `draw_kernel`. First the sequence's entries on the device are brought up to date.
+    """
+    changes, num_changes = values + tl.load(facts), tl.load(facts + 1)
+    bans, num_bans = values + tl.load(facts + 2), tl.load(facts + 3)
+    entries, num_entries = tl.load(facts + 4).to(tl.pointer_type(tl.int32)), tl.load(facts + 5)
+    bits = tl.load(facts + 6).to(tl.pointer_type(tl.int32))
+    logits = _behind(bits, vocab_size)
+    for start in range(0, num_changes, tile):
+        at = start + tl.arange(0, tile)
+        place = tl.load(changes + 5 * at, mask=at < num_changes, other=0)
+        for field in tl.static_range(4):
+            new = tl.load(changes + 5 * at + 1 + field, mask=at < num_changes, other=0)
+            tl.store(entries + 4 * place + field, new, mask=at < num_changes)
+    for start in range(0, (vocab_size + 31) // 32, tile):
+        at = start + tl.arange(0, tile)
+        tl.store(bits + at, tl.zeros([tile], tl.int32), mask=at < (vocab_size + 31) // 32)
+    tl.debug_barrier()  # what other threads have stored is read from here on
+    for start in range(0, num_entries, tile):
+        at = start + tl.arange(0, tile)
+        is_entry = at < num_entries
+        tokens = tl.load(entries + 4 * at, mask=is_entry, other=0)
+        numbers = (entries + 4 * at).to(tl.pointer_type(tl.float32))
+        factor = tl.load(numbers + 1, mask=is_entry, other=1.0)
+        before = tl.load(row + tokens, mask=is_entry, other=0.0).to(tl.float32)
+        after = tl.where(before > 0.0, tl.div_rn(before, factor), before * factor)
+        after += tl.load(numbers + 2, mask=is_entry, other=0.0)
+        after += tl.load(numbers + 3, mask=is_entry, other=0.0)
+        tl.store(logits + tokens, after, mask=is_entry)
+        tl.atomic_or(bits + tokens // 32, 1 << (tokens % 32), mask=is_entry, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    for start in range(0, num_bans, tile):
+        at = start + tl.arange(0, tile)
+        tokens = tl.load(bans + at, mask=at < num_bans, other=0)
+        tl.store(logits + tokens, float("-inf"), mask=at < num_bans)
+        tl.atomic_or(bits + tokens // 32, 1 << (tokens % 32), mask=at < num_bans, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    return bits
+
+
+@triton.jit
+def _load(row, tokens, vocab_size):
+    """Logits as float32, changed; -inf where they are no number or the mask (see `Matcher.allowed`) has no bit."""
+    logits, mask, has_mask, bits, has_changes = row
+    is_token = tokens < vocab_size
+    found = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
+    if has_changes:
+        # Bytes: as many threads share one as of a mask.
+        byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + tokens // 8, mask=is_token, other=0).to(tl.int32)
+        is_changed = (byte >> (tokens % 8)) & 1 != 0
+        changed = tl.load(_behind(bits, vocab_size) + tokens, mask=is_changed, other=0.0)
+        found = tl.where(is_changed, changed, found)
+    allowed = tl.load(mask + tokens // 8, mask=is_token & has_mask, other=255).to(tl.int32)
+    return tl.where(((allowed >> (tokens % 8)) & 1 != 0) & (found == found), found, float("-inf"))
+
+
+@triton.jit
+def _key(logits, unused):
     """Unsigned integers in the order of the logits. unused: low bits that are zero in all of them."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0 equals 0
     flipped = bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)
@@ -54,10 +110,11 @@ def _key(logits, unused: tl.constexpr):
 
 
 @triton.jit
-def _logit_of(key, unused: tl.constexpr):
+def _logit_of(key, unused):
     """The logit that has this key."""
     flipped = key << unused
-    bits = tl.where(flipped >> 31 != 0, flipped ^ 0x80000000, flipped ^ 0xFFFFFFFF)
+    all_ones = tl.full([], 0xFFFFFFFF, tl.uint32) >> unused
+    bits = tl.where(flipped >> 31 != 0, flipped ^ 0x80000000, (key ^ all_ones) << unused)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -69,19 +126,17 @@ def _weight(logits, most, scale):
 
 
 @triton.jit
-def _most(row, mask, has_mask, vocab_size, tile: tl.constexpr):
+def _most(row, vocab_size, tile: tl.constexpr):
     """The greatest logit."""
     most = tl.full([tile], float("-inf"), tl.float32)
     for start in range(0, vocab_size, tile):
-        most = tl.maximum(most, _load(row, mask, has_mask, start + tl.arange(0, tile), vocab_size))
+        most = tl.maximum(most, _load(row, start + tl.arange(0, tile), vocab_size))
     return tl.max(most, 0)
 
 
 @triton.jit
 def _edge(
     row,
-    mask,
-    has_mask,
     vocab_size,
     wanted,  # of the sum, where is_mass a share of it
     least,  # a key: tokens with lower ones do not count
@@ -89,7 +144,7 @@ def _edge(
     most,
     scale,
     is_mass: tl.constexpr,  # sums of weights; else of tokens
-    unused: tl.constexpr,
+    unused,
     tile: tl.constexpr,
 ):
     """The greatest key from which on tokens reach a sum: (key, how many of the tokens with this key that takes, how
@@ -100,14 +155,14 @@ def _edge(
     if excess > 0.0:
         too_many = excess * _weight(_logit_of(least, unused), most, scale)
     above, reached = 0.0, 0.0  # by tokens with greater keys; by those with this key, too
-    num_digits: tl.constexpr = (32 - unused + 3) // 4
+    num_digits = (35 - unused.to(tl.int32)) // 4
     for at in range(num_digits):
-        shift = 4 * (num_digits - 1 - at)
+        shift = (4 * (num_digits - 1 - at)).to(tl.uint32)
         candidates = edge | (digits << shift)
         sums = tl.zeros([16, tile], tl.float32)
         for start in range(0, vocab_size, tile):
             tokens = start + tl.arange(0, tile)
-            logits = _load(row, mask, has_mask, tokens, vocab_size)
+            logits = _load(row, tokens, vocab_size)
             keys = _key(logits, unused)
             weights = tl.where((keys >= least) & (tokens < vocab_size), 1.0, 0.0)
             if is_mass:
@@ -128,72 +183,155 @@ def _edge(
 
 
 @triton.jit
-def draw_kernel(
-    logits,  # [_, vocab_size]
-    row_stride,
-    vocab_size,
-    facts,  # [num_rows, 8] int64: row, place in token_ids, mask (-1: none), seed, position, top-k (0: none), numbers
-    numbers,  # the same memory as float32, [num_rows, 16]: from the 13th on temperature (0: greedy), top-p, min-p
-    masks,  # [_, mask_bytes] uint8
-    mask_bytes,
-    token_ids,  # [_] int64
-    unused: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """One token for each row. Grid: (num_rows,)."""
-    facts += tl.program_id(0) * 8
-    numbers += tl.program_id(0) * 16 + 12
-    row = logits + tl.load(facts) * row_stride
-    mask_row, top_k = tl.load(facts + 2), tl.load(facts + 5)
-    has_mask = mask_row >= 0
-    mask = masks + tl.maximum(mask_row, 0) * mask_bytes
-    temperature, top_p, min_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+def _best(row, vocab_size, filters, key, temperature, unused, tile: tl.constexpr):
+    """The token with the greatest score among those that the filters leave; 0 where there is none.
+
+    filters: tokens with keys greater than `edge` stay and the first `num_ties` with this one, where `has_edge`; and
+    those with at least `min_p` of the probability of the one with the logit `most`.
+    """
+    edge, num_ties, has_edge, min_p, most, scale = filters
     is_drawn = temperature > 0.0
-    temperature = tl.where(is_drawn, temperature, 1.0)
-
-    has_weights = (top_p < 1.0) | (min_p > 0.0)
-    scale = LOG2_E / temperature
-    most, num_ties, excess = 0.0, 0.0, 0.0
-    edge = tl.full([], 0, tl.uint32)  # tokens with greater keys stay, and the first `num_ties` with this one
-    if has_weights:
-        most = _most(row, mask, has_mask, vocab_size, tile)
-    has_top_k = (top_k > 0) & (top_k < vocab_size)
-    if has_top_k:
-        edge, num_ties, excess = _edge(
-            row, mask, has_mask, vocab_size, top_k.to(tl.float32), edge, 0.0, most, scale, False, unused, tile
-        )
-    if top_p < 1.0:
-        edge, num_ties, excess = _edge(
-            row, mask, has_mask, vocab_size, top_p, edge, excess, most, scale, True, unused, tile
-        )
-
-    has_edge = has_top_k | (top_p < 1.0)
-    key = _mix(
-        _mix(tl.load(facts + 3).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
-        + tl.load(facts + 4).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
-    )
+    divisor = tl.where(is_drawn, temperature, 1.0)
     best = tl.full([tile], float("-inf"), tl.float32)
     best_tokens = tl.zeros([tile], tl.int32)
     num_seen = 0  # tokens with the key `edge`
     for start in range(0, vocab_size, tile):
         tokens = start + tl.arange(0, tile)
-        row_logits = _load(row, mask, has_mask, tokens, vocab_size)
-        scores = tl.div_rn(row_logits, temperature)
+        logits = _load(row, tokens, vocab_size)
+        scores = tl.div_rn(logits, divisor)
         if has_edge:
-            keys = _key(row_logits, unused)
+            keys = _key(logits, unused)
             is_tie = (keys == edge) & (tokens < vocab_size)
             ordinals = num_seen + tl.cumsum(is_tie.to(tl.int32), 0)
             num_seen += tl.sum(is_tie.to(tl.int32), 0)
             stays = (keys > edge) | (is_tie & (ordinals <= num_ties))
             scores = tl.where(stays, scores, float("-inf"))
         if min_p > 0.0:
-            scores = tl.where(_weight(row_logits, most, scale) >= min_p, scores, float("-inf"))
+            scores = tl.where(_weight(logits, most, scale) >= min_p, scores, float("-inf"))
         if is_drawn:
             scores += _noise(key, tokens)
         is_better = scores > best
         best = tl.where(is_better, scores, best)
         best_tokens = tl.where(is_better, tokens, best_tokens)
     greatest = tl.max(best, 0)
-    # Of equal ones the first token; 0 where none may be drawn.
-    token = tl.min(tl.where(best == greatest, best_tokens, vocab_size), 0)
-    tl.store(token_ids + tl.load(facts + 1), tl.where(greatest > float("-inf"), token, 0).to(tl.int64))
+    token = tl.min(tl.where(best == greatest, best_tokens, vocab_size), 0)  # of equal ones the first
+    return tl.where(greatest > float("-inf"), token, 0)
+
+
+@triton.jit
+def draw_kernel(
+    logits,  # [num_rows, vocab_size]
+    row_stride,
+    vocab_size,
+    # [num_rows, 13] int64: seed, position, top-k (0: none), two of four float32 (temperature, 0: greedy; top-p; min-p;
+    # unused), first byte of a mask (0: none), first int32 of changes, how many; first of bans, how many; address of
+    # entries, how many; address of scratch memory (0: logits stay as they are). The bytes and int32 stand behind.
+    facts,
+    token_ids,  # [num_rows] int64
+    unused: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """One token for each row. Grid: (num_rows,).
+
+    An entry is a token whose logit changes: its id, its repetition penalty, what is added first, what is added then. A
+    change is an entry and, before it, its place among those that the device has of the sequence.
+    """
+    masks, values = facts.to(tl.pointer_type(tl.uint8)), facts.to(tl.pointer_type(tl.int32))
+    facts += tl.program_id(0) * 13
+    numbers = (facts + 3).to(tl.pointer_type(tl.float32))
+    temperature, top_p, min_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    logits += tl.program_id(0).to(tl.int64) * row_stride
+    bits, has_changes = values, tl.load(facts + 12) != 0
+    if has_changes:
+        bits = _changed(logits, facts + 6, values, vocab_size, tile)
+    row = (logits, masks + tl.load(facts + 5), tl.load(facts + 5) > 0, bits, has_changes)
+    # Changed logits have all bits of a float32; a ban adds none.
+    unused_bits = tl.where(tl.load(facts + 11) > 0, 0, unused).to(tl.uint32)
+
+    scale = LOG2_E / tl.where(temperature > 0.0, temperature, 1.0)
+    most, num_ties, excess = 0.0, 0.0, 0.0
+    edge = tl.full([], 0, tl.uint32)
+    if (top_p < 1.0) | (min_p > 0.0):
+        most = _most(row, vocab_size, tile)
+    top_k = tl.load(facts + 2)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    if has_top_k:
+        edge, num_ties, excess = _edge(
+            row, vocab_size, top_k.to(tl.float32), edge, 0.0, most, scale, False, unused_bits, tile
+        )
+    if top_p < 1.0:
+        edge, num_ties, excess = _edge(row, vocab_size, top_p, edge, excess, most, scale, True, unused_bits, tile)
+    seed, position = tl.load(facts).to(tl.uint64, bitcast=True), tl.load(facts + 1).to(tl.uint64, bitcast=True)
+    key = _mix(_mix(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
+    filters = (edge, num_ties, has_top_k | (top_p < 1.0), min_p, most, scale)
+    token = _best(row, vocab_size, filters, key, temperature, unused_bits, tile)
+    tl.store(token_ids + tl.program_id(0), token.to(tl.int64))
+
+
+@triton.jit
+def _note_greatest(row, vocab_size, num_top, token_ids, numbers, unused, tile: tl.constexpr):
+    """Stores the greatest logits of a row and their tokens, in the order of the tokens."""
+    least = tl.full([], 0, tl.uint32)
+    edge, num_ties, _ = _edge(row, vocab_size, num_top.to(tl.float32), least, 0.0, 0.0, 1.0, False, unused, tile)
+    num_stored, num_seen = 0, 0
+    for start in range(0, vocab_size, tile):
+        tokens = start + tl.arange(0, tile)
+        logits = _load(row, tokens, vocab_size)
+        keys = _key(logits, unused)
+        is_tie = (keys == edge) & (tokens < vocab_size)
+        ordinals = num_seen + tl.cumsum(is_tie.to(tl.int32), 0)
+        num_seen += tl.sum(is_tie.to(tl.int32), 0)
+        is_one = (keys > edge) | (is_tie & (ordinals <= num_ties))
+        places = num_stored + tl.cumsum(is_one.to(tl.int32), 0) - 1
+        num_stored += tl.sum(is_one.to(tl.int32), 0)
+        tl.store(token_ids + places, tokens.to(tl.int64), mask=is_one)
+        tl.store(numbers + places, logits, mask=is_one)
+    tl.debug_barrier()  # what other threads have stored is read from here on
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def logprobs_kernel(
+    logits,  # [_, vocab_size]
+    row_stride,
+    vocab_size,
+    rows,  # [num_rows] int64
+    token_ids,  # [num_rows] int64
+    num_top,
+    logprobs,  # [num_rows] float32: of each row's token
+    ranks,  # [num_rows] int64, from 1
+    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, of equal ones the lower id
+    top_logprobs,  # [num_rows, num_top] float32
+    unused: tl.constexpr,
+    most_top: tl.constexpr,  # a power of two
+    tile: tl.constexpr,
+):
+    """The log-softmax of some rows at one token and at the likeliest ones. Grid: (num_rows,)."""
+    at = tl.program_id(0)
+    logits += tl.load(rows + at) * row_stride
+    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False)  # neither a mask nor changes
+    unused_bits = tl.full([], unused, tl.uint32)
+    most = _most(row, vocab_size, tile)
+    own = tl.load(logits + tl.load(token_ids + at)).to(tl.float32)
+    own = tl.where(own == own, own, float("-inf"))
+    weights, num_greater = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.int32)
+    for start in range(0, vocab_size, tile):
+        tokens = start + tl.arange(0, tile)
+        found = _load(row, tokens, vocab_size)
+        weights += tl.where(tokens < vocab_size, _weight(found, most, LOG2_E), 0.0)
+        num_greater += (found > own).to(tl.int32)
+    # Every value is one subtraction from a logit, so equal logits have equal values.
+    normaliser = tl.maximum(most, -3.0e38) + tl.log(tl.sum(weights, 0))
+    tl.store(logprobs + at, own - normaliser)
+    tl.store(ranks + at, 1 + tl.sum(num_greater, 0).to(tl.int64))
+    if num_top > 0:
+        top_token_ids += at * num_top
+        top_logprobs += at * num_top
+        _note_greatest(row, vocab_size, num_top, top_token_ids, top_logprobs, unused_bits, tile)
+        these = tl.arange(0, most_top)
+        top = tl.load(top_logprobs + these, mask=these < num_top, other=float("-inf"))
+        tokens = tl.load(top_token_ids + these, mask=these < num_top, other=0)
+        is_tie = (top[None, :] == top[:, None]) & (these[None, :] < these[:, None])
+        places = tl.sum(((top[None, :] > top[:, None]) | is_tie).to(tl.int32), 1)
+        tl.debug_barrier()  # all are read before any is stored
+        tl.store(top_logprobs + places, top - normaliser, mask=these < num_top)
+        tl.store(top_token_ids + places, tokens, mask=these < num_top)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from app.model.attention import AttentionRules
-from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, experts_of, given, joined_bias
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, given, joined_bias
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +28,9 @@ class JoinedLayer:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]
-    down: torch.Tensor  # [hidden_size, intermediate_size]
+    router: torch.Tensor | None  # [num_experts, hidden_size]; None where there are no experts
+    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]; of experts with their number before
+    down: torch.Tensor  # [hidden_size, intermediate_size]; the same
     rules: AttentionRules
 
 
@@ -50,11 +51,6 @@ class JoinedWeights:
         for part in parts:
             found = (getattr(part, each.name) for each in fields(part))
             yield from (value for value in found if isinstance(value, torch.Tensor))
-
-
-def why_not_joined(module: PreTrainedModel) -> str | None:
-    """Why the decoder for CUDA cannot compute a Llama-like model; None when no reason is known."""
-    return "its MLPs are mixtures of experts" if experts_of(module).num_experts else None
 
 
 @torch.inference_mode()
@@ -86,6 +82,12 @@ def join_weights(module: PreTrainedModel, settings: DecoderSettings, *, num_posi
 def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
     state: dict[str, Any] = layer.state_dict()
     weights = state.get
+    router = weights("mlp.gate.weight")
+    if router is None:
+        gate_up = torch.cat([given(weights, f"mlp.{name}_proj.weight") for name in ("gate", "up")])
+        down = given(weights, "mlp.down_proj.weight")
+    else:  # transformers has joined them
+        gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
         query_key_value=torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
@@ -95,7 +97,8 @@ def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
         output=given(weights, "self_attn.o_proj.weight"),
         output_bias=weights("self_attn.o_proj.bias"),
         post_attention_norm=given(weights, "post_attention_layernorm.weight"),
-        gate_up=torch.cat([given(weights, f"mlp.{name}_proj.weight") for name in ("gate", "up")]),
-        down=given(weights, "mlp.down_proj.weight"),
+        router=router,
+        gate_up=gate_up,
+        down=down,
         rules=rules,
     )

@@ -76,6 +76,14 @@ class RankGroup:
         self._processes.allreduce([least], ReduceOp.MIN).wait()
         return int(least.item())
 
+    def maximum(self, number: int) -> int:
+        """The greatest of the ranks' numbers."""
+        return -self.minimum(-number)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long an exchange waits for the other ranks from now on."""
+        self._processes.set_timeout(timedelta(seconds=timeout_s))
+
     def send_all(self, content: bytes = b"") -> bytes:
         """Rank 0's content on all ranks."""
         length = torch.tensor([len(content)], device=self.device)

@@ -125,7 +125,10 @@ def test_another_launch_reaches_the_kernels() -> None:
 
 def test_draws_are_measured_through_the_runner(measured: Measured) -> None:
     _, tables = measured("sampler")
-    assert {row["draw"] for row in tables["draws"]} == {"greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9"}
+    assert {row["draw"] for row in tables["draws"]} == {
+        "greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9, grammar", "top-p 0.9, penalties",
+        "20 log-probabilities",
+    }  # fmt: skip
     assert all(row["replay_us"] > 0 for row in tables["draws"])
 
 
@@ -139,8 +142,8 @@ def test_transformers_answers_the_same_requests(measured: Measured, bench: Bench
 def test_after_a_fault_streams_end_and_after_a_lack_of_memory_they_go_on(measured: Measured) -> None:
     _, tables = measured("faults")
     illegal, memory = tables["faults"]
-    assert (illegal["streams"], illegal["next_request"]) == ("4 EngineStopped", "EngineStopped")
-    assert (memory["streams"], memory["next_request"]) == ("4 answered", "answered")
+    assert (illegal["streams"], illegal["next_request"]) == ("2 EngineStopped", "EngineStopped")
+    assert (memory["streams"], memory["next_request"]) == ("2 answered", "answered")
     assert {illegal["process"], memory["process"]} == {"ended with 0"}
 
 

@@ -12,7 +12,7 @@ import yaml
 from app.config import SchedulerConfig, StaticConfig
 from app.errors import InvalidSetup
 from app.fleet.dispatch import RequestSize, make_policy
-from deployments.serve.settings import max_ingress_requests, parse, read_serve_file, retuned
+from deployments.serve.settings import asked_threads, max_ingress_requests, parse, read_serve_file, retuned
 
 SIZE = RequestSize(num_prompt_tokens=1, num_expected_tokens=1)
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
@@ -118,6 +118,29 @@ def test_a_device_that_the_reservation_does_not_grant_is_refused(device: str, nu
     message = message_for(engine={"model": {"device": device}}, replicas={"num_gpus": num_gpus})
     assert message.startswith(f"models[0].replicas.num_gpus: got {num_gpus}")
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "message"),
+    [
+        ({}, {"tensor_parallel": 0}, "replicas.tensor_parallel: got 0; must be greater than or equal to 1"),
+        ({}, {"tensor_parallel": 2, "num_gpus": 0.5}, "replicas.num_gpus: got 0.5 with tensor_parallel 2; each of"),
+        ({"simulated": {}}, {"tensor_parallel": 2}, "replicas.tensor_parallel: got 2 with a simulated model"),
+        ({}, {"num_gpus": 4}, "replicas.num_gpus: got 4; it is at most 1. For 4 GPUs to each replica set num_gpus to"),
+    ],
+)
+def test_ranks_without_a_device_of_their_own_are_refused(
+    model: dict[str, Any], replicas: dict[str, Any], message: str
+) -> None:
+    assert message_for(engine={"model": model}, replicas=replicas).startswith(f"models[0].{message}")
+
+
+def test_a_replica_of_several_ranks_reserves_as_much_for_each() -> None:
+    args = {"models": [{"replicas": {"num_replicas": 1, "num_cpus": 2, "num_gpus": 1, "tensor_parallel": 4}}]}
+    config = parse(args)
+    [model] = config.models
+    assert (model.replicas.reserved_cpus, model.replicas.reserved_gpus) == (8, 4)
+    assert asked_threads(config)[:4] == [None] * 4
 
 
 def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:

@@ -27,12 +27,21 @@ from app.engine.batch import Batch, ScheduledSequence
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.cuda import attention as triton_attention
-from app.model.cuda import batch_invariant, decoder_kernels, invariant_kernels, sampler, sampler_kernels
+from app.model.cuda import (
+    batch_invariant,
+    decoder_kernels,
+    expert_kernels,
+    invariant_kernels,
+    sampler,
+    sampler_kernels,
+)
 from app.model.cuda import decoder as triton_decoder
+from app.model.cuda import experts as triton_experts
 from app.model.cuda import kernels as attention_kernels
 from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
+from app.model.llama import ExpertSettings
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
 CPU = torch.device("cpu")
@@ -63,13 +72,15 @@ class CompileOnly:
         assert all(size > 0 for size in grid), grid
         return self
 
-    def __call__(self, *given: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+    def __call__(
+        self, *given: Any, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True, **named: Any
+    ) -> None:
         parameters = self._kernel.params
         arguments = {p.name: value for p, value in zip(parameters, given, strict=False)} | named
         assert arguments.keys() == {p.name for p in parameters}, arguments.keys() ^ {p.name for p in parameters}
         constants = {p.name: arguments[p.name] for p in parameters if p.is_constexpr}
         signature = {p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in parameters}
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         for architecture in self._architectures:
             source = ASTSource(
                 fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned(parameters, arguments)
@@ -165,7 +176,9 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
 
     head_dim = 128
     layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
-    settings = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6)
+    settings = SimpleNamespace(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6, experts=ExpertSettings()
+    )  # fmt: skip
     weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
     cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
     decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
@@ -176,9 +189,22 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
     decoder._gated(zeros(4, 2 * inner_size))
 
 
+def launch_experts(*, hidden_size: int, inner_size: int, num_experts: int, per_token: int, dtype: torch.dtype) -> None:
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device="meta")
+
+    mixture = triton_experts.ExpertMixture(ExpertSettings(num_experts=num_experts, per_token=per_token), CPU)
+    mixture._widen = False
+    mixture(
+        zeros(40, hidden_size), zeros(num_experts, hidden_size), zeros(num_experts, 2 * inner_size, hidden_size),
+        zeros(num_experts, hidden_size, inner_size), torch.zeros(num_experts, dtype=torch.int32),
+    )  # fmt: skip
+
+
 def launch_sampler(dtype: torch.dtype) -> None:
     items = [ScheduledSequence("r", (0,), 0, [0], True, SamplingParams(max_tokens=1))] * 2
-    sampler.TritonSampler(CPU)(torch.zeros(2, 128_256, dtype=dtype), items)
+    logits = torch.zeros(2, 128_256, dtype=dtype)
+    sampler.TritonLogprobs(CPU)(logits, [0, 1], sampler.TritonSampler(CPU)(logits, items), num_top=20)
 
 
 def piece(start: int, num_tokens: int, block_ids: list[int]) -> ScheduledSequence:
@@ -212,11 +238,23 @@ DECODERS = {
 }  # fmt: skip
 
 
+EXPERTS = {
+    "mixtral": {
+        "hidden_size": 4096, "inner_size": 14336, "num_experts": 8, "per_token": 2, "dtype": torch.bfloat16,
+    },
+    "qwen30b": {"hidden_size": 2048, "inner_size": 768, "num_experts": 128, "per_token": 8, "dtype": torch.bfloat16},
+    "float32": {"hidden_size": 64, "inner_size": 48, "num_experts": 4, "per_token": 2, "dtype": torch.float32},
+}  # fmt: skip
+
+
 def compile_all() -> list[Compiled]:
     results: list[Compiled] = []
     for shape_name, decoder in DECODERS.items():
         with compiling(triton_decoder, decoder_kernels, shape_name, results):
             launch_decoder(**decoder)  # type: ignore[arg-type]
+    for shape_name, experts in EXPERTS.items():
+        with compiling(triton_experts, expert_kernels, shape_name, results):
+            launch_experts(**experts)  # type: ignore[arg-type]
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results):
             launch_invariant(dtype)

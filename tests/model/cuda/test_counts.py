@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 from app.config import ModelConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from app.model.attention import AttentionRules
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
-from app.model.loader import load_model
+from app.model.loader import LoadedModel, load_model
 from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -25,27 +27,37 @@ if torch.cuda.is_available():
     pytest.skip("counted in Triton's interpreter", allow_module_level=True)
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.captured_inputs import decode_size
+from app.model.cuda.captured_inputs import StepSize, decode_size
+from app.model.cuda.decoder import num_kernels_of
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 from tests.model.cuda.counting import Counts, counting
 
 CPU = torch.device("cpu")
 BYTES = torch.bfloat16.itemsize
+DECODE = decode_size(4)
+VOCAB_SIZE = 4096
 
 
-def runner_of(path: Path, backend: str = "torch", *, split_tokens: int = 16) -> GraphModelRunner:
-    """backend: auto for our decoder. Of 32 tokens, in two splits of keys."""
+def loaded(path: Path, backend: str = "torch") -> LoadedModel:
+    """backend: auto for our decoder, which is compared with transformers' code elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta" and backend == "auto"))
-        model = load_model(
+        patch.setattr("app.model.loader._computed_at_load", lambda model, probe, block_size: probe.own)
+        return load_model(
             ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "backend": backend}), str(path)
         )
+
+
+def runner_of(model: LoadedModel, *, split_tokens: int = 16) -> GraphModelRunner:
+    """Of 32 tokens, in two splits of keys."""
     attention = TritonAttention(
         model.layers, num_blocks=8, block_size=4, max_rows=6, max_blocks=8, dtype=model.dtype, device=model.device,
         split_tokens=split_tokens,
     )  # fmt: skip
-    return GraphModelRunner(model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU))
+    return GraphModelRunner(
+        model, attention, max_rows=6, capture=None, sample=TritonSampler(CPU), compute_logprobs=TritonLogprobs(CPU)
+    )
 
 
 def saved(architecture: str, folder: Path, num_layers: int) -> Path:
@@ -57,50 +69,66 @@ def saved(architecture: str, folder: Path, num_layers: int) -> Path:
     return path
 
 
-def of_layers(architecture: str, folder: Path, backend: str) -> list[Counts]:
-    """Decode steps of models with two layers and with three."""
-    counts = []
-    for num_layers in (2, 3):
-        runner = runner_of(saved(architecture, folder, num_layers), backend)
-        with counting() as counted:
-            runner.compute_padding(decode_size(4))
-        counts.append(counted)
+def counted(model: LoadedModel, size: StepSize) -> Counts:
+    runner = runner_of(model)
+    with counting() as counts:
+        runner.compute_padding(size)
     return counts
 
 
 @pytest.mark.parametrize(("architecture", "most"), [("llama", 40), ("qwen3", 56), ("mixtral", 58)])
 def test_launches_of_a_layer_in_transformers_code(architecture: str, most: int, tmp_path: Path) -> None:
     """What our own decoder is there to lower."""
-    two, three = of_layers(architecture, tmp_path, "torch")
+    two, three = (counted(loaded(saved(architecture, tmp_path, n)), DECODE) for n in (2, 3))
     assert three.num_launches - two.num_launches <= most
     assert [each.kernel for each in three.kernels] == 3 * ["write_kernel", "decode_kernel", "reduce_kernel"]
     assert not three.waits
 
 
 def test_nothing_is_reduced_where_the_longest_sequence_is_one_split(tiny_model_path: Callable[[str], Path]) -> None:
-    runner = runner_of(tiny_model_path("llama"), split_tokens=32)
+    runner = runner_of(loaded(tiny_model_path("llama")), split_tokens=32)
     with counting() as counts:
         runner.compute_padding(decode_size(2))
     assert [each.kernel for each in counts.kernels] == 2 * ["write_kernel", "decode_kernel"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_launches_of_a_layer_in_our_decoder(architecture: str, tmp_path: Path) -> None:
-    two, three = of_layers(architecture, tmp_path, "auto")
-    of_layer = [
-        "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", "add_norm_kernel", "gate_kernel"
-    ]  # fmt: skip
-    assert [each.kernel for each in three.kernels] == [*3 * of_layer, "add_norm_kernel"]
-    assert three.num_launches - two.num_launches <= 10  # with four products
-    assert not three.waits
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts_and_experts(
+    architecture: str, tmp_path: Path
+) -> None:
+    model = loaded(saved(architecture, tmp_path, 2), "auto")
+    assert model.joined is not None
+    first = replace(model, joined=replace(model.joined, layers=model.joined.layers[:1]))
+    has_experts = architecture in ("mixtral", "qwen3_moe")
+    of_mlp = ["route_kernel", "expert_gate_kernel", "expert_down_kernel"] if has_experts else ["gate_kernel"]
+    for size in (DECODE, StepSize(8, 4, 2)):
+        one, two = counted(first, size), counted(model, size)
+        of_attention = ["decode_kernel", "reduce_kernel", *["prefill_kernel"] * size.is_mixed]
+        of_layer = ["add_norm_kernel", "rotate_write_kernel", *of_attention, "add_norm_kernel", *of_mlp]
+        assert [each.kernel for each in two.kernels] == [*2 * of_layer, "add_norm_kernel"]
+        assert len(two.kernels) == num_kernels_of(model.joined) + 2 * size.is_mixed
+        # Products: of queries, keys and values, of attention's output; and two of an MLP, or that of the router.
+        assert two.num_launches - one.num_launches == 10 + size.is_mixed + has_experts <= 12
+        assert not two.waits
 
 
-def scheduled(token_ids: list[int], start: int, block_ids: list[int], **sampling: Any) -> ScheduledSequence:
+def scheduled(
+    token_ids: list[int],
+    start: int,
+    block_ids: list[int],
+    *,
+    banned: tuple[int, ...] = (),
+    allowed: range | None = None,
+    **sampling: Any,
+) -> ScheduledSequence:
     params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling)
     adjustments = LogitAdjustments(params, token_ids) if params.adjusts_logits else None
     if adjustments is not None:
         adjustments.follow([7, 8, 7])
-    return ScheduledSequence("r", tuple(token_ids), start, block_ids, True, params, adjustments=adjustments)
+    return ScheduledSequence(
+        "r", tuple(token_ids), start, block_ids, True, params, banned_token_ids=banned, adjustments=adjustments,
+        matcher=None if allowed is None else TokenSet(allowed, vocab_size=VOCAB_SIZE),
+    )  # fmt: skip
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -108,11 +136,16 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 0.8, "seed": 3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "penalised": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
-}
+    "banned": {"banned": (2, 3)},
+    "grammar": {"allowed": range(0, 64, 3), "banned": (3,), "temperature": 0.8, "top_p": 0.9},
+    "all": {
+        "allowed": range(0, 64, 3), "frequency_penalty": 0.5, "temperature": 0.8, "top_p": 0.9, "logprobs": 5,
+    },
+    "log-probabilities": {"logprobs": 2},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", SAMPLED)
-@pytest.mark.parametrize("has_prompt", [False, True])
+@pytest.mark.parametrize(("how", "has_prompt"), [*((how, False) for how in SAMPLED), ("greedy", True), ("all", True)])
 @torch.inference_mode()
 def test_the_host_never_waits_between_a_batch_and_its_tokens(
     how: str, tiny_model_path: Callable[[str], Path], *, has_prompt: bool
@@ -120,14 +153,59 @@ def test_the_host_never_waits_between_a_batch_and_its_tokens(
     items = [scheduled([5], 9, [1, 2, 3], **SAMPLED[how]), scheduled([6], 4, [4, 5])]
     if has_prompt:
         items.append(scheduled(list(range(7)), 0, [6, 7]))
-    runner = runner_of(tiny_model_path("llama"))
+    runner = runner_of(loaded(tiny_model_path("llama")))
+    has_logprobs = "logprobs" in SAMPLED[how]
     with counting() as counts:
-        launched = runner.launch(Batch(tuple(items), tuple(items)))
+        launched = runner.launch(Batch(tuple(items), tuple(items), has_logprobs=has_logprobs))
     assert counts.waits == []
+    of_sampling = ["draw_kernel", "logprobs_kernel"] if has_logprobs else ["draw_kernel"]
+    assert [each.kernel for each in counts.kernels if each.kernel in of_sampling] == of_sampling
     assert len(launched.result().token_ids) == len(items)
     with counting() as counts:
         launched.result()
-    assert counts.waits == ["tolist"]
+    assert set(counts.waits) == {"tolist"}
+
+
+def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
+    """Draws from bfloat16 logits of 4,096 tokens, with log-probabilities where they are wanted."""
+    logits = torch.randn(len(items), VOCAB_SIZE).bfloat16()
+    sample, compute = TritonSampler(CPU), TritonLogprobs(CPU)
+    num_top = items[0].sampling.logprobs
+    with counting() as counts:
+        tokens = sample(logits, items)
+        if num_top is not None:
+            compute(logits, range(len(items)), tokens, num_top=num_top)
+    return counts, logits
+
+
+@pytest.mark.parametrize(
+    ("how", "passes", "of_token", "beside"),
+    # of_token: bytes beside the logit. beside: bytes of a row's entries, bans and their logits.
+    [
+        ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), ("filtered", 10, 0, 0), ("penalised", 1, 1 / 8, 4 * 42),
+        ("banned", 1, 1 / 8, 16), ("grammar", 6, 1 / 8, 0),
+    ],
+)  # fmt: skip
+def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_token: float, beside: int) -> None:
+    counts, logits = sampled(*[scheduled([5], 9, [1], **SAMPLED[how])] * 2)
+    assert [each.kernel for each in counts.kernels] == ["draw_kernel"]
+    assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_"}
+    moved = counts.traffic("draw_kernel")
+    facts = len(logits) * 13 * 8
+    least = logits.nbytes + logits.numel() * of_token
+    assert least <= moved.read <= least + facts + len(logits) * beside
+    # Eight tokens load the same byte of bits.
+    most = passes * (logits.nbytes + logits.numel() * of_token * 8)
+    assert moved.loaded <= most + 2 * (facts + len(logits) * beside)
+
+
+def test_log_probabilities_read_logits_for_the_greatest_the_sum_and_the_likeliest() -> None:
+    counts, logits = sampled(*[scheduled([5], 9, [1], logprobs=2)] * 2)
+    assert [each.kernel for each in counts.kernels] == ["draw_kernel", "logprobs_kernel"]
+    moved = counts.traffic("logprobs_kernel")
+    assert moved.read <= logits.nbytes * 1.02
+    assert moved.loaded <= logits.nbytes * (1 + 1 + 4 + 1) * 1.02  # four digits of a bfloat16
+    assert moved.written == 2 * (4 + 8 + 2 * (4 + 8))
 
 
 def attended(sizes: list[tuple[int, int]], *, num_heads: int = 8, num_kv_heads: int = 2, dim: int = 128) -> Counts:

@@ -27,13 +27,11 @@ from tests.tiny_models import build_tiny_model
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.captured_inputs import StepSize, decode_size
-from app.model.cuda.decoder import KERNELS_PER_LAYER, CudaDecoder
+from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.graph_runner import GraphModelRunner
-from tests.model.cuda.counting import Counts, counting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 NUM_BLOCKS = 8
 PROMPTS = (tuple(range(3, 18)), (5, 6, 7), tuple(range(3, 14)))
 
@@ -227,33 +225,3 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
         assert torch.equal(among._eagerly(Batch(items, ())).logits[1], first[0])
         items = (piece((9,), 1, [5]), piece((9,), 0, [6]), piece((14,), 6, [3, 1]))
         assert torch.equal(among._eagerly(Batch(items, ())).logits[2], second[0])
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
-class TestLaunches:
-    """Of a layer: those of a model with one layer more, all layers alike."""
-
-    def counts(self, architecture: str, folder: Path, num_layers: int, size: StepSize, *, backend: str) -> Counts:
-        path = folder / str(num_layers)
-        build_tiny_model(
-            architecture, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers, mlp_only_layers=[]
-        ).save_pretrained(path)
-        runner = runner_of(load(path, backend=backend))
-        with counting() as counts:
-            runner.compute_padding(size)
-        return counts
-
-    @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-    @pytest.mark.parametrize("is_mixed", [False, True])
-    def test_a_layer_takes_ten_launches_and_no_wait(self, architecture: str, tmp_path: Path, *, is_mixed: bool) -> None:
-        size = StepSize(8, 4, 2) if is_mixed else decode_size(4)
-        two, three = (self.counts(architecture, tmp_path, n, size, backend="auto") for n in (2, 3))
-        of_prefill = ["prefill_kernel"] * is_mixed
-        of_ours = [
-            "add_norm_kernel", "rotate_write_kernel", "decode_kernel", "reduce_kernel", *of_prefill, "add_norm_kernel",
-            "gate_kernel",
-        ]  # fmt: skip
-        assert [each.kernel for each in three.kernels] == 3 * of_ours + ["add_norm_kernel"]
-        assert len(of_ours) - is_mixed == KERNELS_PER_LAYER
-        assert three.num_launches - two.num_launches == 10 + is_mixed
-        assert not three.waits

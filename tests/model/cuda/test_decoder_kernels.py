@@ -49,7 +49,7 @@ def decoder_of(shape: Shape) -> CudaDecoder:
     norms = [shape.random(shape.head_dim) if shape.has_norm else None for _ in range(2)]
     layer = JoinedLayer(
         input_norm=none, query_key_value=none, query_key_value_bias=None, query_norm=norms[0], key_norm=norms[1],
-        output=none, output_bias=None, post_attention_norm=none, gate_up=none, down=none,
+        output=none, output_bias=None, post_attention_norm=none, router=None, gate_up=none, down=none,
         rules=AttentionRules(scaling=0.1),
     )  # fmt: skip
     positions = torch.arange(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,12 @@ from app.engine.batch import ScheduledSequence
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
-from app.model.sampler import gumbel_noise, sample
+from app.model.logprobs import compute_logprobs
+from app.model.sampler import adjust, gumbel_noise, sample
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import DeviceEntries, TritonLogprobs, TritonSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 45
@@ -31,11 +35,12 @@ def item(
     position: int = 3,
     banned: tuple[int, ...] = (),
     allowed: tuple[int, ...] = (),
+    prompt: tuple[int, ...] = (1, 2, 2),
     generated: tuple[int, ...] = (),
     **sampling: Any,
 ) -> ScheduledSequence:
     params = SamplingParams(max_tokens=9, **sampling)
-    adjustments = LogitAdjustments(params, (1, 2, 2))
+    adjustments = LogitAdjustments(params, prompt)
     adjustments.follow(generated)
     return ScheduledSequence(
         request_id="r", token_ids=(1,), start=position - 1, block_ids=[0], samples=True, sampling=params,
@@ -59,13 +64,24 @@ any_filters = st.fixed_dictionaries(
         "allowed": st.sampled_from([(), (), (3, 17, 39, 44)]),
     }
 )
+with_changes = st.fixed_dictionaries(
+    {
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.25]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 2.0]),
+        "logit_bias": st.sampled_from([(), ((3, 0.5), (17, -0.25))]),
+        "generated": st.sampled_from([(), (3, 5, 5, 40)]),
+    }
+)
 # Few different values: most tokens have equals.
 some_logits = st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=VOCAB_SIZE, max_size=VOCAB_SIZE)
 
 
 # Without shrinking: a row takes the interpreter some 50 ms.
-@settings(deadline=None, max_examples=80, derandomize=True, phases=[Phase.generate])
-@given(rows=st.lists(st.tuples(some_logits, any_filters), min_size=1, max_size=3), dtype=st.sampled_from(TYPES))
+@settings(deadline=None, max_examples=30, derandomize=True, phases=[Phase.generate])
+@given(
+    rows=st.lists(st.tuples(some_logits, st.builds(dict.__or__, any_filters, with_changes)), min_size=1, max_size=3),
+    dtype=st.sampled_from(TYPES),
+)
 def test_the_same_tokens_as_the_plain_sampler_alone_and_in_any_batch(
     rows: list[tuple[list[float], dict[str, Any]]], dtype: torch.dtype
 ) -> None:
@@ -87,9 +103,7 @@ def _with_shares(item: ScheduledSequence, factor: float) -> ScheduledSequence:
     min_p = params.min_p if params.min_p == 1.0 else params.min_p / factor
     return structs.replace(
         item,
-        sampling=SamplingParams(
-            max_tokens=9, seed=params.seed, temperature=params.temperature, top_k=params.top_k, top_p=top_p, min_p=min_p
-        ),
+        sampling=replace(params, top_p=top_p, min_p=min_p),
     )
 
 
@@ -104,10 +118,8 @@ def _with_shares(item: ScheduledSequence, factor: float) -> ScheduledSequence:
 )  # fmt: skip
 def test_the_same_tokens_of_other_numbers(filters: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    logits = (torch.randn(9, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE).repeat(3, 1)).to(
-        dtype
-    )
-    items = [item(position=n, temperature=0.7, seed=n * 7919, **filters) for n in range(1, 10)]
+    logits = (torch.randn(3, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE)).to(dtype)
+    items = [item(position=n, temperature=0.7, seed=n * 7919, **filters) for n in range(1, 4)]
     assert TritonSampler(DEVICE, tile=128)(logits, items).tolist() == sample(logits, items).tolist()
 
 
@@ -133,10 +145,132 @@ def test_logits_that_are_not_numbers_still_give_a_token_and_harm_no_other_row() 
         assert drawn[3] == sample(logits[3:], items[:1]).item()
 
 
+def test_equal_negative_logits_at_the_edge_of_top_p_are_counted_by_their_weight() -> None:
+    logits = torch.full((8, 4), -2.0, dtype=torch.bfloat16, device=DEVICE)
+    items = [item(top_p=0.499, position=n) for n in range(1, 9)]
+    assert set(triton()(logits, items).tolist()) == {0, 1}
+
+
 def test_minus_zero_is_zero() -> None:
     logits = torch.full((1, VOCAB_SIZE), -1.0, device=DEVICE)
     logits[0, 7], logits[0, 9] = -0.0, 0.0
     assert triton()(logits, [item(top_k=1)]).item() == 7
+
+
+some_tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12).map(tuple)
+any_changes = st.fixed_dictionaries(
+    {
+        "presence_penalty": st.sampled_from([0.0, -2.0, 0.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7, 2.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.1, 0.3, 10.0]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB_SIZE - 1), st.floats(-100, 100)).map(
+            lambda each: tuple(each.items())
+        ),
+        "allowed": st.sampled_from([(), (3, 17, 39, 44)]),
+        "banned": some_tokens.map(lambda tokens: tuple(set(tokens))),
+    }
+)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads what the kernel writes down for itself")
+@settings(deadline=None, max_examples=12, derandomize=True, phases=[Phase.generate])
+@given(
+    rows=st.lists(st.tuples(any_changes, some_tokens, some_tokens), min_size=1, max_size=3),
+    dtype=st.sampled_from(TYPES),
+)
+def test_changed_logits_are_those_of_a_cpu_bit_for_bit_while_tokens_are_added(
+    rows: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]], dtype: torch.dtype
+) -> None:
+    logits = (torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(len(rows))) * 5).to(dtype)
+    ours, scratches = triton(), []
+
+    def noting(items: Any, scratch: torch.Tensor) -> torch.Tensor:
+        scratches.append(scratch)
+        return TritonSampler._facts_of(ours, items, scratch)
+
+    items = [item(prompt=prompt, temperature=0.0, **fields) for fields, prompt, _ in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.model.cuda.sampler._FEWEST_ENTRIES", 4)
+        patch.setattr(ours, "_facts_of", noting)
+        for end in (0, 5, 13):
+            for each, (_, _, generated) in zip(items, rows, strict=True):
+                if each.adjustments is not None:
+                    each.adjustments.follow(generated[:end])
+            ours(logits, items)
+    places = [
+        at
+        for at, each in enumerate(items)
+        if each.adjustments is not None or (each.banned_token_ids and each.matcher is None)
+    ]
+    assert len(scratches[-1]) == len(places)
+    num_words = -(-VOCAB_SIZE // 32)
+    for scratch, at in zip(scratches[-1], places, strict=True):
+        banned = () if items[at].matcher is not None else items[at].banned_token_ids
+        of_row = structs.replace(items[at], matcher=None, banned_token_ids=banned)
+        bits = np.unpackbits(scratch[:num_words].numpy().view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+        found = torch.where(torch.from_numpy(bits) != 0, scratch[num_words:].view(torch.float32), logits[at].float())
+        assert torch.equal(found, adjust(logits[at : at + 1], [0], [of_row])[0])
+
+
+def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    changes = DeviceEntries.changes
+
+    def noting(self: DeviceEntries, own: LogitAdjustments) -> bytes:
+        sent.append(changes(self, own))
+        return sent[-1]
+
+    monkeypatch.setattr(DeviceEntries, "changes", noting)
+    ours, logits = triton(), torch.randn(1, VOCAB_SIZE, device=DEVICE)
+    each = item(repetition_penalty=1.5, frequency_penalty=0.5, prompt=tuple(range(30)), logit_bias=((40, 1.0),))
+    assert each.adjustments is not None
+    for generated in ((), (), (5,), (5, 41), (5, 41, 41, 2)):
+        each.adjustments.follow(generated)
+        ours(logits, [each])
+    assert [len(part) // 20 for part in sent] == [31, 0, 1, 1, 2]
+
+
+def test_entries_go_with_their_sequence_and_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, logits = triton(), torch.randn(2, VOCAB_SIZE, device=DEVICE)
+    items = [item(repetition_penalty=1.5, prompt=(n, 7), temperature=0.0) for n in range(2)]
+    expected = ours(logits, items).tolist()
+    assert len(ours._entries) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_kernels", None)
+        with pytest.raises(AttributeError):
+            ours(logits, items)
+    assert ours(logits, items).tolist() == expected
+    del items[0]
+    gc.collect()
+    assert len(ours._entries) == 1
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+@pytest.mark.parametrize("spread", [0.5, 30.0])
+def test_log_probabilities_are_those_of_torch(spread: float, num_top: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, 203, device=DEVICE) * spread).to(dtype)
+    logits[1, 7:] = float("-inf")
+    rows, tokens = [4, 1, 0], torch.tensor([3, 5, 202], device=DEVICE)
+    found = TritonLogprobs(DEVICE, tile=128)(logits, rows, tokens, num_top=num_top)
+    plain = compute_logprobs(logits, rows, tokens, num_top=num_top)
+    torch.testing.assert_close(found.logprobs, plain.logprobs, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(found.top_logprobs, plain.top_logprobs, atol=1e-5, rtol=1e-6)
+    assert torch.equal(found.ranks, plain.ranks)
+    # Of equal ones the lower token goes first.
+    expected = logits[rows].float().sort(descending=True, stable=True).indices[:, :num_top]
+    assert torch.equal(found.top_token_ids, expected)
+
+
+def test_log_probabilities_without_numbers_harm_no_other_row() -> None:
+    logits = torch.zeros(3, VOCAB_SIZE, device=DEVICE)
+    logits[0], logits[1, 4] = float("nan"), float("nan")
+    tokens = torch.tensor([2, 2, 2], device=DEVICE)
+    found = TritonLogprobs(DEVICE, tile=TILE)(logits, range(3), tokens, num_top=2)
+    assert found.logprobs.tolist() == [-math.inf, pytest.approx(-math.log(44)), pytest.approx(-math.log(45))]
+    assert found.top_token_ids.tolist() == [[0, 1]] * 3
+    assert found.logprobs[1:].tolist() == found.top_logprobs[1:, 0].tolist()
 
 
 class Launches:
@@ -178,10 +312,10 @@ CHANGED: list[dict[str, Any]] = [
 def test_a_sampled_step_is_one_launch_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     monkeypatch.setattr("app.model.cuda.sampler._kernels", lambda: launches)
-    logits = torch.randn(5, VOCAB_SIZE, dtype=torch.bfloat16)
+    logits = torch.randn(len(CHANGED), VOCAB_SIZE, dtype=torch.bfloat16)
     ours = TritonSampler(torch.device("cpu"))
     with Operators() as operators:
-        ours(logits, [item(**{"temperature": 0.6, **row}) for row in CHANGED[3:]])
+        ours(logits, [item(**{"temperature": 0.6, **row}) for row in CHANGED])
     assert launches.names == ["draw_kernel"]
     assert operators.waiting == []
     assert not {"clone", "copy_", "sort", "_to_copy", "argmax"} & set(operators.names), "nothing as large as logits"

@@ -1,0 +1,76 @@
+"""A mixture of experts on CUDA: four launches, whatever the number of experts, because all their products are one.
+
+torch has a grouped product, too. It is for bfloat16 on Hopper and newer, chooses its tiles by the number of rows, and
+needs the rows sorted before and summed up afterwards; the kernels here (`expert_kernels.py`) do all of that.
+
+A shared expert, to which every token goes, is cut into pieces of the size of the others and computed beside them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from app.model.cuda.attention import NoKernels, padded
+from app.model.llama import ExpertSettings
+
+# One size for any number of tokens, because a row's bits follow from it. 64 rows are one wgmma.
+_TILE_ROWS = _TILE_COLUMNS = 64
+_TILE_DEPTH_BYTES = 128
+
+
+class ExpertMixture:
+    """The MLPs of a layer with experts, each token's in a few of them."""
+
+    def __init__(self, settings: ExpertSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._widen = device.type == "cpu"
+        self._kernels = NoKernels() if device.type == "meta" else _kernels()
+
+    def __call__(
+        self, x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Each token's outputs of its experts times their shares: [num_tokens, num_chosen, hidden_size].
+
+        x: [num_tokens, hidden_size]; router: [num_routed, hidden_size], and a row for the shared expert where there is
+        one; gate_up: [num_experts, 2 * inner size, hidden_size], the pieces of the shared expert last; down:
+        [num_experts, hidden_size, inner size]; lengths: [num_experts] int32 of zeros, which are overwritten.
+        """
+        num_experts, size, inner = down.shape
+        num_shared = num_experts - self._settings.num_experts
+        num_tokens, num_chosen = len(x), self._settings.per_token + num_shared
+        lists = lengths.new_empty(num_experts, num_tokens)
+        shares = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=x.device)
+        self._kernels.route_kernel[(num_tokens,)](
+            functional.linear(x, router), lists, lengths, shares, num_routed=self._settings.num_experts,
+            num_shared=num_shared, experts_padded=padded(self._settings.num_experts, 1), num_chosen=num_chosen,
+            chosen_padded=padded(num_chosen, 1), sums_to_one=self._settings.weights_sum_to_one,
+            rounds=self._settings.rounds_weights, num_warps=1,
+        )  # fmt: skip
+        # As many tiles as there can be: each expert's last one may be short, and none is without a row.
+        num_tiles = min(shares.numel(), -(-shares.numel() // _TILE_ROWS) + num_experts)
+        options = {
+            "num_experts": num_experts, "experts_padded": padded(num_experts, 1), "tile_rows": _TILE_ROWS,
+            "tile_columns": _TILE_COLUMNS, "tile_depth": _TILE_DEPTH_BYTES // x.element_size(), "widen": self._widen,
+            "num_warps": 2 * x.element_size(), "num_stages": 3,
+        }  # fmt: skip
+        gated = x.new_empty(shares.numel(), inner)
+        self._kernels.expert_gate_kernel[(num_tiles, -(-inner // _TILE_COLUMNS))](
+            x, gate_up, lists, lengths, gated, num_tokens, size=inner, depth=size, num_chosen=num_chosen, **options
+        )
+        output = x.new_empty(num_tokens, num_chosen, size)
+        self._kernels.expert_down_kernel[(num_tiles, -(-size // _TILE_COLUMNS))](
+            gated, down, lists, lengths, shares, output, num_tokens, size=size, depth=inner, **options
+        )
+        return output
+
+
+@cache
+def _kernels() -> Any:
+    """The kernels' module, imported on first use: a machine without Triton imports this file too."""
+    from app.model.cuda import expert_kernels
+
+    return expert_kernels

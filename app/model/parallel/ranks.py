@@ -1,0 +1,300 @@
+"""Rank 0's side: the processes of the other ranks, the steps that they get, and a watch over both.
+
+A step's exchanges hang where a rank has died or hangs, and then no rank can compute another step. So the first error of
+a step or of a rank ends them all, and the step raises DeviceLost: the engine ends, its streams go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.config import GIB
+from app.engine.batch import Batch, DeviceLost
+from app.errors import CarouselError, Failure, InvalidSetup, described
+from app.model.parallel.channel import Channel, Kind
+from app.model.parallel.group import RankGroup
+from app.model.parallel.steps import StepWriter
+
+logger = logging.getLogger(__name__)
+
+# From the first of the ranks that come to the last: torch is loaded by then.
+MEET_TIMEOUT_S = 60.0
+# To load a model may take one rank longer than another: it has to read weights and compile kernels.
+_LOAD_TIMEOUT_S = 1800.0
+# Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not help: all
+# within the timeout, for the watch looks eight times in it.
+_HANGS_AFTER = 0.75
+_EXITS_AFTER = 0.125
+_NUM_LOOKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU."""
+
+    name: str
+    num_bytes: int
+
+
+def cards() -> list[Card]:
+    """Those that this process sees."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Card(each.name, each.total_memory) for each in found]
+
+
+def check_cards(found: Sequence[Card], size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if a model cannot be divided among `size` of these."""
+    if len(found) < size:
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}, but this process sees {len(found)} GPUs; lower it, or reserve more"
+        )
+    kinds = Counter(f"{card.name} with {card.num_bytes / GIB:.0f} GiB" for card in found[:size])
+    if len(kinds) > 1:
+        named = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size} for {named}; the ranks of a replica need cards of one kind. Reserve "
+            f"those of one kind (CUDA_VISIBLE_DEVICES, or Ray's accelerator_type)"
+        )
+
+
+def check_heads(described: Mapping[str, Any], size: int) -> None:
+    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share the attention of the model of a config.json.
+
+    Before any process is started; what else a rank cannot have a part of is found when it loads the model.
+    """
+    heads = (described.get("text_config") or described).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise InvalidSetup(
+            f"replicas.tensor_parallel: got {size}, which does not divide the {heads} attention heads of the model; it "
+            f"can be {fitting}"
+        )
+
+
+class Ranks:
+    """The ranks beside this one, which is rank 0. Steps are sent by one thread."""
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        start: Callable[[int], subprocess.Popen[bytes]],
+        step_timeout_s: float,
+    ) -> None:
+        """Start the other ranks and wait until all have come.
+
+        start: starts the process of another rank, which inherits the socket of this number and reads the settings
+        there, as JSON, with its rank, the size, the store of the group, and timeouts; it answers with a SYNC.
+
+        Raises:
+            CarouselError: what a rank has ended with.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
+        self._writer = StepWriter()
+        self._step_timeout_s = step_timeout_s
+        self._busy_since: float | None = None  # while this rank is in a step
+        self._loss: str | None = None
+        self._is_closing = False
+        self._lock = threading.Lock()  # held while one thread ends the ranks
+        self._channels: list[Channel] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._wake, self._waker = socket.socketpair()
+        started = threading.Event()
+        self._watching = threading.Thread(
+            target=self._watch, args=(start, size, started), name="ranks", daemon=True
+        )  # fmt: skip
+        self._watching.start()
+        started.wait()
+        with self._ending_all():
+            if len(self.processes) < size - 1:
+                raise Failure("a process for another rank could not be started; the log says more")
+            store = self._folder / "store"
+            timeouts = {"load_timeout_s": _LOAD_TIMEOUT_S, "step_timeout_s": step_timeout_s}
+            for rank, channel in enumerate(self._channels, start=1):
+                own = {**settings, **timeouts, "rank": rank, "size": size, "store": str(store)}
+                channel.send(Kind.SETTINGS, json.dumps(own).encode())
+            for channel in self._channels:
+                channel.receive()
+            self.group = RankGroup(0, size, store=store, device=device, timeout_s=MEET_TIMEOUT_S)
+            self.group.set_timeout(_LOAD_TIMEOUT_S)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around what all ranks do before the first step.
+
+        Raises the error of the rank that failed first, where that is known.
+        """
+        with self._ending_all():
+            yield
+            self.wait()
+            self.group.set_timeout(self._step_timeout_s)
+
+    @contextmanager
+    def step(self, batch: Batch) -> Iterator[None]:
+        """Have the other ranks compute a step; inside, this one does. Raises DeviceLost if any of them fails."""
+        message = self._writer.message(batch)
+        with self.watched():
+            try:
+                for channel in self._channels:
+                    channel.send(Kind.STEP, message)
+                yield
+            except Exception as error:  # the others may be in the middle of an exchange that this rank does not come to
+                self._end(f"a step failed: {described(error)}")
+                raise
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around work that may wait for the other ranks. Raises DeviceLost if one has failed, or it takes too long."""
+        outer = self._busy_since
+        self._busy_since = time.monotonic() if outer is None else outer
+        try:
+            yield
+        except Exception as error:
+            if self._loss is not None:
+                raise DeviceLost(self._loss) from error
+            raise
+        finally:
+            self._busy_since = outer
+        self.check()
+
+    def check(self) -> None:
+        """Raises DeviceLost if the ranks have ended."""
+        if self._loss is not None:
+            raise DeviceLost(self._loss)
+
+    def prepare(self) -> None:
+        """Have the other ranks prepare for their first step, as this one does then."""
+        for channel in self._channels:
+            channel.send(Kind.PREPARE)
+
+    def wait(self) -> None:
+        """Wait until every rank has done what it was sent. Raises the error of one that failed, or EOFError."""
+        for channel in self._channels:
+            channel.send(Kind.SYNC)
+        for channel in self._channels:
+            channel.receive()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._is_closing = True
+        self._end("the engine is closed")
+        with suppress(OSError):
+            self._waker.send(b"x")
+        self._watching.join()
+        self._wake.close()
+        self._waker.close()
+        for channel in self._channels:
+            channel.close()
+
+    # ------------------------------------------------------------------ ending
+
+    @contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            is_own = isinstance(error, CarouselError) or not isinstance(error, Exception)
+            told = None if is_own else self._told()
+            self.close()
+            if is_own:
+                raise
+            raise told or Failure(f"the ranks cannot start: {described(error)}") from error
+
+    def _told(self) -> CarouselError | None:
+        """The error that another rank has ended with, if it has said one."""
+        for channel, process in zip(self._channels, self.processes, strict=True):
+            with suppress(EOFError, OSError):
+                try:
+                    process.wait(timeout=1.0)  # what it says, it says before its end
+                    while True:
+                        channel.receive()
+                except subprocess.TimeoutExpired:
+                    continue
+                except CarouselError as error:
+                    return error
+        return None
+
+    def _end(self, reason: str) -> None:
+        """Kill the other ranks, which ends what this one waits for. Any thread may call it, more than once."""
+        with self._lock:
+            if self._loss is not None:
+                return
+            self._loss = reason
+            if not self._is_closing:
+                logger.error("all ranks are ended: %s", reason)
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.wait()
+            with suppress(Exception):  # a group that is of no use; on GPUs this ends kernels that wait
+                self.group.abort()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ the thread that watches
+
+    def _watch(self, start: Callable[[int], subprocess.Popen[bytes]], size: int, started: threading.Event) -> None:
+        """Start the other ranks and stay: the kernel kills them when the thread ends that started them."""
+        with ExitStack() as files:
+            try:
+                for _ in range(1, size):
+                    own, others = socket.socketpair()
+                    with others:
+                        self.processes.append(start(others.fileno()))
+                    self._channels.append(Channel(own))
+                ends = [os.pidfd_open(process.pid) for process in self.processes]
+            except Exception as error:
+                logger.error("a rank cannot be started: %s", described(error))
+                return
+            finally:
+                started.set()
+            for end in ends:
+                files.callback(os.close, end)
+            self._look(ends)
+
+    def _look(self, ends: Sequence[int]) -> None:
+        timeout_s = self._step_timeout_s
+        waiting = select.poll()
+        for end in (*ends, self._wake.fileno()):
+            waiting.register(end, select.POLLIN)
+        while not self._is_closing:
+            ready = dict(waiting.poll(1000 * timeout_s / _NUM_LOOKS))
+            if self._is_closing:
+                return
+            dead = [rank for rank, end in enumerate(ends, start=1) if end in ready]
+            since = self._busy_since
+            if dead:
+                self._lose(f"rank {dead[0]} has ended")
+                return
+            if since is not None and time.monotonic() - since > _HANGS_AFTER * timeout_s:
+                self._lose(f"a step has taken more than {_HANGS_AFTER * timeout_s:g} s; a rank hangs")
+                return
+
+    def _lose(self, reason: str) -> None:
+        self._end(reason)
+        if self._busy_since is None:
+            return
+        deadline = time.monotonic() + _EXITS_AFTER * self._step_timeout_s
+        while self._busy_since is not None:
+            if time.monotonic() > deadline:
+                logger.critical("the step does not end with the ranks; the process ends")
+                os._exit(70)
+            time.sleep(0.01)

@@ -1,0 +1,66 @@
+"""The process of another rank (`python -m app.rank SOCKET PARENT`): loads its part of the model and follows rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+from app.model.parallel.channel import Channel, Kind
+from app.model.parallel.follower import die_with
+
+logger = logging.getLogger(__name__)
+
+
+def main(descriptor: int, parent: int) -> int:
+    """Returns the exit status. An error is told to rank 0."""
+    die_with(parent)  # before torch is imported, which takes seconds
+
+    from app.errors import CarouselError, Failure, described
+
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        _follow(channel)
+    except CarouselError as error:
+        channel.send_error(error)
+    except Exception as error:
+        logger.exception("a rank failed")
+        channel.send_error(Failure(f"a rank failed: {described(error)}"))
+    else:
+        return 0
+    return 1
+
+
+def _follow(channel: Channel) -> None:
+    import torch
+
+    from app.assembly import load_runner
+    from app.config import EngineConfig
+    from app.model.loader import device_of
+    from app.model.parallel.channel import settings_of
+    from app.model.parallel.follower import follow
+    from app.model.parallel.group import RankGroup
+    from app.model.parallel.ranks import MEET_TIMEOUT_S
+
+    _, content = channel.receive()
+    settings = settings_of(content)
+    config, rank = EngineConfig.model_validate(settings["config"]), settings["rank"]
+    device = device_of(config.model)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    channel.send(Kind.SYNC)
+    group = RankGroup(rank, settings["size"], store=Path(settings["store"]), device=device, timeout_s=MEET_TIMEOUT_S)
+    group.set_timeout(settings["load_timeout_s"])
+    loaded = load_runner(config, group=group)
+    group.set_timeout(settings["step_timeout_s"])
+    follow(channel, loaded.runner, group)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    logging.shutdown()
+    os._exit(status)  # without the end of threads that still wait for other ranks

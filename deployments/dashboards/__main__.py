@@ -1,0 +1,34 @@
+"""`python -m deployments.dashboards`: write the boards and the rules beside this file, or into another folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import yaml
+
+from deployments.dashboards.boards import BOARDS
+from deployments.dashboards.rules import rules
+
+FOLDER = Path(__file__).parent
+_GENERATED = "# Written by python -m deployments.dashboards\n"
+
+
+def files() -> dict[str, str]:
+    """The text of each file, by its name."""
+    boards = {f"{board.name}.json": json.dumps(board.as_json(), indent=1) + "\n" for board in BOARDS}
+    return boards | {"rules.yaml": _GENERATED + yaml.safe_dump(rules(), sort_keys=False, width=120)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deployments.dashboards", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the files")
+    folder: Path = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files().items():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Rules and alerts for Prometheus. What to do about each alert is in docs/operate/alerts.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+# The objectives of the alerts and of the tiles; both are bounds of the histograms. Prometheus 3 writes 1 as 1.0.
+TTFT_GOOD_S, TTFT_GOOD_LE = 1.0, "1|1.0"
+ITL_GOOD_S, ITL_GOOD_LE = 0.1, "0.1"
+_RUNBOOK = "docs/operate/alerts.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One alert."""
+
+    name: str
+    expr: str
+    lasts: str = "5m"  # before it fires
+    severity: str = "warning"
+    summary: str
+
+    def as_json(self) -> Json:
+        """As Prometheus reads it."""
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.lasts,
+            "labels": {"severity": self.severity},
+            "annotations": {"summary": self.summary, "runbook": f"{_RUNBOOK}, {self.name}"},
+        }
+
+
+def _good_ratio(metric: str, le: str) -> str:
+    return (
+        f'sum by (model_name, class) (rate({metric}_bucket{{le=~"{le}"}}[5m]))'
+        f" / (sum by (model_name, class) (rate({metric}_count[5m])) > 0)"
+    )
+
+
+_RECORDED = {
+    "carousel:first_token_good:ratio_rate5m": _good_ratio("carousel_first_token_seconds", TTFT_GOOD_LE),
+    "carousel:inter_token_good:ratio_rate5m": _good_ratio("carousel_inter_token_seconds", ITL_GOOD_LE),
+    "carousel:calls:rate5m": (
+        "sum by (model_name) (rate(carousel_requests_finished_total[5m]))"
+        " + (sum by (model_name) (rate(carousel_calls_refused_total[5m]))"
+        " or 0 * sum by (model_name) (rate(carousel_requests_finished_total[5m])))"
+    ),
+    "carousel:slots_used:ratio": "sum by (model_name) (carousel_slots_used) / sum by (model_name) (carousel_slots)",
+    "carousel:kv_used:ratio": (
+        "1 - sum by (model_name) (carousel_kv_blocks_free) / sum by (model_name) (carousel_kv_blocks)"
+    ),
+}
+
+ALERTS = (
+    Alert(
+        name="CarouselAbsent",
+        expr="absent(carousel_ingresses)",
+        lasts="2m",
+        severity="critical",
+        summary="No ingress answers the scrape.",
+    ),
+    Alert(
+        name="CarouselProcessMissing",
+        expr="carousel_scrape_missing > 0",
+        lasts="2m",
+        summary="{{ $value }} processes do not answer the scrape in time.",
+    ),
+    Alert(
+        name="CarouselNoReplica",
+        expr='sum by (model_name) (rate(carousel_calls_refused_total{reason="unavailable"}[5m])) > 0',
+        lasts="1m",
+        severity="critical",
+        summary="Calls of {{ $labels.model_name }} are refused because no replica is there.",
+    ),
+    Alert(
+        name="CarouselOverloaded",
+        expr=(
+            'sum by (model_name) (rate(carousel_calls_refused_total{reason="overloaded"}[5m]))'
+            " / (carousel:calls:rate5m > 0) > 0.05"
+        ),
+        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} are refused: it is full.",
+    ),
+    Alert(
+        name="CarouselCallsFail",
+        expr=(
+            "sum by (model_name) (rate(carousel_calls_failed_total[5m]))"
+            " / (sum by (model_name) (rate(carousel_requests_finished_total[5m])) > 0) > 0.01"
+        ),
+        severity="critical",
+        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} fail after their begin.",
+    ),
+    Alert(
+        name="CarouselReplicasLost",
+        expr="sum by (model_name) (increase(carousel_resumes_total[15m])) > 0",
+        lasts="0m",
+        summary="Requests of {{ $labels.model_name }} went on at another replica: theirs was lost.",
+    ),
+    Alert(
+        name="CarouselFirstTokenSlow",
+        expr='carousel:first_token_good:ratio_rate5m{class="foreground"} < 0.99',
+        summary="Only {{ $value | humanizePercentage }} of the first tokens of {{ $labels.model_name }} are in time.",
+    ),
+    Alert(
+        name="CarouselTokensSlow",
+        expr='carousel:inter_token_good:ratio_rate5m{class="foreground"} < 0.99',
+        summary="Only {{ $value | humanizePercentage }} of the tokens of {{ $labels.model_name }} are in time.",
+    ),
+    Alert(
+        name="CarouselQueueLong",
+        expr="carousel_queue_wait_seconds > 10",
+        summary="A request that arrives at {{ $labels.replica }} now would wait for {{ $value | humanizeDuration }}.",
+    ),
+    Alert(
+        name="CarouselMemoryShort",
+        expr="sum by (model_name, replica) (rate(carousel_engine_preemptions_total[5m])) > 0.5",
+        summary="{{ $labels.replica }} takes memory back from {{ $value | humanize }} requests a second.",
+    ),
+    Alert(
+        name="CarouselEngineStuck",
+        expr="carousel_slots_used > 0 and rate(carousel_engine_steps_total[5m]) == 0",
+        lasts="2m",
+        severity="critical",
+        summary="{{ $labels.replica }} has requests and makes no step.",
+    ),
+    Alert(
+        name="CarouselStepsFail",
+        expr="sum by (model_name, replica) (increase(carousel_engine_failed_total[15m])) > 0",
+        lasts="0m",
+        summary="Steps of {{ $labels.replica }} have failed with their requests.",
+    ),
+    Alert(
+        name="CarouselLoopStalls",
+        expr="sum by (process, id) (rate(carousel_loop_stalled_seconds_total[5m])) > 0.05",
+        summary="The event loop of {{ $labels.process }} {{ $labels.id }} is held for {{ $value }} of the time.",
+    ),
+    Alert(
+        name="CarouselBatchLinesFail",
+        expr=(
+            "rate(carousel_batch_lines_failed_total[15m])"
+            " > 0.1 * (rate(carousel_batch_lines_completed_total[15m]) + rate(carousel_batch_lines_failed_total[15m]))"
+        ),
+        summary="More than a tenth of the lines of batches end with an error.",
+    ),
+    Alert(
+        name="CarouselWebhooksGivenUp",
+        expr="increase(carousel_webhooks_given_up_total[1h]) > 0",
+        lasts="0m",
+        summary="{{ $value | humanize }} messages about batches were never delivered.",
+    ),
+)
+
+
+def rules() -> Json:
+    """The file of rules, for `rule_files` of Prometheus."""
+    recorded = [{"record": name, "expr": expr} for name, expr in _RECORDED.items()]
+    return {
+        "groups": [
+            {"name": "carousel-ratios", "rules": recorded},
+            {"name": "carousel-alerts", "rules": [alert.as_json() for alert in ALERTS]},
+        ]
+    }

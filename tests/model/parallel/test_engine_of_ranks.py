@@ -1,0 +1,151 @@
+"""An engine with several ranks gives the tokens of one process, whatever happens around a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.assembly import ONE_DEVICE, Devices, assemble, build_sync_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.engine import Engine
+from app.engine.overlapped_engine import OverlappedEngine
+from app.engine.request import Pooling, Request
+from app.errors import InvalidSetup, UnsupportedModel
+from app.model.cpu.decoder import NativeDecoder
+from app.model.cpu.library import is_fast
+from app.model.parallel.ranks import Ranks
+from app.model.runner import TorchModelRunner
+from tests.engine.test_combinations import STRATEGIES
+from tests.fakes import make_request, run_to_end
+from tests.model.parallel.fake_rank import start_child
+from tests.model.test_equivalence import random_requests
+from tests.tiny_models import VOCAB_SIZE, build_tiny_model
+
+
+def config_of(path: Path, backend: str = "attention", **scheduler: Any) -> EngineConfig:
+    """Few blocks, so that sequences are preempted."""
+    settings: dict[str, Any] = {"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7} | scheduler
+    return EngineConfig(
+        model=ModelConfig(path=str(path), dtype="float32", device="cpu", num_threads=1, backend=backend),  # type: ignore[arg-type]
+        cache=CacheConfig(block_size=16, num_blocks=15),
+        scheduler=SchedulerConfig(**settings),
+    )
+
+
+def engine_on(size: int, config: EngineConfig) -> Engine:
+    return build_sync_engine(config, Devices(tensor_parallel=size, step_timeout_s=60) if size > 1 else ONE_DEVICE)
+
+
+def requests() -> tuple[Request, ...]:
+    greedy = random_requests(18, VOCAB_SIZE)
+    sampled = [make_request(r.prompt_token_ids, max_tokens=12, ignore_eos=True, seed=5, temperature=0.8, top_p=0.9,
+                            presence_penalty=0.3) for r in random_requests(4, VOCAB_SIZE, seed=2)]  # fmt: skip
+    return (*greedy, *sampled)
+
+
+@pytest.fixture(scope="module")
+def model_of_four_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "llama"
+    build_tiny_model("llama", num_key_value_heads=4).save_pretrained(folder)
+    return folder
+
+
+# transformers' code, and the native decoder
+BACKENDS = [
+    "attention",
+    pytest.param("auto", marks=pytest.mark.skipif(not is_fast(torch.float32), reason="native code is not fast here")),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(request: pytest.FixtureRequest, tiny_model_path: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
+    """One process, and two ranks."""
+    config = config_of(tiny_model_path("llama"), request.param)
+    with closing(engine_on(1, config)) as alone, closing(engine_on(2, config)) as ranks:
+        assert isinstance(ranks.runner, TorchModelRunner)
+        assert isinstance(ranks.runner.forward, NativeDecoder) == (request.param == "auto")
+        yield alone, ranks
+
+
+def test_two_ranks_give_the_tokens_of_one_process_with_preemption_and_prefix_hits(pair: tuple[Engine, Engine]) -> None:
+    alone, ranks = pair
+    asked = requests()
+    assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids
+    assert ranks.stats().total_preemptions > 0
+    assert ranks.stats().total_cached_tokens > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy["name"])
+def test_two_ranks_give_the_same_tokens_under_every_strategy(pair: tuple[Engine, Engine], strategy: Any) -> None:
+    alone, ranks = pair
+    asked = random_requests(6, VOCAB_SIZE, seed=3)
+    settings = strategy | {"max_wait_ms": 1} if "max_wait_ms" in strategy else strategy
+    for engine in pair:
+        engine.clear_prefix_cache()
+    config = config_of(Path("unused"), strategy=settings).scheduler
+    before = config_of(Path("unused")).scheduler
+    ranks.reconfigure(config)
+    found: dict[str, list[int]] = {}
+    for each in asked:
+        ranks.add(each)
+    while ranks.has_work:
+        for delta in ranks.step():
+            found.setdefault(delta.request_id, []).extend(delta.token_ids)
+    ranks.reconfigure(before)
+    assert found == run_to_end(alone, *asked).token_ids
+
+
+def test_two_ranks_score_and_embed_prompts_as_one_process_does(pair: tuple[Engine, Engine]) -> None:
+    alone, ranks = pair
+    prompt = tuple(range(5, 25))
+    scored = make_request(prompt, request_id="scored", max_tokens=3, logprobs=2, prompt_logprobs=1)
+    embedded = make_request(prompt, request_id="embedded", max_tokens=0, pooling=Pooling.MEAN)
+    mine, theirs = run_to_end(ranks, scored, embedded), run_to_end(alone, scored, embedded)
+    for found, expected in zip(mine.logprobs["scored"], theirs.logprobs["scored"], strict=True):
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-3)
+    for found, expected in zip(mine.prompt_logprobs["scored"], theirs.prompt_logprobs["scored"], strict=True):
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-3)
+    assert len(mine.embeddings["embedded"]) == len(theirs.embeddings["embedded"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_four_ranks_give_the_tokens_of_one_process(backend: str, model_of_four_kv_heads: Path) -> None:
+    config = config_of(model_of_four_kv_heads, backend)
+    with closing(engine_on(1, config)) as alone, closing(engine_on(4, config)) as ranks:
+        asked = requests()
+        assert run_to_end(ranks, *asked).token_ids == run_to_end(alone, *asked).token_ids
+
+
+def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model_path: Callable[[str], Path]) -> None:
+    pytest.importorskip("triton")
+    from tests.model.cuda.test_graph_runner import LIMITS, plain_engine, some_requests
+    from tests.model.parallel.graph_rank import model_and_runner
+
+    path = tiny_model_path("llama")
+    ranks = Ranks(
+        size=2, device=torch.device("cpu"), settings={}, step_timeout_s=60,
+        start=partial(start_child, "tests.model.parallel.graph_rank", str(path)),
+    )  # fmt: skip
+    with ranks.loading():
+        model, runner = model_and_runner(path, ranks.group)
+    runner.lead(ranks)
+    engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=8, runner=runner, facts=model.facts)
+    asked = some_requests()
+    with closing(engine):
+        found = run_to_end(engine, *asked).token_ids
+    assert isinstance(engine, OverlappedEngine)
+    assert engine.stats().total_preemptions > 0
+    assert found == run_to_end(plain_engine(path), *asked).token_ids
+
+
+def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:
+    with pytest.raises(InvalidSetup, match="tensor_parallel: got 3, which does not divide the 4 attention heads"):
+        engine_on(3, config_of(tiny_model_path("llama")))
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        engine_on(2, config_of(tiny_model_path("gpt2")))

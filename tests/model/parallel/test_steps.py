@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import random
+
+from app.engine.batch import Batch, ScheduledSequence
+from app.engine.request import SamplingParams
+from app.model.parallel.steps import StepReader, StepWriter
+
+SAMPLING = SamplingParams(max_tokens=1, temperature=0.7, logprobs=2)
+
+
+def item(
+    block_ids: list[int], *token_ids: int, start: int = 0, samples: bool = True, targets: tuple[int, ...] = ()
+) -> ScheduledSequence:
+    return ScheduledSequence(
+        "some-request", token_ids, start, block_ids, samples, SAMPLING, targets=targets, first_target=start + 1
+    )
+
+
+def facts_of(batch: Batch) -> list[tuple[object, ...]]:
+    """What a forward pass needs."""
+    return [
+        (each.token_ids, each.start, each.block_ids, each.samples, len(each.targets), each.first_target)
+        for each in batch.scheduled
+    ] + [(batch.has_logprobs, batch.has_targets)]
+
+
+def sent(writer: StepWriter, reader: StepReader, *items: ScheduledSequence, has_logprobs: bool = False) -> int:
+    """Send a step and compare what arrives; returns its bytes."""
+    batch = Batch(items, (), has_logprobs=has_logprobs)
+    message = writer.message(batch)
+    assert facts_of(reader.batch(message)) == facts_of(batch)
+    return len(message)
+
+
+def test_a_step_arrives_with_all_that_a_forward_pass_needs() -> None:
+    writer, reader = StepWriter(), StepReader()
+    sent(writer, reader, item([4, 2], 11, 12, 13, samples=False), item([9], -1, start=7))
+    sent(writer, reader, item([1, 2], 5, 6, 7, targets=(6, 7)), has_logprobs=True)
+
+
+def test_only_new_block_ids_are_sent() -> None:
+    writer, reader = StepWriter(), StepReader()
+    blocks = list(range(1000))
+    first = sent(writer, reader, item(blocks, 1, start=15_999))
+    blocks.append(1000)
+    later = sent(writer, reader, item(blocks, 1, start=16_000))
+    assert first > 4000
+    assert later < 60
+
+
+def test_a_sequence_that_was_preempted_has_its_new_blocks() -> None:
+    writer, reader = StepWriter(), StepReader()
+    sent(writer, reader, item([3, 4], 1, 2, 3))
+    sent(writer, reader, item([7], 1, 2))
+
+
+def test_sequences_of_long_ago_are_forgotten_on_both_sides_and_may_come_back() -> None:
+    writer, reader = StepWriter(), StepReader()
+    lists = [[n, n + 1] for n in range(2000)]
+    for blocks in lists:
+        sent(writer, reader, item(blocks, 1))
+    assert len(writer._tables) == len(reader._tables) < 400
+    sent(writer, reader, item(lists[0], 2, start=1))
+
+
+def test_random_steps_arrive() -> None:
+    rng = random.Random(1)
+    writer, reader = StepWriter(), StepReader()
+    lists = [[rng.randrange(1000)] for _ in range(400)]
+    for _ in range(200):
+        for _ in range(20):
+            lists[rng.randrange(400)].append(rng.randrange(1000))
+        lists[rng.randrange(400)] = [rng.randrange(1000)]
+        items = [item(blocks, *range(rng.randrange(1, 4)), start=rng.randrange(99)) for blocks in rng.sample(lists, 30)]
+        sent(writer, reader, *items)
