@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,21 +242,21 @@ def _engine_rows(given: argparse.Namespace, rows: Sequence[tuple[int, Row]]) -> 
         config = _config(row, simulated=False)
         trace = _requests(given, row, replica, config)
         run = _predicted(row, trace, replica, config)
-        extra_s = _own_time_s(
-            lambda alone, c=config: asyncio.run(_served_by_engine(alone, loaded.runner, replica, c)),
-            trace,
-            replica,
-            config,
-        )
-        served = asyncio.run(_served_by_engine(trace, loaded.runner, replica, config))
+        serve = partial(_served_by_engine, loaded.runner, replica, config)
+        extra_s = _own_time_s(serve, trace, replica, config)
+        served = serve(trace)
         full = full_rate(_trace(given, row.trace), replica, config.scheduler, config.cache)
         yield _compared(number, row, trace, run, _figures(served), full=full, extra_s=extra_s)
 
 
-async def _served_by_engine(
-    trace: Trace, runner: ModelRunner, replica: MeasuredReplica, config: EngineConfig
+def _served_by_engine(
+    runner: ModelRunner, replica: MeasuredReplica, config: EngineConfig, trace: Trace
 ) -> SimulatedRun:
     """The requests at their times, in a new engine around a loaded model."""
+    return asyncio.run(_play(runner, replica, config, trace))
+
+
+async def _play(runner: ModelRunner, replica: MeasuredReplica, config: EngineConfig, trace: Trace) -> SimulatedRun:
     engine = AsyncEngine(
         assemble(
             config.scheduler, config.cache, num_blocks=replica.num_blocks, runner=runner, facts=replica.facts
