@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
+from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
 from app.jobs import BatchService
@@ -24,8 +26,9 @@ from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded, return_freed_memory
-from deployments.serve.metrics import IngressReport, MetricsCollector
+from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
+from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.tracing import tracer_of_environment
 from deployments.serve.transport import Switch
@@ -66,6 +69,7 @@ class Ingress:
         self._switches = {
             name: FleetSwitch(name, handles[name], client.transport) for name, client in self._clients.items()
         }
+        self._running = RunningCalls({name: client.fleet for name, client in self._clients.items()})
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -78,6 +82,8 @@ class Ingress:
         await asyncio.gather(*(switch.in_force() for switch in self._switches.values()))
         freeze_loaded()
         self._following = asyncio.create_task(self._keys.follow())
+        to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
+        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
         handler = RequestHandler(
             models,
             self._config.api,
@@ -96,6 +102,8 @@ class Ingress:
             collect=self._admin.collect,
             fleets={name: client.fleet for name, client in self._clients.items()},
             switches=self._switches,
+            running=self._running,
+            cancel=self._cancel,
         )
 
     def check_health(self) -> None:
@@ -113,6 +121,17 @@ class Ingress:
     def note_switch(self, model: str, switch: Switch | None) -> None:
         """Another ingress has switched a model's replicas; those that start later get it from all ingresses."""
         self._clients[model].transport.switch = switch
+
+    async def cancel_request(self, request_id: str, account: str | None) -> bool:
+        """Whether this process had the request, which it has cancelled; for the ingress that was asked."""
+        return await self._running.cancel(request_id, account)
+
+    async def _cancel(self, request_id: str, account: str | None) -> bool:
+        if await self.cancel_request(request_id, account):
+            return True
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        return any((await answers_of(this_deployment, "cancel_request", request_id, account)).reports)
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:
