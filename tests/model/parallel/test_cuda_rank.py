@@ -21,9 +21,7 @@ TOKEN_IDS = list(range(3, 10))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
-@pytest.mark.parametrize(
-    ("architecture", "vocab_size"), [("qwen2", 212), ("qwen3_moe", 211)]
-)
+@pytest.mark.parametrize(("architecture", "vocab_size"), [("qwen2", 212), ("qwen3_moe", 211)])
 def test_two_ranks_have_the_logits_of_one_decoder(
     architecture: str, vocab_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
