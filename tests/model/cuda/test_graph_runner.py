@@ -36,7 +36,7 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import CudaCapture
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -82,9 +82,15 @@ def attention_for(
     )  # fmt: skip
 
 
-def engine_with(model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]]) -> Engine:
+def engine_with(
+    model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]], *, has_kernels: bool = False
+) -> Engine:
+    """has_kernels: draws and log-probabilities are those that serve; slow in Triton's interpreter."""
+    of_kernels: dict[str, Any] = (
+        {"sample": TritonSampler(model.device), "compute_logprobs": TritonLogprobs(model.device)} if has_kernels else {}
+    )
     runner = GraphModelRunner(
-        model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture
+        model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture, **of_kernels
     )
     return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
 
@@ -179,7 +185,10 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
     small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = RunAgain()
-    changes: list[dict[str, object]] = [{"presence_penalty": 1.5}, {}, {"bad_words": ((40, 41),)}, {"logprobs": 1}]
+    changes: list[dict[str, object]] = [
+        {"presence_penalty": 1.5}, {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": ((9, 3.0),)},
+        {"bad_words": ((40, 41),)}, {"logprobs": 1},
+    ]  # fmt: skip
     requests = [
         replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
         for request, change in zip(some_requests(), changes, strict=True)
@@ -188,9 +197,10 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
     draw = LaunchedStep.draw
     monkeypatch.setattr(LaunchedStep, "draw", lambda step, batch: (late.append(batch), draw(step, batch)))
     monkeypatch.setattr(GraphModelRunner, "launch", _noting_what_is_late(late))
-    engine = engine_with(load(small_path), capture)
+    engine = engine_with(load(small_path), capture, has_kernels=True)
     outcome = run_to_end(engine, *requests)
     assert outcome.token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    assert engine.stats().total_preemptions > 0
     assert capture.replayed
     assert late
 
@@ -233,7 +243,7 @@ def test_logprobs_of_replayed_and_eager_steps(small_path: Path) -> None:
         )
         for n, request in enumerate(some_requests())
     ]
-    engine = engine_with(load(small_path), capture)
+    engine = engine_with(load(small_path), capture, has_kernels=True)
     outcome, expected = run_to_end(engine, *requests), run_to_end(plain_engine(small_path), *requests)
     assert outcome.token_ids == expected.token_ids
     assert engine.stats().total_preemptions > 0
