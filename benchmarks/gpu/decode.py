@@ -65,7 +65,7 @@ def _measure_weights(bench: Bench, weights: str, rows: Sequence[int], contexts: 
         floor_ms = (read + number * context * of_block // BLOCK_SIZE) / rate * 1e3
         share = round(floor_ms / cells["step_ms"], 3)
         bench.row(
-            "decode steps", weights=weights, sequences=number, context=context, floor_ms=round(floor_ms, 3), **cells,
+            "decode steps", weights=weights, sequences=number, context=context, floor_ms=round(floor_ms, 5), **cells,
             share_of_floor=share,
         )  # fmt: skip
         if context == contexts[min(1, len(contexts) - 1)]:
