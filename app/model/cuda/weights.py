@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from app.model.attention import AttentionRules
-from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, given, joined_bias
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, Weights, given, joined_bias
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +29,10 @@ class JoinedLayer:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    router: torch.Tensor | None  # [num_experts, hidden_size]; None where there are no experts
-    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]; of experts with their number before
+    # [num_experts, hidden_size], None where there are no experts; of a shared expert a row that says what is made of it
+    router: torch.Tensor | None
+    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size
+    gate_up: torch.Tensor
     down: torch.Tensor  # [hidden_size, intermediate_size]; the same
     rules: AttentionRules
 
@@ -88,6 +91,10 @@ def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
         down = given(weights, "mlp.down_proj.weight")
     else:  # transformers has joined them
         gate_up, down = (given(weights, f"mlp.experts.{name}_proj") for name in ("gate_up", "down"))
+        own_share = weights("mlp.shared_expert_gate.weight")
+        if own_share is not None:
+            pieces = _pieces_of_shared_expert(weights, down.shape[-1])
+            router, gate_up, down = map(torch.cat, ((router, own_share), (gate_up, pieces[0]), (down, pieces[1])))
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
         query_key_value=torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
@@ -102,3 +109,11 @@ def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
         down=down,
         rules=rules,
     )
+
+
+def _pieces_of_shared_expert(weights: Weights, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its gate_up and down as experts of an inner size, which add up to it; the last is filled up with zeros."""
+    gate, up, down = (given(weights, f"mlp.shared_expert.{name}_proj.weight") for name in ("gate", "up", "down"))
+    missing = -len(gate) % size
+    gate, up = (functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, size)) for each in (gate, up))
+    return torch.cat((gate, up), dim=1), functional.pad(down, (0, missing)).unflatten(1, (-1, size)).transpose(0, 1)
