@@ -265,11 +265,12 @@ class PlannedMemory:
     context: int  # tokens of the longest sequence
 
 
-def planned_memory(config: EngineConfig) -> PlannedMemory:
-    """The same sizes as those of a replica at its start, from the model's config.json alone. Needs no GPU.
+def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
+    """The same sizes as those of a replica, or of each of its ranks, at its start, from the model's config.json alone.
+    Needs no GPU.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
     """
     import torch
@@ -279,7 +280,7 @@ def planned_memory(config: EngineConfig) -> PlannedMemory:
     from app.model.loader import model_of_config
 
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype)
+    model = model_of_config(config.model, resolve_model_path(config.model.path), dtype=dtype, num_ranks=num_ranks)
     block_size = config.cache.block_size
     try:
         needs = needs_of(config, model, largest_batch(config.scheduler, model.facts, block_size=block_size))

@@ -66,7 +66,10 @@ ALLOWED = {
         "app.grammar", "app.model", "torch",
     },
     "app.rank": {"app.assembly", "app.config", "app.errors", "app.model", "torch"},
-    "deployments": {"app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc"},
+    "deployments": {
+        "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
+        "prometheus_client",
+    },
     "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from app.api.json_structure import size_of
 from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.output.completion_writers import Writer
 from app.api.output.progress import Progress
+from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
@@ -51,6 +52,7 @@ class Client:
     is_strict: bool = False  # unknown fields are refused
     num_bodies: int = 1  # that are answered together, and share what one answer may have
     arrived_at: float | None = None  # by the clock of the metrics; None: now
+    trace: RequestTrace | None = None  # where traces are sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +103,17 @@ class RequestHandler:
         *,
         cascades: Sequence[Cascade] = (),
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
+        tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models."""
+        """`authenticator` knows the keys; by default, those of the config. `cascades` are of these models.
+
+        `tracer` gets a trace of each HTTP request.
+        """
         self.models = by_any_name(models)
         self.cascades = {cascade.name: cascade for cascade in cascades}
         self.config = config
         self.limits = limits
+        self.tracer = tracer
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or authenticator_of(config)
         self.threads = BodyThreads()
@@ -144,6 +151,9 @@ class RequestHandler:
             progress = decision.progress(client.request_id, self.metrics, arrived_at=arrived_at)
             pieces, headers = decision.pieces, decision.headers()
         client.reservation.add_usage(progress.num_tokens)
+        if client.trace is not None:
+            client.trace.checked()
+            progress.trace = client.trace
         return PendingResponse(
             progress=progress,
             is_streamed=parsed.wants_stream,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from app.config import SchedulerConfig
 from app.engine.batch import Batch, ScheduledSequence
 from app.engine.batch_builder import MAX_SCORED_TOKENS
+from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import ModelFacts, Pooling, SamplingParams
 
@@ -14,10 +15,12 @@ _MAX_LOGPROBS = 20  # what the API allows
 def largest_batch(limits: SchedulerConfig, facts: ModelFacts, *, block_size: int) -> Batch:
     """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0.
 
-    Every sequence draws a token with top-p, a grammar and log-probabilities. The longest scores its prompt and wants an
-    embedding, too, where the model gives any.
+    Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
+    and wants an embedding, too, where the model gives any.
     """
-    sampling = SamplingParams(max_tokens=1, top_p=0.9, logprobs=_MAX_LOGPROBS, prompt_logprobs=_MAX_LOGPROBS)
+    sampling = SamplingParams(
+        max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=_MAX_LOGPROBS, prompt_logprobs=_MAX_LOGPROBS
+    )
     matcher = TokenSet(range(0, facts.vocab_size, 8), vocab_size=facts.vocab_size)
     lengths = sequence_lengths(limits, longest=facts.max_model_len)
     return Batch(
@@ -29,6 +32,7 @@ def largest_batch(limits: SchedulerConfig, facts: ModelFacts, *, block_size: int
                 [0] * -(-length // block_size),
                 True,
                 sampling,
+                adjustments=LogitAdjustments(sampling, range(min(length, facts.vocab_size))),
                 matcher=matcher,
                 targets=(0,) * min(length - 1, MAX_SCORED_TOKENS) if index == 0 else (),
                 first_target=1,

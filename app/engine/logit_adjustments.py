@@ -40,10 +40,10 @@ class LogitAdjustments:
             for token in new:
                 self._deduct(token)
 
-    def deduction_of(self, token: int) -> float:
-        """What is added to its logit for presence and frequency."""
-        place = self._places.get(token)
-        return 0.0 if place is None else self.deductions[place]
+    def deductions_of(self, tokens: Sequence[int]) -> list[float]:
+        """What is added to their logits for presence and frequency."""
+        places, deductions = self._places, self.deductions
+        return [deductions[places[token]] if token in places else 0.0 for token in tokens]
 
     def _deduct(self, token: int) -> None:
         place = self._places.setdefault(token, len(self.deducted))

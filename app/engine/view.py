@@ -55,6 +55,7 @@ class StepSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     busy_ms: float = 0.0
     longest_ms: float = 0.0
     most_tokens: int = 0  # of one step
+    ended_ms: tuple[int, ...] = ()  # when each step ended, the last of them where they are many
 
 
 class EngineView(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

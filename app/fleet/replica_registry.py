@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.engine.request import Request
@@ -59,6 +59,7 @@ class ReplicaRegistry:
         self._weights = 0  # the digest that a replica has reported last
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
         self.last_decision: Decision | None = None
+        self._decisions: dict[str, Decision] = {}  # the last one for each replica, without the others' numbers
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
 
     @property
@@ -100,6 +101,7 @@ class ReplicaRegistry:
         )
         decision = self.last_decision = self._policy.decide(trusted or of_its_group, size)
         replica_id = decision.order[0]
+        self._decisions[replica_id] = replace(decision, candidates=decision.candidates[:1])
         self._placed[request.request_id] = _Placed(request, decision)
         # Charged before it is sent: requests placed in the same moment must see each other.
         self._ledger.place(
@@ -147,6 +149,7 @@ class ReplicaRegistry:
         self._replica_ids = tuple(replica_ids)
         self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
+        self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)
         self.on_replicas(self.replica_ids)
@@ -217,6 +220,7 @@ class ReplicaRegistry:
 
     def _described(self, candidate: Candidate, report: ReplicaReport | None) -> dict[str, Any]:
         """One replica. None: it has not reported yet."""
+        decision = self._decisions.get(candidate.replica_id)
         return {
             "replica": candidate.replica_id,
             "group": candidate.group,
@@ -233,4 +237,5 @@ class ReplicaRegistry:
             "ended_per_s": report and report.ended_per_s,
             "step_age_s": report and report.step_age_s,
             "weights": report and f"{report.weights:08x}",
+            "last_dispatch": decision and f"{decision.rule}: {decision.explain_loads()}",
         }

@@ -49,7 +49,7 @@ from app.model.memory import is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.group import RankGroup
 from app.model.parallel.slices import part_of, settings_of_rank
-from app.model.parallel.split_plan import SplitPlan, check_divisible
+from app.model.parallel.split_plan import SizesOfRank, SplitPlan, check_divisible
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 
@@ -308,11 +308,12 @@ def _load_checked(config: ModelConfig, location: str, checked: CheckedModel, dty
 
 
 @torch.inference_mode()
-def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -> LoadedModel:
-    """A model on the meta device, from its config.json alone: it has sizes and no weights.
+def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, num_ranks: int = 1) -> LoadedModel:
+    """A model, or the part that each of several ranks has, on the meta device, from its config.json alone: it has sizes
+    and no weights.
 
     Raises:
-        InvalidSetup: there is no such model, or nothing says how long its context is.
+        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
         UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
     """
     found = _check_architecture(config, location)
@@ -329,8 +330,12 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
     module = _without_weights(found, location, dtype)
     # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
     tried = module if dtype is torch.bfloat16 else _without_weights(found, location, torch.bfloat16)
-    for each in (module, tried):
+    if num_ranks > 1:
+        _check_ranks(config, found, quantised, num_ranks)
+    for each in (module,) if tried is module else (module, tried):
         fix_positions(each, longest)
+        if num_ranks > 1:
+            SplitPlan(each, SizesOfRank(num_ranks), path=config.path).split("", each)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
     step = ProbeStep()
     try:
@@ -341,7 +346,7 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype) -
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
-    if config.backend == "auto" and _why_not_joined(module, step.rules) is None:
+    if config.backend == "auto" and num_ranks == 1 and _why_not_joined(module, step.rules) is None:
         add_positions(module)
         joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
     return LoadedModel(

@@ -51,8 +51,11 @@ class TorchModelRunner:
     def prepare(self) -> None:
         """Nothing: all is ready for the first step."""
 
+    def join(self, group: RankGroup) -> None:
+        """Nothing: the model has what it exchanges."""
+
     @torch.inference_mode()
-    def follow(self, batch: Batch, _group: RankGroup) -> None:
+    def follow(self, batch: Batch) -> None:
         """Compute a step of rank 0."""
         self._predict(batch)
 

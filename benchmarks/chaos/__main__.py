@@ -27,6 +27,7 @@ from benchmarks.chaos.faults import (
     kill_one_of_three,
     kill_several,
     kill_with_weights,
+    lose_rank,
     part_from_replicas,
     stop_one_of_three,
 )
@@ -58,6 +59,7 @@ ROWS: dict[str, Row] = {
     "R7": kill_controller,
     "R8": part_from_replicas,
     "R9": crash_on_request,
+    "R10": lose_rank,
     "R13": change_under_load,
     "node": lose_node,
     "C1": disconnect_at_each_phase,

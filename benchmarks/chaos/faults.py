@@ -1,4 +1,4 @@
-"""Rows R1 to R9: processes that are killed or stopped, and a network that loses packets, while streams run."""
+"""Rows R1 to R10: processes that are killed or stopped, and a network that loses packets, while streams run."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
 _WITHOUT_HEAD_S = 120.0  # that the service is watched for: Ray's processes give up after one minute
 _CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
 _NUM_ALIKE = 12  # tokens
+_STEP_TIMEOUT_S = 4.0  # of ranks
 
 Row = dict[str, Any]
 Mend = Callable[[], None]
@@ -99,6 +100,11 @@ def _stop(pid: int) -> Mend:
 def _replicas(number: int) -> Choose:
     """Kill so many replicas at once."""
     return lambda running, source: partial(_kill, source.sample(running.replicas(), number))
+
+
+def _rank(number: signal.Signals) -> Choose:
+    """Send one rank a signal that it does not survive, or stands still after."""
+    return lambda running, source: partial(os.kill, source.choice(running.ranks()), number)
 
 
 async def _all(faults: Sequence[Fault], size: Size, **settings: Any) -> list[Row]:
@@ -288,3 +294,19 @@ async def crash_on_request(size: Size) -> list[Row]:
             | judged(traffic.answers, traffic.reference)
             | {"left_over": await running.left_over()}
         ]
+
+
+async def lose_rank(size: Size) -> list[Row]:
+    """R10: replicas of two ranks with the bundled model's weights: one rank is killed, then one is stopped for good."""
+    both = (("kill -9", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP))
+    faults = [
+        Fault(
+            row="R10", text=f"{how} a rank of one of 2 replicas, step_timeout_s {_STEP_TIMEOUT_S:g}",
+            choose=_rank(number), quiet_s=_QUIET_AFTER_KILL_S, replaced=Stage.replicas,
+        )
+        for how, number in both
+    ]  # fmt: skip
+    return await _all(
+        faults, size, lengths=(100, 400), weights=True, num_replicas=2, tensor_parallel=2,
+        step_timeout_s=_STEP_TIMEOUT_S,
+    )  # fmt: skip

@@ -72,6 +72,10 @@ class Stage:
     def ingresses(self) -> list[int]:
         return self.named(_INGRESS)
 
+    def ranks(self) -> list[int]:
+        """The processes of replicas' other ranks."""
+        return self.named("app.rank")
+
     def controllers(self) -> list[int]:
         """Serve's controller: one process."""
         return [pid for pid, each in self.processes().items() if "ServeController" in each.title]

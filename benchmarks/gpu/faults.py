@@ -28,8 +28,7 @@ from benchmarks.gpu.stand_in import standing_in
 from benchmarks.gpu.steps import step_of
 
 _DEADLINE_S = 60.0  # of a case, its process and the model's start included
-_NUM_STREAMS = 4
-_NUM_TOKENS = 6
+_NUM_TOKENS = 4
 _FAILING_STEP = 3
 
 
@@ -60,14 +59,15 @@ def _run_case(case: str, out: str, file: str, stands_in: bool) -> None:
 
 async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any]:
     """Streams of which a step fails, and a request after them."""
+    num_streams = bench.sized(4, 2)
     config = engine_config(
-        bench, "sampling", max_running=_NUM_STREAMS, max_step_tokens=bench.sized(64, 8), max_model_len=64, num_blocks=64
+        bench, "sampling", max_running=num_streams, max_step_tokens=bench.sized(64, 8), max_model_len=64, num_blocks=64
     )
     runner = _Failing(_runner_of(config), lambda: fault(bench))
     engine = AsyncEngine(
         assemble(config.scheduler, config.cache, num_blocks=64, runner=runner, facts=runner.facts), max_requests=100
     )
-    ends = await asyncio.gather(*[_streamed(engine, f"{number}") for number in range(_NUM_STREAMS)])
+    ends = await asyncio.gather(*[_streamed(engine, f"{number}") for number in range(num_streams)])
     ended_at = time.perf_counter()
     after = await _streamed(engine, "after")
     return {

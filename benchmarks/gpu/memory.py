@@ -57,7 +57,7 @@ def measure(bench: Bench) -> None:
 
 
 def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
-    """The step that memory was sized by: every limit reached, all rows with top-p, grammars and log-probabilities."""
+    """The step that memory was sized by: every limit reached by `largest_batch`."""
     batch = largest_batch(config.scheduler, engine.facts, block_size=BLOCK_SIZE)
     for name in ("first_worst_step_s", "worst_step_s"):
         began_at = time.perf_counter()

@@ -6,21 +6,46 @@ graph, it is in the replay.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from app.engine.engine import LaunchingRunner
+from app.engine.logit_adjustments import LogitAdjustments
+from app.engine.matcher import TokenSet
 from app.engine.request import SamplingParams
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import BLOCK_SIZE, engine_config, engine_of, made_model
 from benchmarks.gpu.steps import Replays, step_of
 
 TOP_P = "top-p 0.9"
+GRAMMAR = "top-p 0.9, grammar"
+PENALTIES = "top-p 0.9, penalties"
 DRAWS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
     "T = 1": SamplingParams(max_tokens=1, temperature=1.0, seed=7),
     TOP_P: SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=7),
     "top-k 50, top-p 0.9": SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.9, seed=7),
-}
+    GRAMMAR: SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=7),
+    PENALTIES: SamplingParams(
+        max_tokens=1, temperature=1.0, top_p=0.9, seed=7, frequency_penalty=0.5, repetition_penalty=1.1,
+        logit_bias=((3, 1.0),),
+    ),
+    "20 log-probabilities": SamplingParams(max_tokens=1, temperature=0.0, logprobs=20),
+}  # fmt: skip
+_NUM_SEEN = 1000  # tokens that penalties count, of prompt and output each
+
+
+def beside(name: str, sampling: SamplingParams, vocab_size: int) -> dict[str, Any]:
+    """The grammar or the penalties of one sequence."""
+    if name == GRAMMAR:
+        return {"matcher": TokenSet(range(0, vocab_size, 8), vocab_size=vocab_size)}
+    if name != PENALTIES:
+        return {}
+    adjustments = LogitAdjustments(sampling, [token * 7 % vocab_size for token in range(_NUM_SEEN)])
+    adjustments.follow([token * 5 % vocab_size for token in range(_NUM_SEEN)])
+    return {"adjustments": adjustments}
 
 
 @torch.inference_mode()
@@ -38,7 +63,10 @@ def measure(bench: Bench) -> None:
     bench.put(vocabulary=model.facts.vocab_size)
     for number in numbers:
         for name, sampling in DRAWS.items():
-            batch = step_of([(7, 1)] * number, num_blocks=max(numbers), block_size=BLOCK_SIZE, sampling=sampling)
+            batch = step_of(
+                [(7, 1)] * number, num_blocks=max(numbers), block_size=BLOCK_SIZE, sampling=sampling,
+                beside=partial(beside, name, sampling, model.facts.vocab_size),
+            )  # fmt: skip
             step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
             replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0
             draw_s = step_s - replay_s

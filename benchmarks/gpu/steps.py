@@ -22,8 +22,11 @@ def step_of(
     num_blocks: int,
     block_size: int,
     sampling: SamplingParams = GREEDY,
+    beside: Callable[[], dict[str, Any]] = dict,
 ) -> Batch:
     """A step of pieces of sequences. pieces: position of the first token, and number of tokens.
+
+    beside: what else a sequence has, by the names of `ScheduledSequence`.
 
     No two sequences share a block, and their blocks lie scattered, as after hours of service.
     """
@@ -32,11 +35,13 @@ def step_of(
     items = tuple(
         ScheduledSequence(
             f"{at}", (5 + at % 97,) * size, start, [next(scattered) for _ in range(-(-(start + size) // block_size))],
-            True, sampling,
+            True, sampling, **beside(),
         )
         for at, (start, size) in enumerate(pieces)
     )  # fmt: skip
-    return Batch(items, (), num_scheduled_tokens=sum(size for _, size in pieces))
+    return Batch(
+        items, (), num_scheduled_tokens=sum(size for _, size in pieces), has_logprobs=sampling.logprobs is not None
+    )
 
 
 def blocks_needed(pieces: Sequence[tuple[int, int]], *, block_size: int) -> int:

@@ -106,8 +106,8 @@ def _start_ray(config: ServeFile, run_folder: Path, *, dashboard: bool) -> None:
     if found < num_gpus:
         raise InvalidSetup(
             f"the replicas, with batches.engines an engine more, need {num_gpus:g} GPUs and this machine has "
-            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas), or set replicas.num_gpus to "
-            f"0 to serve on the CPU"
+            f"{found:g}; lower replicas.num_replicas (with autoscaling, its max_replicas) or replicas.tensor_parallel, "
+            f"or set replicas.num_gpus to 0 to serve on the CPU"
         )
 
 

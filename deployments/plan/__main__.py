@@ -48,7 +48,7 @@ def _memory(options: argparse.Namespace) -> None:
         max_step_tokens=options.max_step_tokens,
         gpu_memory_fraction=options.gpu_memory_fraction,
     )
-    plan = GpuPlan(config, card, share=options.num_gpus)
+    plan = GpuPlan(config, card, share=options.num_gpus, num_ranks=options.tensor_parallel)
     print(plan.table())
     plan.check()
 
@@ -148,6 +148,7 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
     memory.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
+    memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: so many cards")
     memory.add_argument("--max-running", type=positive, default=256, help="scheduler.max_running")
     memory.add_argument("--max-step-tokens", type=positive, default=8192, help="scheduler.max_step_tokens")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")

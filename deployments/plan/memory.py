@@ -14,15 +14,16 @@ from deployments.plan.cards import CARDS, Card
 class GpuPlan:
     """What one replica has on a card. Takes seconds: the largest step is walked through without numbers."""
 
-    def __init__(self, config: EngineConfig, card: Card, *, share: float) -> None:
-        """share: of the card, as `replicas.num_gpus`.
+    def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
+        """share: of the card, as `replicas.num_gpus`. num_ranks: cards, as `replicas.tensor_parallel`.
 
         Raises InvalidSetup as `planned_memory` does.
         """
         self._config = config
         self._card = card
         self._share = share
-        self._planned: PlannedMemory = planned_memory(config)
+        self._num_ranks = num_ranks
+        self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
 
     def table(self) -> str:
         """All parts in GiB, and what the rest holds; for a terminal."""
@@ -37,7 +38,7 @@ class GpuPlan:
             ("KV memory", max(0, left)),
         ]
         head = (
-            f"{self._config.model.path} on {self._card.name}: {gpu.granted / GIB:.2f} GiB, "
+            f"{self._config.model.path} on {self._where}: {gpu.granted / GIB:.2f} GiB, "
             f"{gpu.fraction:g} of {self._share * gpu.total / GIB:.2f} GiB (predicted; not yet measured on a GPU)"
         )
         lines = [head, *(f"  {name:<14}{num_bytes / GIB:>9.2f} GiB" for name, num_bytes in rows)]
@@ -52,14 +53,14 @@ class GpuPlan:
         fitting = [card for card in CARDS if self._on(card).left_for_kv(self._planned.needs) >= needed]
         smallest = min(fitting, key=lambda card: card.memory_gib, default=None)
         raise InvalidSetup(
-            f"{self._config.model.path} does not fit on {self._card.name}: {missing / GIB:.2f} GiB are missing for one "
+            f"{self._config.model.path} does not fit on {self._where}: {missing / GIB:.2f} GiB are missing for one "
             f"sequence of {self._planned.context:,} tokens. "
             + (
                 f"The smallest card that holds it is {smallest.name} ({smallest.memory_gib:g} GiB)"
                 if smallest is not None
                 else f"None of the known cards holds it; the largest is {CARDS[-1].name} ({CARDS[-1].memory_gib:g} GiB)"
             )
-            + "; or lower --context, --max-running or --max-step-tokens"
+            + "; or lower --context, --max-running or --max-step-tokens, or divide it (--tensor-parallel)"
         )
 
     def _room(self, left: int) -> list[str]:
@@ -78,6 +79,10 @@ class GpuPlan:
                 f"{read / self._card.bandwidth_gbs / 1e6:.1f} ms at {self._card.bandwidth_gbs:,g} GB/s"
             )
         return lines
+
+    @property
+    def _where(self) -> str:
+        return self._card.name if self._num_ranks == 1 else f"each of {self._num_ranks} {self._card.name}"
 
     @property
     def _bytes_of_sequence(self) -> int:

@@ -26,7 +26,9 @@ from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded, return_freed_memory
 from deployments.serve.metrics import IngressReport, MetricsCollector
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
+from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
+from deployments.serve.tracing import tracer_of_environment
 from deployments.serve.transport import Switch
 
 READY_CACHE_S = 1.0
@@ -77,12 +79,15 @@ class Ingress:
         await asyncio.gather(*(switch.in_force() for switch in self._switches.values()))
         freeze_loaded()
         self._following = asyncio.create_task(self._keys.follow())
+        to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
+        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
         handler = RequestHandler(
             models,
             self._config.api,
             self._metrics.requests,
             self._keys.authenticator,
             cascades=cascades_of(self._config.cascades, models),
+            tracer=tracer_of_environment(),
         )
         self._metrics.loop.start()
         self._metrics.loop.add_queue("bodies", lambda: handler.threads.num_waiting)

@@ -5,6 +5,7 @@ Calls through Serve's handle are for control only.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.autoscaling import use_of
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded
+from deployments.serve.ray_metrics import RayMetrics, families_of_engine
 from deployments.serve.settings import retuned
 from deployments.serve.transport import FramesFrom, Scheduling, Switch
 from deployments.threads import AskedThreads, keep_waits_for_the_interpreter_short, with_threads
@@ -55,6 +57,8 @@ class Replica:
         self._loop = LoopMonitor()
         # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
         self._loop.start(names_causes=False)
+        to_ray = RayMetrics(lambda: families_of_engine(model.name, self.metrics_report()))
+        self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object) -> None:
         """Called by Serve with the deployment's `user_config`: `{"scheduler": {...}}`, see `settings.retuned`.

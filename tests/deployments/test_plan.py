@@ -103,3 +103,14 @@ def test_a_config_without_a_context_asks_for_one(tmp_path: Path, capsys: pytest.
 def test_a_context_beyond_the_models_own_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(model, "--gpu", "H200", "--context", "50000") == 1
     assert "accepts at most 40,960 tokens" in capsys.readouterr().err
+
+
+def test_each_of_two_cards_has_half_of_a_divided_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(model, "--gpu", "h200", "--context", "8192", "--tensor-parallel", "2") == 0
+    shown = capsys.readouterr().out
+    whole = 151936 * 4096 + 2 * (2 * 4096 + 2 * 128) + 4096  # the embedding and the norms
+    assert f"weights       {(2 * whole + NUM_PARAMETERS - whole) / 2**30:>9.2f} GiB" in shown
+    assert "each of 2 H200" in shown
+    assert "4,096 bytes of KV a token" in shown
+    assert plan(model, "--gpu", "h200", "--tensor-parallel", "3") == 1
+    assert "got 3, which does not divide num_attention_heads 32" in capsys.readouterr().err

@@ -31,6 +31,7 @@ def test_every_sequence_wants_what_costs_most() -> None:
     assert batch.num_tokens == 2048
     assert len(batch.sampled) == len(batch.matchers) == 8
     assert all(item.sampling.top_p < 1 and item.wants_logprobs for item in batch.scheduled)
+    assert all(item.adjustments is not None and len(item.adjustments.seen) > 0 for item in batch.scheduled)
     assert len(batch.scheduled[0].targets) == MAX_SCORED_TOKENS
     assert batch.has_pooling
     assert all(len(item.block_ids) * 16 >= item.end for item in batch.scheduled)

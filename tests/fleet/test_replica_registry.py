@@ -108,6 +108,18 @@ def test_it_tells_how_it_sees_every_replica() -> None:
     assert (full["requests"], full["max_requests"], full["tokens_per_s"]) == (10, 10, 100.0)
     assert (silent["is_suspect"], silent["is_full"], silent["requests"]) == (True, False, 0)
     assert (new["replica"], new["max_requests"], new["step_age_s"]) == ("new", None, None)
+    assert full["last_dispatch"] is None
+
+
+def test_it_tells_why_each_replica_got_its_last_request() -> None:
+    registry = make_registry()
+    registry.place(make_request(request_id="one"), ["a", "b"])
+    registry.place(make_request(request_id="two"), ["a", "b"])
+    told = {each["replica"]: each["last_dispatch"] for each in registry.describe()}
+    assert told["a"].startswith("the least work: a (0 prompt + 0 output + ")
+    assert told["b"].startswith("the least work: b (")
+    registry.set_replicas(["b"])
+    assert [each["last_dispatch"] for each in registry.describe()] == [told["b"]]
 
 
 def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:

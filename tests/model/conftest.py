@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import save_tiny_model
-
 
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """architecture → folder with its tiny model."""
+    from tests.tiny_models import save_tiny_model  # some tests need no transformers, which takes seconds to import
+
     root = tmp_path_factory.mktemp("models")
 
     def path(architecture: str) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch.profiler import ProfilerActivity, profile
 
 from app.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -15,8 +16,9 @@ from app.engine.batch import Batch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import ModelFacts
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.cuda.attention import NoKernels
+from app.model.cuda.attention import NoKernels, TritonAttention
 from app.model.cuda.captured_inputs import decode_size, mixed_sizes
+from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import join_weights
 from app.model.largest_step import needs_of, with_one_block
 from app.model.loader import LoadedModel, load_model, model_of_config
@@ -64,15 +66,20 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     assert num_bytes_of(planned.module.parameters()) == real
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "backend"), [("llama", "torch"), ("gemma2", "torch"), ("gpt2", "torch"), ("llama", "auto")]
+)
 def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.model.cuda.sampler._kernels", FirstTokens)
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: backend == "auto"))
     build_tiny_model(architecture, vocab_size=5000).save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float32", backend="torch")
+    model = ModelConfig.model_validate({"path": str(tmp_path), "device": "cpu", "dtype": "float32", "backend": backend})
     planned = model_of_config(model, str(tmp_path), dtype=torch.float32)
     loaded = load_model(model, str(tmp_path))
+    assert [each.joined is not None for each in (planned, loaded)] == [backend == "auto"] * 2
+    for name, kernels in (("attention", NoKernels), ("decoder", NoKernels), ("sampler", FirstTokens)):
+        monkeypatch.setattr(f"app.model.cuda.{name}._kernels", kernels)  # the interpreter allocates for itself
     config = config_of(tmp_path)
     on_meta, on_cpu = (needs_of(config, each, batch_for(each)) for each in (planned, loaded))
     assert on_meta.step == pytest.approx(on_cpu.step, rel=0.05)
@@ -80,7 +87,6 @@ def test_the_largest_step_of_a_configuration_is_the_one_that_a_cpu_computes(
     runner = with_one_block(config, loaded)
     runner.launch(batch_for(loaded))  # what is kept is there
     assert on_meta.step == pytest.approx(_peak_of_cpu(lambda: runner.launch(batch_for(loaded))), rel=0.05)
-    monkeypatch.setattr("app.model.cuda.attention._kernels", NoKernels)  # the interpreter allocates for itself
     for size in (decode_size(6), *mixed_sizes(max_rows=6, max_tokens=40)):
         of_graph = _peak_of_cpu(lambda size=size: with_one_block(config, loaded).compute_padding(size))
         with AllocatedBytes(META) as counted:
@@ -112,6 +118,19 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
     down = planned.joined.layers[0].down
     num_chosen = settings.experts.per_token + len(down) - settings.experts.num_experts
     assert counted.peak > 40 * num_chosen * (down.shape[1] + down.shape[2]) * 4
+
+
+def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
+    num_rows, vocab_size = 6, 50_000
+    facts = ModelFacts(max_model_len=4096, vocab_size=vocab_size, eos_token_ids=())
+    items = largest_batch(LIMITS, facts, block_size=16).sampled
+    logits, peaks = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device=META), []
+    for each in (items, [structs.replace(item, adjustments=None) for item in items]):
+        with torch.inference_mode(), AllocatedBytes(META) as counted:
+            TritonSampler(META)(logits, each)
+        peaks.append(counted.peak)
+    copied = num_rows * vocab_size * 4
+    assert copied < peaks[0] - peaks[1] < 1.1 * copied
 
 
 @pytest.mark.parametrize("num_rows", [8, 32])

@@ -120,10 +120,17 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage) -> None:
     page.click("#demo")
     eventually(lambda: stays(page), lambda found: len(found) > 8)
     page.focus(".replica canvas >> nth=0")
-    page.keyboard.press("ArrowDown")
-    page.wait_for_selector("#request table")
+    # What is drawn is a moment behind what has come.
+    eventually(lambda: page.keyboard.press("ArrowDown") or page.is_visible("#request table"))
     text = page.inner_text("#request")
     assert "queue" in text
+    eventually(lambda: "gaps between tokens" in page.inner_text("#request"))
+    counts = page.evaluate("""async () => {
+        const { history } = await import("/page/live.js");
+        const stays = history.replicas().flatMap((replica) => replica.stays).filter((stay) => stay.first !== null);
+        return stays.map((stay) => [history.tokenTimes(stay), stay.use.num_generated_tokens]);
+    }""")
+    assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
@@ -149,6 +156,36 @@ def test_a_chat_streams(page: Any, stage: Stage) -> None:
     assert '"content": "Hello"' in page.inner_text("#code")
     page.click("#as-python")
     assert "OpenAI(base_url=" in page.inner_text("#code")
+    compile(page.inner_text("#code"), "code", "exec")
+
+
+def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: Stage) -> None:
+    page.goto(f"{stage.url}/#playground")
+    page.wait_for_selector("#model option", state="attached")
+    page.click("summary")
+    page.fill("#tools", "[{")
+    page.wait_for_selector("#forms-error:not(:empty)")
+    page.fill("#tools", "")
+    page.click("#schema-example")
+    page.fill("#max_tokens", "500")  # a simulated model writes much white space
+    page.fill("#prompt", "An animal")
+    page.click("#send")
+    page.wait_for_selector(".cost")
+    assert json.loads(page.inner_text(".message.assistant").rpartition("\n")[0]).keys() == {"name", "legs"}
+    page.fill("#schema", "")
+    page.click("#tools-example")
+    page.select_option("#tool_choice", "required")
+    page.fill("#prompt", "How is the weather?")
+    page.click("#send")
+    page.wait_for_selector(".call")
+    assert page.inner_text(".call").startswith("get_weather({")
+    page.wait_for_selector(".cost >> nth=1")
+    assert "Write the result of get_weather" in page.get_attribute("#prompt", "placeholder")
+    page.fill("#prompt", "sunny")
+    assert '"role": "tool"' in page.inner_text("#code")
+    page.click("#as-python")
+    compile(page.inner_text("#code"), "code", "exec")
+    page.click("#as-curl")
 
 
 def test_a_killed_replica_is_lost_gone_and_replaced_and_its_requests_go_on(page: Any, demo_path: Path) -> None:

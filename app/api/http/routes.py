@@ -32,6 +32,7 @@ from app.api.http.headers import headers_of, is_strict, wants_explanation, with_
 from app.api.http.openapi import openapi_document
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected
+from app.api.request_trace import RequestTrace
 from app.errors import Failure
 from app.metrics import name_task
 
@@ -80,6 +81,22 @@ class _Computed:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tracer = self._handler.tracer
+        if tracer is None:
+            await self._answer(scope, receive, send, None)
+            return
+        trace, error = RequestTrace(f"POST {self._endpoint.path}", headers_of(scope)), None
+        try:
+            await self._answer(scope, receive, send, trace)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            trace.attributes["carousel.request_id"] = scope["state"]["request_id"]
+            trace.end(error)
+            tracer.record(trace)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         handler, state, headers = self._handler, scope["state"], headers_of(scope)
         client = Client(
             reservation=state["reservation"],
@@ -88,6 +105,7 @@ class _Computed:
             headers=headers,
             is_strict=is_strict(headers),
             arrived_at=handler.metrics.arrived(),
+            trace=trace,
         )
         with handler.counting_refusals():
             body = with_deadline(
@@ -113,6 +131,8 @@ class _Computed:
                 content = await pending.full_response()
                 answer = JsonAnswer(content, handler.turns, headers=response_headers())
                 await answer(scope, receive, send)
+            if trace is not None:
+                trace.attributes |= pending.progress.trace_attributes()
 
 
 class Application:

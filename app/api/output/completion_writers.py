@@ -151,6 +151,8 @@ class Writer(ABC):
             if not writer.has_begun and not progress.is_open:
                 raise
             log_error(error, progress.request_id)
+            if progress.trace is not None:
+                progress.trace.error = error
             last = writer.fail(error)
         for written in last:
             yield written

@@ -12,6 +12,7 @@ from typing import Any
 from app.api.call import Call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.tool_calls import ToolCallDelta
+from app.api.request_trace import RequestTrace
 from app.engine.request import EngineTimes, Queued
 from app.metrics import CallMetrics, RequestMetrics
 
@@ -72,6 +73,7 @@ class Progress:
     queued: Queued | None = None  # the place of the call's first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Json = field(default_factory=dict)  # further fields of `usage`
+    trace: RequestTrace | None = None  # where traces are sent
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
 
     def __post_init__(self) -> None:
@@ -92,9 +94,13 @@ class Progress:
         if piece.queued is not None:
             self.queued = self.queued or piece.queued
             self.metrics.placed(piece.index, piece.queued.group)
+            if self.trace is not None:
+                self.trace.accepted(piece.index, piece.queued.replica_id)
         if piece.times is not None:
             self.times = self.times or piece.times
             self.metrics.left_queue(piece.index, piece.times.queue_s)
+            if self.trace is not None:
+                self.trace.first_token(piece.index, piece.times)
         output.num_tokens += piece.num_tokens
         if piece.num_cached_tokens > output.num_cached_tokens:
             output.num_cached_tokens = piece.num_cached_tokens
@@ -106,6 +112,8 @@ class Progress:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.measured_reason is not None:
             self.metrics.finished(piece.index, piece.measured_reason)
+            if self.trace is not None:
+                self.trace.finished(piece.index)
 
     async def read(
         self,
@@ -179,6 +187,16 @@ class Progress:
             loads = f": {queued.loads_there}" if with_loads and queued.loads_there else ""
             headers["x-carousel-why"] = queued.why_there + loads
         return headers
+
+    def trace_attributes(self) -> dict[str, str | int | float]:
+        """What a trace says of the call, by OpenTelemetry's names for generative models."""
+        usage = self.usage()
+        return {
+            "gen_ai.request.model": self.call.model.name,
+            "gen_ai.response.id": self.call.call_id,
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        }
 
     def log_end(self) -> None:
         """Log the end of a call."""

@@ -79,7 +79,7 @@ export class History {
     let stay = replica.open.get(use.request_id);
     if (!stay || stay.slot !== use.slot || Math.abs(stay.joined - joined) > SAME_MS) {
       if (stay) this.#close(replica, stay, joined, "");
-      stay = { replica, joined, arrived: at - use.arrived_ms, slot: use.slot, first: null, left: null, why: "", tokens: [] };
+      stay = { replica, joined, arrived: at - use.arrived_ms, slot: use.slot, first: null, left: null, why: "", counts: [] };
       replica.open.set(use.request_id, stay);
       replica.stays.push(stay);
     }
@@ -87,8 +87,8 @@ export class History {
     stay.id = baseId(use.request_id);
     stay.isResumed = use.num_given_tokens > 0 || (stay.id !== use.request_id && this.#isKnown(stay.id, stay));
     if (use.first_token_ms !== null && stay.first === null) stay.first = at - use.first_token_ms;
-    const last = stay.tokens[stay.tokens.length - 1];
-    if (!last || last[1] !== use.num_generated_tokens) stay.tokens.push([at, use.num_generated_tokens]);
+    // Pairs in one flat list, which takes a tenth of the memory: when it was seen, its tokens then.
+    if (stay.counts.at(-1) !== use.num_generated_tokens) stay.counts.push(at, use.num_generated_tokens);
     return stay;
   }
 
@@ -127,6 +127,29 @@ export class History {
   staysOf(id) {
     return this.replicas().flatMap((replica) => replica.stays.filter((stay) => stay.id === id))
       .sort((one, other) => one.joined - other.joined);
+  }
+
+  // When each token of a stay came: at the ends of steps that were told, between them evenly.
+  tokenTimes(stay) {
+    const times = [];
+    const { samples } = stay.replica;
+    let index = 0;
+    let before = stay.use.num_given_tokens;
+    let last = stay.first ?? stay.joined;
+    for (let each = 0; each < stay.counts.length; each += 2) {
+      const [at, tokens] = [stay.counts[each], stay.counts[each + 1]];
+      const number = tokens - before;
+      if (number <= 0) continue;
+      while (index < samples.length && samples[index].at < at) index += 1;
+      const steps = (samples[index]?.at === at && samples[index].ended_ms) || [];
+      const ends = steps.map((ms) => at - ms).filter((end) => end <= (stay.left ?? at) + 1).slice(-number);
+      const until = ends[0] ?? stay.left ?? at;
+      for (let more = 1; more <= number - ends.length; more += 1) times.push(last + ((until - last) * more) / (number - ends.length + 1));
+      times.push(...ends);
+      before = tokens;
+      last = times.at(-1);
+    }
+    return times;
   }
 
   // Now by the clock of the service.

@@ -109,9 +109,10 @@ function newPanel(replica) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
   const queue = element("div", "queue");
+  const dispatch = element("div", "decision");
   stage.append(canvas, queue);
-  root.append(head, stage);
-  const panel = { root, head, canvas, queue, replica };
+  root.append(head, dispatch, stage);
+  const panel = { root, head, canvas, queue, dispatch, replica };
   canvas.addEventListener("click", (event) => select(stayAt(canvas, panel.replica, event, range())?.id ?? null));
   canvas.addEventListener("keydown", (event) => move(event, panel.replica));
   return panel;
@@ -179,7 +180,7 @@ function updateWords() {
   if (view.selected) showRequest();
 }
 
-function updateHead({ root, head, queue, canvas, replica }) {
+function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   root.className = `replica ${replica.state}`;
   const isThere = replica.state === "serving" || replica.state === "leaving";
   const { view: seen, facts } = isThere ? replica : { view: null, facts: replica.facts };
@@ -193,6 +194,9 @@ function updateHead({ root, head, queue, canvas, replica }) {
     ["n", seen ? `${seen.num_running} of ${seen.max_running} running` : ""],
     ["n", seen?.num_waiting ? `${seen.num_waiting} waiting` : ""],
     ["n", seen ? `${Math.round(drawn / span)} tokens/s` : ""],
+    ["n", seen && facts.tokens_per_s ? `speed ${Math.round(facts.tokens_per_s)}` : ""],
+    ["n", seen && facts.last_dispatch !== undefined ? `load ${facts.prefill_tokens + facts.decode_tokens} tokens` : ""],
+    ["i", seen?.settings ? `settings ${seen.settings}` : ""],
     [bubbles ? "why bubbles" : "n bubbles", seen ? `bubbles ${bubbles} %${bubbles ? ": slots empty while requests wait for the batch" : ""}` : ""],
   ].filter(([, text]) => text);
   const text = parts.map((each) => each.join()).join("|");
@@ -201,6 +205,7 @@ function updateHead({ root, head, queue, canvas, replica }) {
     head.replaceChildren(...parts.map(([kind, words]) => element(kind === "i" ? "i" : "span", kind, words)));
     canvas.setAttribute("aria-label", `Slots over time: ${parts.map((each) => each[1]).join(", ")}`);
   }
+  setText(dispatch, facts.last_dispatch ? `last request here: ${facts.last_dispatch}` : "no request of this ingress yet");
   updateQueue(queue, seen);
 }
 
@@ -221,18 +226,23 @@ const REASONS = {
   strategy: "the strategy lets none join now", result: "its last token is being drawn",
 };
 
+const SHORT_REASONS = { slots: "slots", blocks: "memory", budget: "budget", strategy: "strategy", result: "its token" };
+
 function updateQueue(queue, seen) {
   const waiting = seen?.waiting || [];
   const list = element("ol");
-  for (const each of waiting.slice(0, 14)) {
+  waiting.slice(0, 14).forEach((each, index) => {
     const row = element("li");
     const dot = element("span", "dot");
     dot.style.background = `hsl(${history.hue($("colour").value, each)} 55% 55%)`;
     const expected = each.expected_ms ? `≈${seconds(each.expected_ms)}` : "next";
-    row.append(dot, element("span", "", each.tenant || each.request_id.slice(0, 12)), element("span", "", expected));
-    row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`;
+    // None overtakes the one before it: only the first waits for anything else.
+    const why = index ? `behind ${index}` : SHORT_REASONS[seen.wait_reason] || "next step";
+    row.append(dot, element("span", "", each.tenant || each.request_id.slice(0, 12)), element("span", "", why), element("span", "", expected));
+    row.title = `${each.request_id}: has waited ${seconds(each.arrived_ms)}, ${each.num_prompt_tokens} prompt tokens`
+      + (each.num_preemptions ? `, preempted ${each.num_preemptions} times` : "");
     list.append(row);
-  }
+  });
   const parts = seen ? [element("h3", "", seen.num_waiting ? `Queue: ${seen.num_waiting}` : "Queue: empty")] : [];
   if (seen?.num_waiting) parts.push(element("div", "decision", `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}`));
   if (seen && seen.num_waiting > 14) list.append(element("li", "", `and ${seen.num_waiting - 14} more`));
@@ -263,6 +273,12 @@ function showRequest() {
     if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
     rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
   });
+  const tokens = stays.map((stay) => history.tokenTimes(stay));
+  const gaps = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).sort((one, other) => one - other);
+  if (gaps.length) {
+    const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
+    rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
+  }
   const table = element("table");
   for (const [name, value] of rows) {
     const row = element("tr");
@@ -273,37 +289,48 @@ function showRequest() {
   close.addEventListener("click", () => select(null));
   const canvas = element("canvas");
   $("request").replaceChildren(close, element("b", "", "Request"), table, canvas);
-  drawTokens(canvas, stays);
+  drawTokens(canvas, stays, tokens);
 }
 
 const ended = (stay) => (stay.left === null ? ", runs" : stay.why ? `, ended: ${stay.why}` : "");
 
-// Its tokens over time.
-function drawTokens(canvas, stays) {
+// Its tokens over time, and below them the gap before each.
+function drawTokens(canvas, stays, tokens) {
   const colours = palette();
   const ratio = window.devicePixelRatio || 1;
-  const [width, height] = [canvas.clientWidth, 70];
+  const [width, height, curve] = [canvas.clientWidth, 110, 60];
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const points = stays.flatMap((stay) => stay.tokens);
   const begin = stays[0].arrived;
   const end = Math.max(stays[stays.length - 1].left ?? history.at, begin + 1);
-  const most = Math.max(1, ...points.map((each) => each[1]));
+  const most = Math.max(1, ...stays.map((stay) => stay.use.num_generated_tokens));
   const x = (at) => ((at - begin) / (end - begin)) * width;
   pen.fillStyle = colours.faint;
-  pen.fillRect(0, 0, width, height);
+  pen.fillRect(0, 0, width, curve);
+  pen.fillRect(0, curve + 4, width, height - curve - 4);
   pen.strokeStyle = colours.owned;
   pen.lineWidth = 2;
   pen.beginPath();
-  pen.moveTo(0, height - 2);
-  for (const stay of stays) if (stay.first !== null) pen.lineTo(x(stay.first), height - 2 - (stay.use.num_given_tokens / most) * (height - 16));
-  for (const [at, tokens] of points) pen.lineTo(x(at), height - 2 - (tokens / most) * (height - 16));
+  pen.moveTo(0, curve - 2);
+  stays.forEach((stay, index) => tokens[index].forEach((at, each) => {
+    pen.lineTo(x(at), curve - 2 - ((stay.use.num_given_tokens + each + 1) / most) * (curve - 16));
+  }));
   pen.stroke();
+  const longest = tokens.flatMap((times) => times.slice(1).map((at, each) => at - times[each])).reduce((one, other) => Math.max(one, other), 1);
+  pen.fillStyle = colours.owned;
+  for (const times of tokens) {
+    for (let each = 1; each < times.length; each += 1) {
+      const tall = ((times[each] - times[each - 1]) / longest) * (height - curve - 18);
+      const left = x(times[each - 1]);
+      pen.fillRect(left, height - tall, Math.max(x(times[each]) - left - 0.5, 0.5), tall);
+    }
+  }
   pen.fillStyle = colours.soft;
   pen.font = "11px system-ui, sans-serif";
   pen.fillText(`${most} tokens in ${seconds(end - begin)}`, 4, 12);
+  pen.fillText(`gap before each token, at most ${seconds(longest)}`, 4, curve + 15);
 }
 
 const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);

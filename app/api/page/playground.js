@@ -1,6 +1,7 @@
 // The view "Playground": a chat, streamed, with its times, and the same request as curl and Python.
 
 import { call, events, key } from "/page/api.js";
+import { element } from "/page/elements.js";
 
 const $ = (id) => document.getElementById(id);
 const messages = [];
@@ -15,19 +16,45 @@ export async function loadModels() {
   showCode();
 }
 
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty"];
+
+// Raises SyntaxError for what is no JSON.
 function parameters() {
   const given = { model: $("model").value };
-  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
-    const value = $(name).value;
-    if (value !== "") given[name] = Number(value);
-  }
+  for (const name of NUMBERS) if ($(name).value !== "") given[name] = Number($(name).value);
+  if ($("stop").value) given.stop = [$("stop").value];
+  const tools = parsed("tools", Array.isArray, "a JSON list");
+  if (tools) Object.assign(given, { tools, tool_choice: $("tool_choice").value });
+  const schema = parsed("schema", (value) => value && typeof value === "object" && !Array.isArray(value), "a JSON object");
+  if (schema) given.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   return given;
 }
+
+function parsed(id, isRight, kind) {
+  const text = $(id).value.trim();
+  $(id).setAttribute("aria-invalid", "true");
+  const value = text ? JSON.parse(text) : null;
+  if (text && !isRight(value)) throw new SyntaxError(`should be ${kind}`);
+  $(id).setAttribute("aria-invalid", "false");
+  return value;
+}
+
+// The calls of the last answer that have no result yet: what is written next is the result of the first.
+function open() {
+  const answer = messages.findLast((message) => message.role === "assistant");
+  const done = messages.map((message) => message.tool_call_id);
+  return (answer?.tool_calls || []).filter((each) => !done.includes(each.id));
+}
+
+const written = (prompt) => {
+  const [first] = open();
+  return first ? { role: "tool", tool_call_id: first.id, content: prompt } : { role: "user", content: prompt };
+};
 
 function body(prompt) {
   const system = $("system").value.trim();
   const all = [...(system ? [{ role: "system", content: system }] : []), ...messages];
-  if (prompt) all.push({ role: "user", content: prompt });
+  if (prompt) all.push(written(prompt));
   else if (all.at(-1)?.role === "assistant") all.pop(); // the request that was sent last
   return { ...parameters(), messages: all, stream: true };
 }
@@ -35,17 +62,18 @@ function body(prompt) {
 async function ask(event) {
   event.preventDefault();
   const prompt = $("prompt").value.trim();
-  if (!prompt || running) return;
+  if (!prompt || running || !showCode()) return;
   const sent = body(prompt);
-  messages.push({ role: "user", content: prompt });
-  add("user", prompt);
+  messages.push(sent.messages.at(-1));
+  add(sent.messages.at(-1).role, prompt);
   $("prompt").value = "";
+  if (open().length) return askForResult();
   const place = add("assistant", "");
   const began = performance.now();
   const times = { first: 0, tokens: 0 };
   running = new AbortController();
   setRunning(true);
-  let text = "";
+  const answer = { role: "assistant", content: "", calls: [] };
   try {
     const response = await call("/v1/chat/completions", {
       body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal: running.signal,
@@ -55,30 +83,54 @@ async function ask(event) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      const piece = chunk.choices?.[0]?.delta?.content || "";
-      if (piece && !times.first) times.first = performance.now();
-      if (piece) times.last = performance.now();
-      text += piece;
+      const isMore = take(answer, chunk.choices?.[0]?.delta || {});
+      if (isMore) times.last = performance.now();
+      if (isMore && !times.first) times.first = times.last;
       times.tokens = chunk.usage?.completion_tokens ?? times.tokens;
-      place.firstChild.textContent = text;
+      show(place, answer);
       $("speed").textContent = speed(times, began);
       place.scrollIntoView({ block: "nearest" });
     }
   } catch (error) {
     if (error.name !== "AbortError") {
       place.classList.add("error");
-      place.firstChild.textContent = text ? `${text}\n\n${error.message}` : error.message;
+      place.firstChild.textContent = answer.content ? `${answer.content}\n\n${error.message}` : error.message;
     }
   }
-  if (text) messages.push({ role: "assistant", content: text });
+  const { calls, ...message } = answer;
+  if (calls.length) messages.push({ ...message, content: message.content || null, tool_calls: calls });
+  else if (message.content) messages.push(message);
   else messages.pop();
-  const cost = document.createElement("span");
-  cost.className = "cost";
-  cost.textContent = speed(times, began);
-  place.append(cost);
+  place.append(element("span", "cost", speed(times, began)));
   running = null;
   setRunning(false);
   showCode();
+  askForResult();
+}
+
+// One piece of an answer: text, or pieces of calls. Whether there was anything in it.
+function take(answer, { content, tool_calls: pieces = [] }) {
+  answer.content += content || "";
+  for (const piece of pieces) {
+    const made = (answer.calls[piece.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
+    made.id ||= piece.id || "";
+    made.function.name += piece.function?.name || "";
+    made.function.arguments += piece.function?.arguments || "";
+  }
+  return Boolean(content || pieces.length);
+}
+
+function show(place, answer) {
+  place.firstChild.textContent = answer.content;
+  const shown = answer.calls.map(({ function: each }) => element("code", "call", `${each.name}(${each.arguments})`));
+  place.replaceChildren(place.firstChild, ...shown);
+}
+
+function askForResult() {
+  const [first] = open();
+  $("prompt").placeholder = first
+    ? `Write the result of ${first.function.name}(${first.function.arguments}).`
+    : "Write a message. Enter sends it, Shift+Enter makes a new line.";
 }
 
 function speed({ first, last, tokens, replica }, began) {
@@ -89,8 +141,7 @@ function speed({ first, last, tokens, replica }, began) {
 }
 
 function add(role, text) {
-  const place = document.createElement("div");
-  place.className = `message ${role}`;
+  const place = element("div", `message ${role}`);
   place.append(document.createTextNode(text));
   $("messages").append(place);
   place.scrollIntoView({ block: "nearest" });
@@ -104,9 +155,18 @@ function setRunning(isRunning) {
 
 // ---------------------------------------------------------------- the request as code
 
+// Returns whether there is a request to send.
 function showCode() {
-  const sent = body($("prompt").value.trim() || (messages.length ? "" : "Hello"));
-  $("code").textContent = language === "curl" ? asCurl(sent) : asPython(sent);
+  try {
+    const sent = body($("prompt").value.trim() || (messages.length ? "" : "Hello"));
+    $("code").textContent = language === "curl" ? asCurl(sent) : asPython(sent);
+    $("forms-error").textContent = "";
+    return true;
+  } catch (error) {
+    $("forms-error").textContent = error.message;
+    $("forms").open = true;
+    return false;
+  }
 }
 
 function asCurl(sent) {
@@ -117,8 +177,8 @@ function asCurl(sent) {
 
 function asPython(sent) {
   const { messages: all, stream, ...given } = sent;
-  const lines = Object.entries(given).map(([name, value]) => `    ${name}=${JSON.stringify(value)},`);
-  const spoken = JSON.stringify(all, null, 4).split("\n").join("\n    ");
+  const lines = Object.entries(given).map(([name, value]) => `    ${name}=${inPython(value)},`);
+  const spoken = inPython(all);
   const apiKey = key.get() ? 'os.environ["CAROUSEL_KEY"]' : '"none"';
   return [
     ...(key.get() ? ["import os", ""] : []),
@@ -128,6 +188,34 @@ function asPython(sent) {
     "for chunk in stream:", '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
   ].join("\n");
 }
+
+function inPython(value, indent = "    ") {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const inner = Object.entries(value).map(([name, each]) => {
+    const text = inPython(each, `${indent}    `);
+    return `${indent}    ${Array.isArray(value) ? text : `${JSON.stringify(name)}: ${text}`},`;
+  });
+  const [first, last] = Array.isArray(value) ? "[]" : "{}";
+  return inner.length ? [first, ...inner, `${indent}${last}`].join("\n") : first + last;
+}
+
+const EXAMPLES = {
+  tools: [{
+    type: "function",
+    function: {
+      name: "get_weather", description: "The weather in a city",
+      parameters: { type: "object", properties: { city: { type: "string", maxLength: 20 } }, required: ["city"], additionalProperties: false },
+    },
+  }],
+  schema: {
+    type: "object",
+    properties: { name: { type: "string", maxLength: 20 }, legs: { type: "integer", minimum: 0, maximum: 8 } },
+    required: ["name", "legs"],
+    additionalProperties: false,
+  },
+};
 
 export function begin() {
   $("ask").addEventListener("submit", ask);
@@ -139,9 +227,14 @@ export function begin() {
     messages.length = 0;
     $("messages").replaceChildren();
     showCode();
+    askForResult();
   });
-  for (const id of ["prompt", "model", "system", "temperature", "top_p", "max_tokens", "seed"]) {
-    $(id).addEventListener("input", showCode);
+  for (const id of ["prompt", "model", "system", "stop", "tools", "tool_choice", "schema", ...NUMBERS]) $(id).addEventListener("input", showCode);
+  for (const [id, example] of Object.entries(EXAMPLES)) {
+    $(`${id}-example`).addEventListener("click", () => {
+      $(id).value = JSON.stringify(example, null, 2);
+      showCode();
+    });
   }
   for (const name of ["curl", "python"]) {
     $(`as-${name}`).addEventListener("click", () => {

@@ -125,7 +125,12 @@ class GraphModelRunner:
 
     def lead(self, ranks: Ranks) -> None:
         """Have other ranks compute each step, too."""
-        self._ranks, self._group = ranks, ranks.group
+        self._ranks = ranks
+        self.join(ranks.group)
+
+    def join(self, group: RankGroup) -> None:
+        """Compute with other ranks, before anything is captured."""
+        self._group = group
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -137,9 +142,8 @@ class GraphModelRunner:
             self._ranks.check()
 
     @torch.inference_mode()
-    def follow(self, batch: Batch, group: RankGroup) -> None:
+    def follow(self, batch: Batch) -> None:
         """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
-        self._group = group
         self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
 

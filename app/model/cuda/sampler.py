@@ -29,8 +29,7 @@ from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
 
 _FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
-_CHANGE = "iifff"
-_CHANGE_BYTES = struct.calcsize(_CHANGE)
+_CHANGE_BYTES = 5 * 4
 _FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
 # Tokens of one pass of a program's loop, 4 for each thread; half as many of float32, which would spill registers.
 _TILE = 2048
@@ -99,7 +98,9 @@ class TritonSampler:
         """Appends changes and bans to the values; returns where they are, see `draw_kernel`."""
         own, changes, entries, num_entries = item.adjustments, b"", 0, 0
         if own is not None:
-            kept = self._entries.setdefault(own, DeviceEntries(device))
+            kept = self._entries.get(own)
+            if kept is None:
+                kept = self._entries[own] = DeviceEntries(device)
             changes = kept.changes(own)
             entries, num_entries = kept.tensor.data_ptr(), len(kept)
         bans = array("i", () if item.matcher is not None else item.banned_token_ids)
@@ -143,8 +144,8 @@ class DeviceEntries:
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.empty(0, 4, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}
-        self._penalised: set[int] = set()  # of prompt and output, where repetition is
         self._biases: dict[int, float] = {}
+        self._only_biased: set[int] = set()  # not in prompt or output
         self._num_generated = 0
 
     def __len__(self) -> int:
@@ -155,23 +156,33 @@ class DeviceEntries:
         new: Iterable[int] = own.generated[self._num_generated :]
         self._num_generated = len(own.generated)
         if not len(self.tensor):
-            self._penalised.update(own.seen)
             self._biases.update(zip(own.biased, own.biases, strict=True))
-            new = chain(own.seen, own.generated, own.biased)
-        elif own.repetition_penalty != 1.0:
-            self._penalised.update(new)
-        changed: Iterable[int] = dict.fromkeys(new)
-        for token in changed:
-            self._places.setdefault(token, len(self._places))
+            self._only_biased.update(own.biased)
+            new = [*own.seen, *own.generated]
+        self._only_biased.difference_update(new)
+        changed: Iterable[int] = dict.fromkeys(chain(new, () if len(self.tensor) else own.biased))
+        places = self._places
+        new_ones = [token for token in changed if token not in places]
+        places.update(zip(new_ones, range(len(places), len(places) + len(new_ones)), strict=True))
         if len(self) > len(self.tensor):
             self.tensor = self.tensor.new_empty(max(_FEWEST_ENTRIES, 2 * len(self)), 4)
-            changed = self._places
-        packed = [struct.pack(_CHANGE, self._places[token], token, *self._numbers_of(own, token)) for token in changed]
-        return b"".join(packed)
+            changed = places
+        return self._packed(own, list(changed)) if changed else b""
 
-    def _numbers_of(self, own: LogitAdjustments, token: int) -> tuple[float, float, float]:
-        penalty = own.repetition_penalty if token in self._penalised else 1.0
-        return penalty, own.deduction_of(token), self._biases.get(token, 0.0)
+    def _packed(self, own: LogitAdjustments, tokens: list[int]) -> bytes:
+        """Column by column: a prompt has thousands."""
+        packed = array("i", bytes(_CHANGE_BYTES * len(tokens)))
+        packed[0::5] = array("i", [self._places[token] for token in tokens])
+        packed[1::5] = array("i", tokens)
+        penalty, only_biased, biases = own.repetition_penalty, self._only_biased, self._biases
+        numbers = (
+            [1.0 if token in only_biased else penalty for token in tokens],
+            own.deductions_of(tokens),
+            [biases.get(token, 0.0) for token in tokens],
+        )
+        for column, of_column in enumerate(numbers, start=2):
+            packed[column::5] = array("i", array("f", of_column).tobytes())
+        return packed.tobytes()
 
 
 def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:

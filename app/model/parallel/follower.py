@@ -20,11 +20,15 @@ _PR_SET_PDEATHSIG = 1
 class FollowingRunner(Protocol):
     """A model runner whose steps are those of rank 0."""
 
+    def join(self, group: RankGroup) -> None:
+        """Before all else: the ranks with which it computes."""
+        ...
+
     def prepare(self) -> None:
         """See `LaunchingRunner.prepare`."""
         ...
 
-    def follow(self, batch: Batch, group: RankGroup) -> None:
+    def follow(self, batch: Batch) -> None:
         """Compute a step's forward pass: this rank's part of it."""
         ...
 
@@ -32,13 +36,14 @@ class FollowingRunner(Protocol):
 def follow(channel: Channel, runner: FollowingRunner, group: RankGroup) -> None:
     """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
     reader = StepReader()
+    runner.join(group)
     while True:
         try:
             kind, content = channel.receive()
         except EOFError:
             return
         if kind is Kind.STEP:
-            runner.follow(reader.batch(content), group)
+            runner.follow(reader.batch(content))
         elif kind is Kind.PREPARE:
             runner.prepare()
         else:

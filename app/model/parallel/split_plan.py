@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -52,10 +51,45 @@ def check_divisible(config: PreTrainedConfig, size: int, *, path: str) -> None:
         )
 
 
+class Exchange(Protocol):
+    """What a divided model needs of its ranks: a `RankGroup`, or sizes alone."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `RankGroup`."""
+        ...
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `RankGroup`."""
+        ...
+
+
+class SizesOfRank:
+    """One of several ranks without the others, on the meta device: what it exchanges has sizes and no numbers."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if self.size > 2:  # as `RankGroup` does it
+            parts = [torch.empty_like(tensor) for _ in range(self.size)]
+            tensor.copy_(parts[0].float() + parts[1])
+
+    def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1)
+
+
 class SplitPlan:
     """How one model is divided among the ranks of a group."""
 
-    def __init__(self, module: PreTrainedModel, group: RankGroup, *, path: str) -> None:
+    def __init__(self, module: PreTrainedModel, group: Exchange, *, path: str) -> None:
         """Raises UnsupportedModel if transformers has no plan for it, or one that is not known here."""
         self._group = group
         self._path = path
@@ -146,7 +180,7 @@ class SplitPlan:
 class _Gathered(nn.Module):
     """A linear layer of which each rank has some outputs; all ranks get all."""
 
-    def __init__(self, linear: nn.Module, group: RankGroup) -> None:
+    def __init__(self, linear: nn.Module, group: Exchange) -> None:
         super().__init__()
         self.linear = linear
         self._join: Callable[[torch.Tensor], torch.Tensor] = group.gather_columns
@@ -163,7 +197,7 @@ class _Gathered(nn.Module):
 class _Summed(nn.Module):
     """A linear layer of which each rank has some inputs; all ranks get the sum."""
 
-    def __init__(self, linear: nn.Module, group: RankGroup, *, takes_part: bool) -> None:
+    def __init__(self, linear: nn.Module, group: Exchange, *, takes_part: bool) -> None:
         """takes_part: its input comes as a whole."""
         super().__init__()
         self.linear = linear

@@ -116,6 +116,14 @@ def test_attention_is_measured_and_other_launches_of_it_are_tried(measured: Meas
         assert [row["refused"] for row in tables[f"launches of {kind}"]] == [None, None]
 
 
+def test_experts_are_measured_against_the_bytes_of_those_that_are_chosen(measured: Measured) -> None:
+    _, tables = measured("experts")
+    rows = tables["experts of a layer"]
+    assert [row["tokens"] for row in rows] == [1, 3]
+    assert rows[0]["experts"] == 2
+    assert all(row["us"] > 0 for row in rows)
+
+
 def test_another_launch_reaches_the_kernels() -> None:
     seen: list[dict[str, object]] = []
     kernel = SimpleNamespace(write_kernel={1: lambda *_, **options: seen.append(options)})
@@ -125,7 +133,10 @@ def test_another_launch_reaches_the_kernels() -> None:
 
 def test_draws_are_measured_through_the_runner(measured: Measured) -> None:
     _, tables = measured("sampler")
-    assert {row["draw"] for row in tables["draws"]} == {"greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9"}
+    assert {row["draw"] for row in tables["draws"]} == {
+        "greedy", "T = 1", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9, grammar", "top-p 0.9, penalties",
+        "20 log-probabilities",
+    }  # fmt: skip
     assert all(row["replay_us"] > 0 for row in tables["draws"])
 
 
@@ -139,8 +150,8 @@ def test_transformers_answers_the_same_requests(measured: Measured, bench: Bench
 def test_after_a_fault_streams_end_and_after_a_lack_of_memory_they_go_on(measured: Measured) -> None:
     _, tables = measured("faults")
     illegal, memory = tables["faults"]
-    assert (illegal["streams"], illegal["next_request"]) == ("4 EngineStopped", "EngineStopped")
-    assert (memory["streams"], memory["next_request"]) == ("4 answered", "answered")
+    assert (illegal["streams"], illegal["next_request"]) == ("2 EngineStopped", "EngineStopped")
+    assert (memory["streams"], memory["next_request"]) == ("2 answered", "answered")
     assert {illegal["process"], memory["process"]} == {"ended with 0"}
 
 

@@ -92,7 +92,19 @@ def test_steps_are_summed_between_two_views() -> None:
     steps = engine.view().steps
     assert (steps.num_steps, steps.num_tokens, steps.num_drawn_tokens, steps.num_sequences) == (2, 8, 4, 4)
     assert (steps.busy_ms, steps.longest_ms, steps.most_tokens) == (20.0, 10.0, 6)
-    assert engine.view().steps.num_steps == 0
+    assert steps.ended_ms[0] - steps.ended_ms[1] == 10
+    nothing = engine.view().steps
+    assert (nothing.num_steps, nothing.ended_ms) == (0, ())
+
+
+def test_of_many_steps_the_last_ends_are_told() -> None:
+    engine = watched()
+    engine.add(make_request((5, 6, 7), max_tokens=200))
+    for _ in range(150):
+        engine.step()
+    steps = engine.view().steps
+    assert (steps.num_steps, len(steps.ended_ms)) == (150, 64)
+    assert steps.ended_ms[-1] < 10
 
 
 def test_an_engine_that_launches_ahead_shows_the_same_times() -> None:

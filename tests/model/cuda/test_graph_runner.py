@@ -30,17 +30,18 @@ from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep
 from app.model.loader import LoadedModel, load_model
 from app.model.sampler import sample
 from tests.fakes import make_request, run_to_end
+from tests.tiny_models import build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import CudaCapture
-from app.model.cuda.sampler import TritonSampler
+from app.model.cuda.sampler import TritonLogprobs, TritonSampler
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 NUM_BLOCKS = 8
-LIMITS = SchedulerConfig(max_running=6, max_step_tokens=32, prefill_chunk_tokens=7)
+LIMITS = SchedulerConfig(max_running=6, max_step_tokens=16, prefill_chunk_tokens=7)
 
 
 class RunAgain:
@@ -59,6 +60,14 @@ class RunAgain:
         return replay
 
 
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer with one KV head: most tests are about what is around the layers."""
+    path = tmp_path_factory.mktemp("small")
+    build_tiny_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).save_pretrained(path)
+    return path
+
+
 def load(path: Path) -> LoadedModel:
     config = ModelConfig(path=str(path), dtype="float32", device=DEVICE, backend="torch")
     return load_model(config, str(path))
@@ -73,8 +82,16 @@ def attention_for(
     )  # fmt: skip
 
 
-def engine_with(model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]]) -> Engine:
-    runner = GraphModelRunner(model, attention_for(model), max_rows=6, max_tokens=32, capture=capture)
+def engine_with(
+    model: LoadedModel, capture: Callable[..., Callable[[], torch.Tensor]], *, has_kernels: bool = False
+) -> Engine:
+    """has_kernels: draws and log-probabilities are those that serve; slow in Triton's interpreter."""
+    of_kernels: dict[str, Any] = (
+        {"sample": TritonSampler(model.device), "compute_logprobs": TritonLogprobs(model.device)} if has_kernels else {}
+    )
+    runner = GraphModelRunner(
+        model, attention_for(model), max_rows=6, max_tokens=LIMITS.max_step_tokens, capture=capture, **of_kernels
+    )
     return assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
 
 
@@ -92,7 +109,7 @@ def some_requests() -> list[Request]:
     """So many that one is preempted; one of them samples."""
     return [
         make_request((5, 6, 7, n), max_tokens=tokens, ignore_eos=True, seed=n, temperature=0.8 * (n == 11))
-        for n, tokens in ((10, 9), (11, 12), (12, 4), (13, 7))
+        for n, tokens in ((10, 6), (11, 9), (12, 3), (13, 6))
     ]
 
 
@@ -146,13 +163,13 @@ TABLES = ([7, 2, 5, 0], [3, 1, 6, 4], [8, 10, 9, 11])
 def own_blocks(runner: GraphModelRunner) -> list[torch.Tensor]:
     """Keys and values of all blocks that sequences may own: [num_slots, num_kv_heads, dim] each."""
     cache = runner._attention.cache
-    return [kv.flatten(0, 1)[: 12 * 4] for layer in (0, 1) for kv in cache.layer(layer)]
+    return [kv.flatten(0, 1)[: 12 * 4] for kv in cache.layer(0)]
 
 
 @pytest.fixture(scope="module")
-def mixed_pair(tiny_model_path: Callable[[str], Path]) -> tuple[RunAgain, GraphModelRunner, GraphModelRunner]:
+def mixed_pair(small_path: Path) -> tuple[RunAgain, GraphModelRunner, GraphModelRunner]:
     """A runner with graphs of few tokens, and one without any."""
-    model, capture = load(tiny_model_path("llama")), RunAgain()
+    model, capture = load(small_path), RunAgain()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.model.cuda.captured_inputs._MIN_TOKENS", 3)
         runners = [
@@ -165,10 +182,13 @@ def mixed_pair(tiny_model_path: Callable[[str], Path]) -> tuple[RunAgain, GraphM
 
 
 def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_their_tokens_were_known(
-    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, capture = tiny_model_path("llama"), RunAgain()
-    changes: list[dict[str, object]] = [{"presence_penalty": 1.5}, {}, {"bad_words": ((40, 41),)}, {"logprobs": 1}]
+    capture = RunAgain()
+    changes: list[dict[str, object]] = [
+        {"presence_penalty": 1.5}, {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": ((9, 3.0),)},
+        {"bad_words": ((40, 41),)}, {"logprobs": 1},
+    ]  # fmt: skip
     requests = [
         replace(request, sampling=replace(request.sampling, **change))  # type: ignore[arg-type]
         for request, change in zip(some_requests(), changes, strict=True)
@@ -177,9 +197,10 @@ def test_penalties_and_grammars_are_applied_to_steps_that_were_launched_before_t
     draw = LaunchedStep.draw
     monkeypatch.setattr(LaunchedStep, "draw", lambda step, batch: (late.append(batch), draw(step, batch)))
     monkeypatch.setattr(GraphModelRunner, "launch", _noting_what_is_late(late))
-    engine = engine_with(load(path), capture)
+    engine = engine_with(load(small_path), capture, has_kernels=True)
     outcome = run_to_end(engine, *requests)
-    assert outcome.token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert outcome.token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
+    assert engine.stats().total_preemptions > 0
     assert capture.replayed
     assert late
 
@@ -197,14 +218,13 @@ def _noting_what_is_late(late: list[Batch]) -> Callable[..., LaunchedStep]:
     return launches
 
 
-def test_embeddings_beside_replayed_steps(tiny_model_path: Callable[[str], Path]) -> None:
-    path = tiny_model_path("llama")
+def test_embeddings_beside_replayed_steps(small_path: Path) -> None:
     prompts = ((5, 6, 7, 8, 9, 10, 11, 12, 13), (14, 5))
     requests = [
         *some_requests(),
         *(make_request(prompt, pooling=pooling, max_tokens=0) for prompt in prompts for pooling in Pooling),
     ]
-    engine, plain = engine_with(load(path), RunAgain()), plain_engine(path)
+    engine, plain = engine_with(load(small_path), RunAgain()), plain_engine(small_path)
     outcome, expected = run_to_end(engine, *requests), run_to_end(plain, *requests)
     assert engine.stats().total_preemptions > 0
     assert outcome.token_ids == expected.token_ids
@@ -213,9 +233,9 @@ def test_embeddings_beside_replayed_steps(tiny_model_path: Callable[[str], Path]
         assert array("f", outcome.embeddings[request_id]) == pytest.approx(array("f", embedding), abs=1e-4)
 
 
-def test_logprobs_of_replayed_and_eager_steps(tiny_model_path: Callable[[str], Path]) -> None:
+def test_logprobs_of_replayed_and_eager_steps(small_path: Path) -> None:
     """A step launched ahead overwrites the graph's logits: those of the step before must have been read by then."""
-    path, capture = tiny_model_path("llama"), RunAgain()
+    capture = RunAgain()
     requests = [
         replace(
             request,
@@ -223,8 +243,8 @@ def test_logprobs_of_replayed_and_eager_steps(tiny_model_path: Callable[[str], P
         )
         for n, request in enumerate(some_requests())
     ]
-    engine = engine_with(load(path), capture)
-    outcome, expected = run_to_end(engine, *requests), run_to_end(plain_engine(path), *requests)
+    engine = engine_with(load(small_path), capture, has_kernels=True)
+    outcome, expected = run_to_end(engine, *requests), run_to_end(plain_engine(small_path), *requests)
     assert outcome.token_ids == expected.token_ids
     assert engine.stats().total_preemptions > 0
     assert capture.replayed
@@ -238,17 +258,17 @@ def test_logprobs_of_replayed_and_eager_steps(tiny_model_path: Callable[[str], P
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(
-    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    small_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    path, requests = tiny_model_path("llama"), some_requests()[:1]
-    engine = engine_with(load(path), fails)
+    requests = some_requests()[:1]
+    engine = engine_with(load(small_path), fails)
     with caplog.at_level(logging.WARNING):
         engine.prepare()
     assert "(operation not permitted when stream is capturing)" in caplog.text
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
 
 
 class RunsOutAt:
@@ -266,10 +286,9 @@ class RunsOutAt:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])  # of torch's allocator; of the driver
 def test_where_memory_ends_during_capture_fewer_sizes_are_used(
-    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
+    small_path: Path, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
 ) -> None:
-    path = tiny_model_path("llama")
-    model = load(path)
+    model = load(small_path)
     with caplog.at_level(logging.WARNING):
         runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=RunsOutAt(6, error))
         runner.prepare()
@@ -277,34 +296,34 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
     assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have none" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
     requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
 
 
 def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
-    tiny_model_path: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    small_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, model = tiny_model_path("llama"), load(tiny_model_path("llama"))
+    model = load(small_path)
     with caplog.at_level(logging.WARNING):
         engine = engine_with(model, RunsOutAt(len(graph_sizes(6))))
         engine.prepare()
-    assert "steps of 32 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
+    assert "steps of 16 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
     assert "Lower cache.gpu_memory_fraction for it" in caplog.text
     requests = some_requests()[:2]
-    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(path), *requests).token_ids
+    assert run_to_end(engine, *requests).token_ids == run_to_end(plain_engine(small_path), *requests).token_ids
 
 
 def test_a_replica_without_memory_for_the_sizes_that_it_needs_stops_with_the_numbers(
-    tiny_model_path: Callable[[str], Path],
+    small_path: Path,
 ) -> None:
-    model = load(tiny_model_path("llama"))
+    model = load(small_path)
     engine = engine_with(model, RunsOutAt(2))
     with pytest.raises(InvalidSetup, match=r"holds 2 of the 4 CUDA .* \(of 6, 4, 2, 1 sequences\); it ran out at 2"):
         engine.prepare()
 
 
-def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model_path: Callable[[str], Path]) -> None:
+def test_a_step_launched_before_the_last_is_known_computes_its_tokens(small_path: Path) -> None:
     """In an order of its own, eagerly and by replay, beside a sequence with a known token."""
-    model = load(tiny_model_path("llama"))
+    model = load(small_path)
 
     def share(start: int, block_ids: list[int], *token_ids: int) -> ScheduledSequence:
         return ScheduledSequence("r", token_ids, start, block_ids, True, SamplingParams(max_tokens=1, temperature=0.0))
@@ -312,8 +331,8 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
     def batch(*items: ScheduledSequence) -> Batch:
         return Batch(items, ())
 
-    for beside, max_tokens in ((share(1, [2], 9), 0), (share(1, [2], 9, 10), 0), (share(1, [2], 9, 10), 32)):
-        runner = GraphModelRunner(model, attention_for(model), max_rows=6, max_tokens=max_tokens, capture=RunAgain())
+    for beside, max_tokens in ((share(1, [2], 9), 0), (share(1, [2], 9, 10), 0), (share(1, [2], 9, 10), 5)):
+        runner = GraphModelRunner(model, attention_for(model), max_rows=3, max_tokens=max_tokens, capture=RunAgain())
         first = runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
         known = runner.run(batch(share(2, [1], first.token_ids[1]), beside, share(2, [0], first.token_ids[0])))
         runner.run(batch(share(0, [0], 5, 6), share(0, [1], 7, 8), share(0, [2], 9)))
@@ -321,11 +340,10 @@ def test_a_step_launched_before_the_last_is_known_computes_its_tokens(tiny_model
 
 
 def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
-    tiny_model_path: Callable[[str], Path],
+    small_path: Path,
 ) -> None:
     """Greedy sequences then need no launch after it."""
-    path = tiny_model_path("llama")
-    model, launched, known = load(path), [], []
+    model, launched, known = load(small_path), [], []
     ours = TritonSampler(model.device)
 
     def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known_already: Any) -> torch.Tensor:
@@ -335,7 +353,7 @@ def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
         return ours(logits, items, **known_already)
 
     capture = RunAgain()
-    runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=capture, sample=spy)
+    runner = GraphModelRunner(model, attention_for(model), max_rows=4, capture=capture, sample=spy)
     ours._draw = lambda *_given: launched.append(1)  # type: ignore[method-assign, assignment]
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -353,10 +371,10 @@ def test_the_likeliest_tokens_of_a_replayed_step_are_found_inside_of_it(
 
 @pytest.mark.usefixtures("equal_rows")
 def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
-    tiny_model_path: Callable[[str], Path],
+    small_path: Path,
 ) -> None:
     """One sequence alone and whole; beside others, its prompt in pieces, some of one token."""
-    model = load(tiny_model_path("llama"))
+    model = load(small_path)
     seen: list[torch.Tensor] = []
 
     def spy(logits: torch.Tensor, items: Sequence[ScheduledSequence], **known: Any) -> torch.Tensor:
@@ -372,7 +390,7 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
 
     def run(sizes: tuple[int, ...], *, beside: int, max_tokens: int = 0) -> list[torch.Tensor]:
         attention = attention_for(model, batch_invariant=True)
-        runner = GraphModelRunner(model, attention, max_rows=6, max_tokens=max_tokens, capture=RunAgain(), sample=spy)
+        runner = GraphModelRunner(model, attention, max_rows=2, max_tokens=max_tokens, capture=RunAgain(), sample=spy)
         seen.clear()
         at = 0
         for size in sizes:
@@ -391,14 +409,14 @@ def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_st
         assert torch.equal(one, third)
 
 
-def test_graphs_are_captured_once_and_by_the_thread_that_launches(tiny_model_path: Callable[[str], Path]) -> None:
+def test_graphs_are_captured_once_and_by_the_thread_that_launches(small_path: Path) -> None:
     captured: list[int] = []
 
     def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         captured.append(threading.get_ident())
         return RunAgain()(function)
 
-    engine = engine_with(load(tiny_model_path("llama")), capture)
+    engine = engine_with(load(small_path), capture)
     assert captured == []
     thread = threading.Thread(target=engine.prepare)
     thread.start()
@@ -468,7 +486,7 @@ class FakeCuda:
 @pytest.mark.parametrize("fails_at", ["launch", "result"])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
-    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, *, fails_at: str, is_lost: bool
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails_at: str, is_lost: bool
 ) -> None:
     def synchronize() -> None:
         if is_lost:
@@ -477,7 +495,7 @@ def test_only_an_error_after_which_the_device_is_silent_is_its_loss(
     def fails(*_: object, **_options: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
-    model = load(tiny_model_path("llama"))
+    model = load(small_path)
     runner = GraphModelRunner(model, attention_for(model), max_rows=6, capture=None, synchronize=synchronize)
     item = ScheduledSequence("r", (5, 6), 0, [0], True, SamplingParams(max_tokens=1, temperature=0.0))
     assert len(runner.run(Batch((item,), ())).token_ids) == 1

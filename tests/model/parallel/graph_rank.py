@@ -21,7 +21,7 @@ def model_and_runner(path: Path, group: RankGroup) -> tuple[LoadedModel, GraphMo
     """All ranks call it together."""
     config = ModelConfig(path=str(path), dtype="float32", device="cpu", backend="torch")
     model = load_model(config, str(path), group=group)
-    return model, GraphModelRunner(model, attention_for(model), max_rows=6, max_tokens=32, capture=RunAgain())
+    return model, GraphModelRunner(model, attention_for(model), max_rows=2, capture=RunAgain())
 
 
 def main(descriptor: int, parent: int, path: Path) -> None:

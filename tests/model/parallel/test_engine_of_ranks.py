@@ -136,11 +136,12 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
         model, runner = model_and_runner(path, ranks.group)
     runner.lead(ranks)
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=8, runner=runner, facts=model.facts)
+    asked = some_requests()
     with closing(engine):
-        found = run_to_end(engine, *some_requests()).token_ids
+        found = run_to_end(engine, *asked).token_ids
     assert isinstance(engine, OverlappedEngine)
     assert engine.stats().total_preemptions > 0
-    assert found == run_to_end(plain_engine(path), *some_requests()).token_ids
+    assert found == run_to_end(plain_engine(path), *asked).token_ids
 
 
 def test_what_the_ranks_cannot_share_is_refused_at_the_start(tiny_model_path: Callable[[str], Path]) -> None:

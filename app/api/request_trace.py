@@ -1,0 +1,130 @@
+"""What happened to one request, and when, as spans. They are made at its end, of times that are known anyway.
+
+No OpenTelemetry here: a `Tracer` sends them, see `deployments/serve/tracing.py`. Without one nothing is noted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from app.engine.request import EngineTimes
+
+Attributes = Mapping[str, str | int | float]
+_PROPAGATED = ("traceparent", "tracestate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of a request's time. Nanoseconds of wall time, by the clock of the ingress."""
+
+    name: str
+    began_ns: int
+    ended_ns: int
+    attributes: Attributes = field(default_factory=dict)
+
+
+class Tracer(Protocol):
+    """Sends the spans of requests to a collector."""
+
+    def record(self, trace: RequestTrace) -> None:
+        """The request has been answered, in whatever way. Must not block and must not raise."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """One choice at one replica."""
+
+    index: int  # of the choice
+    number: int  # of the attempt; 0 is the first
+    replica_id: str
+    accepted_ns: int
+    first_token_ns: int | None = None
+    times: EngineTimes | None = None
+    ended_ns: int | None = None
+
+    @property
+    def began_ns(self) -> int:
+        """When the replica got it: the message that says so may wait for the first token."""
+        if self.first_token_ns is None or self.times is None:
+            return self.accepted_ns
+        return self.first_token_ns - _ns(self.times.queue_s + self.times.prefill_s)
+
+
+class RequestTrace:
+    """The times of one HTTP request, with those that replicas report. Belongs to one event loop."""
+
+    def __init__(self, name: str, headers: Mapping[str, str], clock_ns: Callable[[], int] = time.time_ns) -> None:
+        """`headers` in lower case; those of W3C's Trace Context say which trace it belongs to."""
+        self.name = name
+        self.parent = {each: headers[each] for each in _PROPAGATED if each in headers}
+        self.attributes: dict[str, str | int | float] = {}
+        self.error: BaseException | None = None
+        self._clock_ns = clock_ns
+        self.began_ns = self.ended_ns = clock_ns()
+        self._checked_ns: int | None = None
+        self._attempts: list[_Attempt] = []
+
+    def checked(self) -> None:
+        """The request is checked, and its generation begins."""
+        self._checked_ns = self._clock_ns()
+
+    def accepted(self, index: int, replica_id: str) -> None:
+        """A replica has queued one of the choices; not the first replica if another was lost."""
+        now, number = self._clock_ns(), 0
+        for before in self._of_choice(index):
+            before.ended_ns, number = before.ended_ns or now, number + 1
+        self._attempts.append(_Attempt(index=index, number=number, replica_id=replica_id, accepted_ns=now))
+
+    def first_token(self, index: int, times: EngineTimes) -> None:
+        """The first token that this replica gave has come."""
+        for attempt in [*self._of_choice(index)][-1:]:
+            attempt.first_token_ns, attempt.times = self._clock_ns(), times
+
+    def finished(self, index: int) -> None:
+        """One of the choices has come to its end by itself."""
+        for attempt in [*self._of_choice(index)][-1:]:
+            attempt.ended_ns = self._clock_ns()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The last byte is sent, or an error ended the request."""
+        self.ended_ns = self._clock_ns()
+        self.error = self.error or error
+
+    def spans(self) -> Iterator[Span]:
+        """The stretches within the request, after `end`."""
+        checked_ns = self._checked_ns or self.ended_ns
+        yield Span(name="check", began_ns=self.began_ns, ended_ns=checked_ns)
+        for attempt in self._attempts:
+            yield from self._spans_of(attempt)
+        firsts = [each.first_token_ns for each in self._attempts if each.first_token_ns is not None]
+        if firsts:
+            yield Span(name="stream", began_ns=min(firsts), ended_ns=self.ended_ns)
+
+    def _spans_of(self, attempt: _Attempt) -> Iterator[Span]:
+        began_ns, ended_ns = attempt.began_ns, attempt.ended_ns or self.ended_ns
+        attributes: dict[str, str | int | float] = {
+            "carousel.replica": attempt.replica_id,
+            "carousel.choice": attempt.index,
+            "carousel.attempt": attempt.number,
+        }
+        if attempt.number:
+            yield Span(name="resumed", began_ns=began_ns, ended_ns=ended_ns, attributes=attributes)
+        if attempt.first_token_ns is None or attempt.times is None:
+            yield Span(name="queue", began_ns=began_ns, ended_ns=ended_ns, attributes=attributes)
+            return
+        joined_ns, first_ns = attempt.first_token_ns - _ns(attempt.times.prefill_s), attempt.first_token_ns
+        attributes["carousel.settings"] = attempt.times.settings
+        yield Span(name="queue", began_ns=began_ns, ended_ns=joined_ns, attributes=attributes)
+        yield Span(name="prefill", began_ns=joined_ns, ended_ns=first_ns, attributes=attributes)
+        yield Span(name="decode", began_ns=first_ns, ended_ns=max(first_ns, ended_ns), attributes=attributes)
+
+    def _of_choice(self, index: int) -> Iterator[_Attempt]:
+        return (each for each in self._attempts if each.index == index)
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)

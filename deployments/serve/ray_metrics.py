@@ -1,0 +1,145 @@
+"""Hands figures under vLLM's names to `ray.util.metrics`, for the LLM board of Ray's dashboard.
+
+That board joins them with Serve's own by the process, so each process hands over what it has measured itself: an
+ingress requests, a replica its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+from ray.util import metrics as ray_metrics
+
+from app.errors import described
+from app.metrics import EngineReport, RequestMetrics, Snapshot
+from app.metrics.vllm_names import ModelReport, vllm_families
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 10.0  # as often as Ray's agents report
+# What Ray's board asks for. What is counted for each token or step is left out: each value is a call of Ray's.
+_OF_REQUESTS = (
+    "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens", "vllm:request_decode_time_seconds",
+)  # fmt: skip
+_OF_ENGINES = (
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits", "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
+)  # fmt: skip
+
+
+def families_of_requests(requests: Snapshot) -> list[Metric]:
+    """What an ingress has measured."""
+    reports = [ModelReport(name, model, (), ()) for name, model in requests.items()]
+    return [each for each in vllm_families(reports) if each.name in _OF_REQUESTS]
+
+
+def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
+    """What a replica has measured."""
+    no_requests = RequestMetrics([model_name]).snapshot()[model_name]
+    reports = [ModelReport(model_name, no_requests, [report], ())]
+    return [each for each in vllm_families(reports) if each.name in _OF_ENGINES]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The values of a histogram from above one bound up to the next."""
+
+    lower: float
+    upper: float
+    count: float
+
+
+class RayMetrics:
+    """The counts that Ray has by now, and the difference to those of the process."""
+
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """`families` gives what the process has measured since its start."""
+        self._families = families
+        self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # by the sample's name and labels
+        self._made: dict[str, Any] = {}  # Ray's metrics, by name
+
+    async def hand_over_for_ever(self) -> None:
+        """Hand over what is new, from time to time."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            try:
+                self.hand_over()
+            except Exception as error:  # no request needs this
+                logger.warning("Ray's metrics got nothing: %s", described(error))
+
+    def hand_over(self) -> None:
+        """Tell Ray what is new."""
+        for family in self._families():
+            name = family.name.replace(":", "_")
+            if family.type == "gauge":
+                for sample in family.samples:
+                    self._metric(ray_metrics.Gauge, name, sample.labels).set(sample.value, tags=sample.labels)
+            elif family.type == "counter":
+                for sample in family.samples:
+                    self._count(name, sample)
+            else:
+                for labels, buckets, total in self._new_values(family):
+                    self._observe(name, labels, buckets, total)
+
+    def _metric(self, kind: type, name: str, labels: dict[str, str], **more: Any) -> Any:
+        if name not in self._made:
+            self._made[name] = kind(name, tag_keys=tuple(labels), **more)
+        return self._made[name]
+
+    def _new(self, sample: Sample) -> float:
+        """What a counter has counted since it was asked last."""
+        key = sample.name, tuple(sample.labels.values())
+        before = self._handed.get(key, 0.0)
+        self._handed[key] = sample.value
+        return float(sample.value - before)
+
+    def _count(self, name: str, sample: Sample) -> None:
+        metric, new = self._metric(ray_metrics.Counter, name, sample.labels), self._new(sample)
+        if new > 0:
+            metric.inc(new, tags=sample.labels)
+
+    def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[Bucket], float]]:
+        """The new values of each histogram of a family, and their sum. Samples come as buckets, count, sum."""
+        buckets: list[Bucket] = []
+        lower = below = 0.0
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                labels = {name: value for name, value in sample.labels.items() if name != "le"}
+                upper, new = float(sample.labels["le"]), self._new(sample)
+                buckets.append(Bucket(lower, upper, new - below))
+                lower, below = upper, new
+            elif sample.name.endswith("_sum"):
+                yield labels, buckets, self._new(sample)
+                buckets, lower, below = [], 0.0, 0.0
+
+    def _observe(self, name: str, labels: dict[str, str], buckets: Sequence[Bucket], total: float) -> None:
+        bounds = [each.upper for each in buckets[:-1]]
+        metric = self._metric(ray_metrics.Histogram, name, labels, boundaries=bounds)
+        for value, count in representatives(buckets, total):
+            for _ in range(round(count)):
+                metric.observe(value, tags=labels)
+
+
+def representatives(buckets: Sequence[Bucket], total: float) -> list[tuple[float, float]]:
+    """(value, how often) for values of which only the buckets and the sum are known: same buckets, same sum.
+
+    All lie at the same share of the width of their buckets. The last counts as twice its bound.
+    """
+    filled = [each for each in buckets if each.count]
+    least = sum(each.count * each.lower for each in filled)
+    width = sum(each.count * _width(each) for each in filled)
+    share = min(1.0, max(0.0, (total - least) / width)) if width else 0.0
+    # A value at its lower bound would be in the bucket before.
+    return [(each.lower + max(share, 1e-6) * _width(each), each.count) for each in filled]
+
+
+def _width(bucket: Bucket) -> float:
+    return bucket.upper - bucket.lower if bucket.upper != float("inf") else max(bucket.lower, 1.0)

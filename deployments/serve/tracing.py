@@ -1,0 +1,100 @@
+"""Sends the spans of requests to a collector over OTLP, where OpenTelemetry's own environment variables name one.
+
+`OTEL_EXPORTER_OTLP_ENDPOINT` (or `..._TRACES_ENDPOINT`) turns it on. OpenTelemetry's SDK reads all others: headers,
+certificates, the sampler, the service's name. It sends from a thread of its own and drops spans when the collector is
+too slow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from typing import Any
+
+from app.api.request_trace import RequestTrace, Tracer
+from app.errors import described
+
+logger = logging.getLogger(__name__)
+
+_SERVICE_NAME = "carousel"
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_EXPORTERS = {  # by the protocol; the second is in a package of its own
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+}
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+def tracer_of_environment() -> Tracer | None:
+    """The tracer that the environment of this process asks for; None, with a warning, where it cannot be had."""
+    if not any(os.environ.get(name) for name in _ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED", "") == "true":
+        return None
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    try:
+        return OtlpTracer()
+    except ImportError as error:
+        logger.warning("no traces are sent: %s; install carousel[tracing]", described(error))
+        return None
+
+
+class OtlpTracer:
+    """Makes spans of the SDK, which batches and sends them."""
+
+    def __init__(self) -> None:
+        """Raises ImportError where the exporter of the protocol is not installed."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
+            "OTEL_RESOURCE_ATTRIBUTES", ""
+        )
+        resource = Resource.create({} if is_named else {"service.name": _SERVICE_NAME})
+        self._provider = TracerProvider(resource=resource)  # not the process's own: Ray may have one
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter()))
+        self._tracer = self._provider.get_tracer("carousel")
+        self._parent_of = TraceContextTextMapPropagator().extract
+        self._api: Any = trace
+
+    def record(self, trace: RequestTrace) -> None:
+        """Make the spans of a request that has ended."""
+        try:
+            self._record(trace)
+        except Exception as error:  # a request must not fail because of its trace
+            logger.warning("a trace was not sent: %s", described(error))
+
+    def _record(self, trace: RequestTrace) -> None:
+        api = self._api
+        root = self._tracer.start_span(
+            trace.name,
+            context=self._parent_of(trace.parent),
+            kind=api.SpanKind.SERVER,
+            start_time=trace.began_ns,
+            attributes=trace.attributes,
+        )
+        if root.is_recording():
+            within = api.set_span_in_context(root)
+            for span in trace.spans():
+                child = self._tracer.start_span(
+                    span.name, context=within, start_time=span.began_ns, attributes=span.attributes
+                )
+                child.end(span.ended_ns)
+            if trace.error is not None:
+                root.set_attribute("error.type", type(trace.error).__name__)
+                root.set_status(api.StatusCode.ERROR, described(trace.error))
+        root.end(trace.ended_ns)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def _exporter() -> Any:
+    protocol = next((os.environ[name] for name in _PROTOCOLS if name in os.environ), "http/protobuf")
+    if protocol not in _EXPORTERS:
+        raise ImportError(f"there is no exporter for the protocol {protocol[:40]!r}; use http/protobuf or grpc")
+    return import_module(_EXPORTERS[protocol]).OTLPSpanExporter()

@@ -1,0 +1,65 @@
+"""Streams that survive the loss of a rank of their replica on a live cluster: a small R10 of `benchmarks.chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray import serve
+
+from app.cores import num_cores
+from benchmarks.chaos.stage import application
+from benchmarks.chaos.traffic import MODEL_NAME, mixed, with_reference
+from benchmarks.harness.http_call import Target
+from deployments.serve.application import build
+from deployments.serve.settings import parse
+from tests.deployments.strikes import PATIENCE_S, assert_nothing_is_wrong, has_begun, replica_pids
+from tests.waiting import eventually
+
+APPLICATION = "ranks"
+NUM_REPLICAS = 3
+NUM_STREAMS = 12
+STEP_TIMEOUT_S = 4.0
+
+pytestmark = pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")
+
+
+def ranks() -> list[int]:
+    """The second rank of each replica."""
+    replicas = [psutil.Process(pid) for pid in replica_pids(APPLICATION, f"replica-{MODEL_NAME}")]
+    children = [child for each in replicas for child in each.children()]
+    return [child.pid for child in children if "app.rank" in child.cmdline()]
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_rank_that_is_killed_or_stopped_costs_its_streams_a_pause(cluster: str, demo_path: Path) -> None:
+    args = application(
+        num_replicas=NUM_REPLICAS, weights=True, model=str(demo_path), tensor_parallel=2, step_timeout_s=STEP_TIMEOUT_S
+    )
+    serve.run(build(parse(args)), name=APPLICATION, route_prefix=f"/{APPLICATION}")
+    asked = mixed(NUM_STREAMS, max_tokens=(100, 200))
+    traffic = asyncio.run(with_reference(Target.parse(f"{cluster}/{APPLICATION}"), asked))
+    traffic.answers, traffic.timeout_s = [], PATIENCE_S
+    killed, stopped, untouched = ranks()
+
+    async def main() -> float:
+        async with traffic.flowing():
+            await has_begun(traffic)
+            os.kill(killed, signal.SIGKILL)
+            struck_s = time.perf_counter()
+            os.kill(stopped, signal.SIGSTOP)
+            await asyncio.to_thread(eventually, lambda: is_gone(stopped), timeout_s=PATIENCE_S)
+            return time.perf_counter() - struck_s
+
+    assert asyncio.run(main()) < STEP_TIMEOUT_S + 1
+    assert not is_gone(untouched)
+    assert_nothing_is_wrong(traffic)
+    serve.delete(APPLICATION, _blocking=False)
