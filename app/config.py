@@ -47,10 +47,10 @@ class ModelConfig(Settings):
         description="auto: bfloat16 on CUDA; on a CPU bfloat16 where the checkpoint is in it and the native decoder is "
         "fast in it, else float32",
     )
-    quantization: Literal["none", "int8", "int4"] = Field(
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="int8, int4: matrices in 8 or 4 bits, made at load; on a CPU, for models that the native decoder "
-        "computes; refused for others",
+        description="matrices in 8 or 4 bits, made at load. int8, int4: on a CPU, for models that the native decoder "
+        "computes; fp8: on a GPU of compute capability 8.9 or more, for those of the CUDA decoder; refused for others",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     num_threads: int | None = Field(
@@ -77,13 +77,15 @@ class ModelConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _quantised_weights_are_for_the_native_decoder(self) -> ModelConfig:
+    def _quantised_weights_are_for_one_decoder(self) -> ModelConfig:
         if self.quantization == "none":
             return self
+        is_fp8 = self.quantization == "fp8"
         wrong = [
             f"{name} is {value}"
             for name, value, is_wrong in (
-                ("device", self.device, self.device == "cuda"),
+                ("device", self.device, self.device == ("cpu" if is_fp8 else "cuda")),
+                ("dtype", self.dtype, is_fp8 and self.dtype == "float32"),
                 ("backend", self.backend, self.backend != "auto"),
                 ("simulated", "set", self.simulated is not None),
             )
@@ -91,10 +93,15 @@ class ModelConfig(Settings):
         ]
         if wrong:
             raise ValueError(
-                f"quantization is {self.quantization}, which only the native decoder on a CPU computes, and "
+                f"quantization is {self.quantization}, which only {self.quantised_by} computes, and "
                 f"{' and '.join(wrong)}; set quantization: none, or leave those at their defaults"
             )
         return self
+
+    @property
+    def quantised_by(self) -> str:
+        """What computes with the quantised weights that are asked for."""
+        return "the decoder for CUDA" if self.quantization == "fp8" else "the native decoder on a CPU"
 
 
 class CacheConfig(Settings):

@@ -10,6 +10,7 @@
     │   ├── UnsupportedMediaType the HTTP body is not declared as what the route takes
     │   ├── Unauthenticated      no API key, or none that is known
     │   ├── NotPermitted         this key may not do that
+    │   ├── Cancelled            it was cancelled while it ran
     │   └── Quarantined          this very request has failed the engine before
     ├── Overloaded               queues are full; try again after `retry_after_s`
     │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
@@ -107,6 +108,10 @@ class Unauthenticated(InvalidRequest):
 
 class NotPermitted(InvalidRequest):
     """The caller's key does not allow this."""
+
+
+class Cancelled(InvalidRequest):
+    """The caller, or an admin, has cancelled the request while it ran."""
 
 
 class Quarantined(InvalidRequest):

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from app.config import EngineConfig
 from app.cores import num_cores
 from app.errors import InvalidSetup
@@ -73,5 +71,7 @@ def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
 
 def _num_machines() -> int:
     """Those of the cluster on which engines can run."""
+    import ray  # only here: the planner uses the rest without it
+
     nodes: list[dict[str, Any]] = ray.nodes() if ray.is_initialized() else []
     return max(1, len([node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]))

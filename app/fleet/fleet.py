@@ -14,7 +14,7 @@ from msgspec import structs
 
 from app.engine.request import Queued, Request, TokenDelta
 from app.engine.view import EngineView
-from app.errors import DeadlineMissed, Overloaded, ReplicasLost, Unavailable
+from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import ReplicaConnection
 from app.fleet.dispatch import Decision
 from app.fleet.frame_client import FrameMetrics, FrameReader, LivenessTimeouts
@@ -146,6 +146,13 @@ class Fleet:
                 self._end_attempt(in_flight)
                 self._suspects.end(request.request_id)
             await asyncio.sleep(pause_s)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request as if its caller had gone: `generate` raises Cancelled. False: no replica has it."""
+        found = [each for each in self._in_flight.values() if each.request.request_id == request_id]
+        for in_flight in found:
+            in_flight.fail(Cancelled("this request was cancelled while it ran"))
+        return bool(found)
 
     @property
     def num_in_flight(self) -> int:

@@ -33,6 +33,7 @@ from app.model.cpu.ranks import RankMemory
 from app.model.cpu.weights import BITS, NativeWeights, input_unit, pack_weights, why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
 from app.model.cuda.weights import JoinedWeights, join_weights
 from app.model.description import as_token_ids, max_model_len, read_config
 from app.model.inputs import ModelInputs, Segments, build_inputs
@@ -61,11 +62,18 @@ logger = logging.getLogger(__name__)
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _FILES = ["*.json", "model*.safetensors"]  # of a model on a hub
 _PROBE_TOKENS = 24
+_RANKS_WITHOUT_FP8 = "ranks of a replica run transformers' code; set replicas.tensor_parallel to 1"
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-# Of the first layer's output and of the whole model's, relative to their size, by number type or bits of a quantised
-# weight. Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
+# Of the first layer's output and of the whole model's, relative to their size, by number type or quantised weights.
+# Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
 # In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
-_MAX_DIFFERENCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.03, 0.5), 8: (0.1, 0.25), 4: (0.7, 1.0)}
+_MAX_DIFFERENCES = {
+    torch.float32: (1e-4, 1e-3),
+    torch.bfloat16: (0.03, 0.5),
+    "int8": (0.1, 0.25),
+    "int4": (0.7, 1.0),
+    "fp8": (0.3, 0.6),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +118,7 @@ def load_model(
         UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
     """
     device = device_of(config)
+    _check_quantization(config, device, num_ranks=1 if group is None else group.size)
     if group is not None and device.type == "cpu" and config.backend == "auto":
         part = load_native_rank(config, location, group, block_size=block_size, checks=checks)
         if part is not None:
@@ -117,7 +126,6 @@ def load_model(
     chosen = dtype_of(config, location)
     dtype = chosen.dtype
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    _check_quantization(config, device)
     uses_triton = TritonAttention.fits(device)
     may_be_native = device.type == "cpu" and config.backend == "auto" and not uses_triton and group is None
     check = _kept_check(config, checks, Path(location), dtype, block_size) if may_be_native else None
@@ -346,9 +354,13 @@ def model_of_config(config: ModelConfig, location: str, *, dtype: torch.dtype, n
         raise UnsupportedModel(f"{config.path} cannot be planned without its weights: {first_line(error)}") from error
     num_embeddings = module.get_input_embeddings().weight.shape[0]
     joined = None
-    if config.backend == "auto" and num_ranks == 1 and _why_not_joined(module, step.rules) is None:
+    reason = _why_not_joined(config, module, step.rules)
+    if config.quantization == "fp8" and (num_ranks > 1 or reason is not None):
+        raise _not_quantised(config, reason or _RANKS_WITHOUT_FP8)
+    if config.backend == "auto" and num_ranks == 1 and reason is None:
         add_positions(module)
-        joined = join_weights(module, settings_of(module, step.rules), num_positions=longest)
+        settings = settings_of(module, step.rules)
+        joined = join_weights(module, settings, num_positions=longest, quantised=config.quantization == "fp8")
     return LoadedModel(
         module=module if joined is None else None,
         native=None,
@@ -378,9 +390,14 @@ def device_of(config: ModelConfig) -> torch.device:
     return device
 
 
-def _check_quantization(config: ModelConfig, device: torch.device) -> None:
+def _check_quantization(config: ModelConfig, device: torch.device, *, num_ranks: int) -> None:
     """Refuse what this machine cannot do, before any weight is read."""
     if config.quantization == "none":
+        return
+    if config.quantization == "fp8":
+        reason = why_no_fp8(device) or (_RANKS_WITHOUT_FP8 if num_ranks > 1 else None)
+        if reason is not None:
+            raise _not_quantised(config, reason)
         return
     if device.type != "cpu":
         raise _not_quantised(config, f"it runs on {device.type}; set model.device to cpu")
@@ -390,7 +407,7 @@ def _check_quantization(config: ModelConfig, device: torch.device) -> None:
 
 def _not_quantised(config: ModelConfig, reason: str) -> InvalidSetup:
     return InvalidSetup(
-        f"model.quantization is {config.quantization}, which only the native decoder on a CPU computes; "
+        f"model.quantization is {config.quantization}, which only {config.quantised_by} computes; "
         f"{config.path} cannot run there: {reason}. Set model.quantization to none"
     )
 
@@ -647,7 +664,8 @@ def check_attention(config: ModelConfig, model: LoadedModel, attention: PagedAtt
         if first >= len(token_ids):
             continue
         ours = _joined([computed(start, start + size) for start in range(first, end, size)])
-        _compare(config, f"with {type(attention).__name__}, of {what},", ours, model.probe.own.part(first, end))
+        own = model.probe.own.part(first, end)
+        _compare(config, f"with {type(attention).__name__}, of {what},", ours, own, config.quantization)
 
 
 def _computed(model: LoadedModel, attention: PagedAttention, piece: ScheduledSequence) -> _Output:
@@ -675,16 +693,16 @@ def _joined(outputs: Sequence[_Output]) -> _Output:
     )
 
 
-def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output) -> None:
-    difference = _difference(ours, own)
+def _compare(config: ModelConfig, how: str, ours: _Output, own: _Output, quantization: str = "none") -> None:
+    difference = _difference(ours, own, quantization)
     if difference is not None:
         raise UnsupportedModel(f"{config.path} computes other results {how} than with its own code: {difference}")
 
 
-def _difference(ours: _Output, own: _Output, *, bits: int = 0) -> str | None:
-    """The difference in words, if it is more than rounding."""
+def _difference(ours: _Output, own: _Output, quantization: str = "none") -> str | None:
+    """The difference in words, if it is more than rounding. quantization: of the weights of `ours`, as configured."""
     # Rounding errors grow from layer to layer, a wrong attention shows in the first: hence a tight and a wide limit.
-    kind = bits or own.logits.dtype
+    kind = own.logits.dtype if quantization == "none" else quantization
     for what, mine, theirs, limit in zip(
         ("the first layer's output", "the output"),
         (ours.first_layer, ours.logits),
@@ -723,7 +741,8 @@ def _native_weights(
         weights = pack_weights(by_expert(module.state_dict()).get, settings, bits=bits)
     else:
         weights = pack_weights(checkpoint, settings, bits=bits, release=checkpoint.release)
-    difference = _difference(_native_output(weights, probe.layers, probe.token_ids, block_size), own, bits=bits)
+    ours = _native_output(weights, probe.layers, probe.token_ids, block_size)
+    difference = _difference(ours, own, config.quantization)
     if difference is not None and bits:
         raise _not_quantised(config, difference)
     if difference is not None:
@@ -797,7 +816,7 @@ def load_native_rank(
     assert part.native is not None
     if group.minimum(int(group.rank > 0 or whole is not None)):  # rank 0 has something to compare with
         ours = _native_output(part.native, part.layers, _tried_tokens(settings), block_size, part.ranks)
-        difference = None if whole is None else _difference(ours, whole, bits=BITS[config.quantization])
+        difference = None if whole is None else _difference(ours, whole, config.quantization)
         if not group.minimum(int(difference is None)):
             raise UnsupportedModel(
                 f"{config.path} computes other results on {num_ranks} ranks than on one: {difference}"
@@ -849,24 +868,29 @@ def _with_joined_weights(
     module, probe = model.module, model.probe
     assert module is not None, "it is joined from transformers' weights"
     assert probe is not None, "it is compared with them"
-    reason = _why_not_joined(module, probe.rules)
+    reason = _why_not_joined(config, module, probe.rules)
     if reason is not None:
+        if config.quantization != "none":
+            raise _not_quantised(config, reason)
         logger.info("%s runs on transformers' code: %s", config.path, reason)
         return model
     probe = replace(probe, own=_with_first_logits(module, probe))
-    settings = settings_of(module, probe.rules)
-    weights = join_weights(module, settings, num_positions=max(model.facts.max_model_len, _PROBE_TOKENS))
+    settings, num_positions = settings_of(module, probe.rules), max(model.facts.max_model_len, _PROBE_TOKENS)
+    weights = join_weights(module, settings, num_positions=num_positions, quantised=config.quantization == "fp8")
     joined = replace(model, module=None, joined=weights, probe=probe)
-    difference = _difference(_computed_at_load(joined, probe, block_size), probe.own)
+    difference = _difference(_computed_at_load(joined, probe, block_size), probe.own, config.quantization)
     if difference is None:
         return joined
+    if config.quantization != "none":
+        raise _not_quantised(config, difference)
     logger.warning("%s runs on transformers' code, slower: in the decoder for CUDA %s", config.path, difference)
     del weights, joined  # before the same weights are read again
     return replace(model, module=read_again())
 
 
-def _why_not_joined(module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
-    return why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
+def _why_not_joined(config: ModelConfig, module: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+    reason = why_not_llama_like(module) or why_attention_is_not_llama_like(module, rules)
+    return why_not_in_fp8(module) if reason is None and config.quantization == "fp8" else reason
 
 
 def _computed_at_load(model: LoadedModel, probe: Probe, block_size: int) -> _Output:

@@ -1,6 +1,6 @@
 """What quantised weights and KV memory cost in quality: the same model with others reads texts that it wrote itself.
 
-    python -m benchmarks.engine.quality --model DIR [--quantization int8 int4] [--kv int8] [--dtype bf16] [--texts 200]
+    python -m benchmarks.engine.quality --model DIR [--quantization int8 int4 fp8] [--dtype bf16] [--texts N]
 
 The model as it is answers as many prompts as `--texts` says, sampled at temperature 1 with a seed for each, and again
 greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
@@ -9,7 +9,8 @@ and the share of the greedy tokens that the quantised model finds likeliest too.
 the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
 estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
 the model as it is in the other number type, which rounds as well. `--kv int8` adds keys and values in int8, alone and
-with each kind of weights. The last line of stdout is one JSON object.
+with each kind of weights. `fp8` rounds weights and inputs of the layers' products as the decoder for CUDA does, and
+multiplies them in float32 in transformers' code; no GPU is needed. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, get_args
 
-from app.assembly import build_sync_engine, resolve_model_path
+import torch
+from torch import nn
+
+from app.assembly import assemble, build_sync_engine, resolve_model_path
 from app.config import CacheConfig, EngineConfig, KvType, ModelConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs, merge_deltas
+from app.model.backends import build_runner
 from app.model.cpu.weights import BITS
+from app.model.cuda.fp8 import in_fp8
+from app.model.kv_cache import num_blocks_that_fit
+from app.model.loader import load_model
 from app.text.tokenizer import Tokenizer
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
@@ -44,7 +52,7 @@ TASKS = (
     "Write a dialogue of two people about {}.",
 )  # fmt: skip
 RUNNING = 32
-KINDS = [kind for kind, bits in BITS.items() if bits]
+KINDS = [*(kind for kind, bits in BITS.items() if bits), "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +78,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     own = [_read(engine, texts) for texts in (sampled, greedy)]
     engine.close()
     figures: dict[str, Any] = {"num_tokens": sum(map(len, own[0])), "mean_log_likelihood": _mean(own[0])}
-    weights = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization}
+    weights = {kind: model.model_copy(update={"quantization": kind}) for kind in given.quantization if kind != "fp8"}
     others: list[tuple[str, ModelConfig, KvType]] = [(kind, other, "auto") for kind, other in weights.items()]
+    if "fp8" in given.quantization:
+        others.append(("fp8", model.model_copy(update={"quantization": "fp8"}), "auto"))
     if given.kv != "auto":
         others += [(f"kv {given.kv}", model, given.kv)]
         others += [(f"{kind}, kv {given.kv}", other, given.kv) for kind, other in weights.items()]
     for name, other, kv in (*others, ("floor", model.model_copy(update={"dtype": other_dtype}), "auto")):
         tell(f"{name}: {other.dtype}, weights {other.quantization}, KV memory {kv}")
-        engine = _engine(other, kv)
+        engine = _engine_in_fp8(model) if name == "fp8" else _engine(other, kv)
         figures[name] = compared(own, [_read(engine, texts) for texts in (sampled, greedy)])
         tell(f"{figures[name]}")
         engine.close()
@@ -129,6 +139,40 @@ def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:
     return build_sync_engine(EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(max_running=RUNNING)))
 
 
+def _engine_in_fp8(model: ModelConfig) -> Engine:
+    """transformers' code with the products of the layers in FP8."""
+    config = EngineConfig(
+        model=model.model_copy(update={"backend": "torch"}), scheduler=SchedulerConfig(max_running=RUNNING)
+    )
+    torch.set_num_threads(model.num_threads or 1)
+    loaded = load_model(config.model, resolve_model_path(model.path))
+    assert loaded.module is not None, "native code has weights of its own"
+    for layer in loaded.module.base_model.layers:
+        for parent in [*layer.modules()]:
+            for name, child in [*parent.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Fp8Linear(child))
+    num_blocks = num_blocks_that_fit(CacheConfig(memory_gib=0.5), loaded.layers, dtype=loaded.dtype)
+    runner = build_runner(config, loaded, num_blocks=num_blocks, num_threads=1)
+    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=loaded.facts)
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer as `app/model/cuda/fp8.py` computes it, but for the order of sums."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        values, scales = in_fp8(linear.weight.detach())
+        self._values, self._scales = values.float().t(), scales.t()
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = in_fp8(x.flatten(0, -2))
+        output = values.float() @ self._values * scales * self._scales
+        output = output if self._bias is None else output + self._bias
+        return output.to(x.dtype).view(*x.shape[:-1], -1)
+
+
 def _prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     asked = [TASKS[(at + at // len(SUBJECTS)) % len(TASKS)].format(SUBJECTS[at % len(SUBJECTS)]) for at in range(count)]
     if not tokenizer.has_chat_template:
@@ -166,7 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kv", choices=get_args(KvType), default="auto", help="type of keys and values, besides (auto)"
     )
-    parser.add_argument("--quantization", nargs="*", choices=KINDS, default=KINDS, help="of the weights (all but none)")
+    parser.add_argument(
+        "--quantization", nargs="*", choices=KINDS, default=KINDS[:-1], help="of the weights (int8 int4)"
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number type of both models (bf16)")
     parser.add_argument("--texts", type=positive, default=200, metavar="N", help="prompts (200)")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of an answer, at most (64)")

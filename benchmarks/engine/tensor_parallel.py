@@ -111,8 +111,9 @@ def _compared(given: argparse.Namespace) -> dict[str, Any]:
             }
             tell(f"{number} sequences: {found[str(number)]}")
             for engine in engines.values():
-                while engine.has_work:
-                    engine.step()
+                for at in range(number):
+                    engine.abort(f"{at}")
+                engine.step()
     return {"decode": found}
 
 

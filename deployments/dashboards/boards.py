@@ -372,6 +372,8 @@ def _plain_rate(metric: str) -> str:
     return f"rate({metric}[$__rate_interval])"
 
 
+_BACKGROUND = _rate("carousel_request_seconds_count", "model_name", ', class="background"')
+
 _BATCHES = Board(
     name="batches",
     title="Carousel: batches",
@@ -392,10 +394,7 @@ _BATCHES = Board(
         ),
         Panel(
             title="Background requests that ended, a second",
-            queries=[
-                (f"{_rate('carousel_request_seconds_count', 'model_name', more)} or vector(0)", "{{model_name}}")
-                for more in [', class="background"']
-            ],
+            queries=[(f"{_BACKGROUND} or vector(0)", "{{model_name}}")],
         ),
         Panel(
             title="Webhooks a second",

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.config import EngineConfig, ServedModelConfig
-from app.cores import num_cores
 from app.errors import CarouselError, InvalidSetup
 from deployments.arguments import positive
 from deployments.plan.cards import card_of
 from deployments.serve.settings import read_serve_file
+from deployments.threads import share_of_cores
 
 _CONFIG = Path(__file__).resolve().parents[1] / "serve.yaml"
 
@@ -63,6 +63,7 @@ def _trace(options: argparse.Namespace) -> None:
         raise InvalidSetup("--plot needs matplotlib: pip install -c constraints.txt -e '.[plots]'")
     level = ServiceLevel.parse(options.slo)
     trace = read_trace(options.trace).with_lengths(options.lengths)
+    trace = trace.repeated(options.requests or len(trace.requests))
     trace = trace.at_rate(trace.rate * options.speed) if trace.seconds else trace
     model = _model_of(options.config, options.model)
     engine = _with_share_of_cores(model)
@@ -98,7 +99,7 @@ def _model_of(config: Path, name: str | None) -> ServedModelConfig:
 
 def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
     """The engine with the threads that each of the configured replicas has if all of them are on this machine."""
-    threads = model.engine.model.num_threads or max(1, num_cores() // model.replicas.max_replicas)
+    threads = model.engine.model.num_threads or share_of_cores([None] * model.replicas.max_replicas)
     return model.engine.model_copy(update={"model": model.engine.model.model_copy(update={"num_threads": threads})})
 
 
@@ -130,6 +131,7 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--lengths", type=_above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
     )
+    trace.add_argument("--requests", type=positive, metavar="N", help="the first so many, or the trace again and again")
     trace.add_argument("--seconds", type=_above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
     trace.add_argument(
         "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"

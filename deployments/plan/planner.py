@@ -21,6 +21,12 @@ LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet ca
 MAX_REPLICAS = 1024  # as `replicas.num_replicas`
 # The requests that settings are compared by, the first of the trace; the number of replicas is found on all of them.
 _NUM_COMPARED = 400
+# Of a larger fleet so many replicas are simulated, with their share of the requests, chosen at random: a request of the
+# whole fleet has more replicas to choose from, so it waits a little less than is predicted. The fewer, where they would
+# have more requests than can be simulated in a minute or two.
+_MIN_SIMULATED, _MAX_SIMULATED = 8, 32
+_NUM_SIMULATED_REQUESTS = 100_000
+_NUM_IN_CURVE = 1000  # requests for each simulated replica at each load of the table
 _PRECISION = 0.03  # of the highest rate that a setting holds
 _MIN_GAIN = 1.02  # a setting that is better by less is not worth a change
 _ALL_WAIT = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
@@ -88,6 +94,10 @@ class ServiceLevel:
             if each.num_tokens
         )
 
+    def good_per_s(self, run: SimulatedRun) -> float:
+        """The goodput of the whole fleet."""
+        return self.num_good(run) / run.seconds / run.share
+
     def __str__(self) -> str:
         return ",".join(map(str, self.targets))
 
@@ -111,7 +121,7 @@ class LoadPoint:
     def power(self) -> float:
         """Kleinrock's: requests a second by the time that each takes. The knee is where it is the highest."""
         served = self.run.times_s("latency")
-        return len(served) / self.run.seconds / float(served.mean()) if len(served) else 0.0
+        return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +141,7 @@ class Plan:
 
     @property
     def output_tokens_per_s(self) -> float:
-        return self.run.num_output_tokens / self.run.seconds
+        return self.run.output_tokens_per_s
 
     def cost_per_million_tokens(self, cost_per_hour: float) -> float:
         """Of output, on this trace; `cost_per_hour` of one replica."""
@@ -198,10 +208,7 @@ class Planner:
         return self._level.is_met(self._simulated(self._sample.at_rate(rate), scheduler))
 
     def _full_rate(self, scheduler: SchedulerConfig) -> float:
-        """Requests a second of a replica that always has some waiting."""
-        patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
-        run = self._simulated(self._sample.at_rate(math.inf), patient)
-        return len(run.timelines) / run.seconds
+        return full_rate(self._trace, self._measured, scheduler, self._cache)
 
     def _why_not(self) -> str:
         alone = self._sample.at_rate(self._full_rate(self._configured) * _PRECISION)
@@ -239,13 +246,22 @@ class Planner:
         return self._simulated(self._trace, scheduler, num_replicas)
 
     def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
-        rate = load * full_rate
-        return LoadPoint(load, rate, self._simulated(self._trace.at_rate(rate), scheduler, num_replicas))
+        trace, rate = self._trace.first(_NUM_IN_CURVE * num_replicas), load * full_rate
+        return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
 
     def _simulated(self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1) -> SimulatedRun:
+        max_replicas = _NUM_SIMULATED_REQUESTS * num_replicas // len(trace.requests)
         return simulate(
-            trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch
-        )
+            trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
+            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED),
+        )  # fmt: skip
+
+
+def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:
+    """Requests a second of one replica that always has some waiting."""
+    patient = scheduler.model_copy(update={"max_waiting": _ALL_WAIT})
+    run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
+    return len(run.timelines) / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:

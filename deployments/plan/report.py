@@ -42,10 +42,9 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         "",
         f"replicas             {plan.num_replicas:,}",
         *(f"{name:<21}{value}" for name, value in settings_of(plan.scheduler).items()),
-        f"throughput           {plan.output_tokens_per_s:,.0f} output tokens/s, "
-        f"{len(run.times_s('ttft')) / run.seconds:.3g} requests/s",
+        f"throughput           {plan.output_tokens_per_s:,.0f} output tokens/s, {run.requests_per_s:.3g} requests/s",
         *(f"{metric.upper():<21}{_percentiles(plan, metric)}" for metric in _METRICS),
-        f"goodput              {level.num_good(run) / run.seconds:.3g} requests/s within the promise "
+        f"goodput              {level.good_per_s(run):.3g} requests/s within the promise "
         f"({level.num_good(run) / len(run.timelines):.1%})",
         f"preemptions          {run.num_preemptions:,} in {run.num_steps:,} steps; {run.num_refused:,} refused",
         f"a replica takes      {plan.rate_per_replica:.3g} requests/s within the promise, "
@@ -53,6 +52,11 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         f"the knee             at {knee.load:g} of what the fleet can do, {knee.rate:.3g} requests/s: there requests "
         "a second, divided by their latency, are the most",
     ]
+    if run.share < 1:
+        lines.append(
+            f"simulated            {run.share * plan.num_replicas:.0f} of the replicas and {len(run.timelines):,} of "
+            "the requests, chosen at random"
+        )
     if cost_per_hour is not None:
         cost = plan.cost_per_million_tokens(cost_per_hour)
         lines.append(
@@ -87,7 +91,7 @@ def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
     times = [in_words(run.percentile_s(metric, percent)) for metric in _METRICS for percent in (50, 99)]
     notes = [*["knee"] * (point is plan.knee), *["broken"] * (not level.is_met(run))]
     return [
-        f"{point.load:g}", f"{point.rate:.3g}", f"{run.num_output_tokens / run.seconds:,.0f}", *times,
+        f"{point.load:g}", f"{point.rate:.3g}", f"{run.output_tokens_per_s:,.0f}", *times,
         f"{level.num_good(run) / len(run.timelines):.0%}", f"{run.num_refused:,}", ", ".join(notes),
     ]  # fmt: skip
 
@@ -136,7 +140,7 @@ def draw(path: Path, plan: Plan, trace: Trace, level: ServiceLevel) -> None:
         axes.set(xlabel="requests/s", ylabel=f"{metric.upper()}, ms", yscale="log")
         axes.legend(fontsize=8)
     axes = figure.add_subplot(1, 3, 3)
-    axes.plot(rates, [level.num_good(point.run) / point.run.seconds for point in plan.curve], marker="o")
+    axes.plot(rates, [level.good_per_s(point.run) for point in plan.curve], marker="o")
     axes.axvline(plan.knee.rate, color="grey", linestyle=":")
     axes.set(xlabel="requests/s", ylabel="goodput, requests/s")
     try:

@@ -55,8 +55,8 @@ class TimedRunner:
 
     def run(self, batch: Batch) -> StepResult:
         """The step's tokens: 0, or the end token where a request ends."""
-        seconds = self._cost.seconds(StepSize.of(batch))
-        self._clock.now += seconds if self._noise is None else seconds * self._noise.choice(self._cost.ratios)
+        cost, size = self._cost, StepSize.of(batch)
+        self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise)
         ends, eos = self.end_positions, self._eos_token_id
         return StepResult([eos if item.end == ends.get(item.request_id) else 0 for item in batch.sampled])
 
@@ -132,10 +132,33 @@ class SimulatedRun:
     num_preemptions: int = 0
     computing_s: float = 0.0  # of all replicas together
     seconds: float = 0.0  # from the first arrival to the last token
+    share: float = 1.0  # of the fleet and its requests that was simulated; all counts are of this share
+
+    def note(self, number: int, num_tokens: int, *, at_s: float) -> None:
+        """Tokens of a request have come, or the end of one without."""
+        if not num_tokens:
+            return
+        timeline = self.timelines[number]
+        if timeline.num_tokens:
+            self.gaps_s.append(at_s - timeline.last_token_s)
+        else:
+            timeline.first_token_s = at_s
+        timeline.last_token_s = at_s
+        timeline.num_tokens += num_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return sum(each.num_tokens for each in self.timelines)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Of the whole fleet."""
+        return self.num_output_tokens / self.seconds / self.share
+
+    @property
+    def requests_per_s(self) -> float:
+        """That were served by the whole fleet."""
+        return sum(each.num_tokens > 0 for each in self.timelines) / self.seconds / self.share
 
     def times_s(self, metric: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """All samples of `ttft`, `itl` or `latency`."""
@@ -234,19 +257,15 @@ class FleetSimulation:
         self._go_on(replica)
 
     def _deliver(self, replica: _Replica, delta: TokenDelta) -> None:
-        timeline = self._run.timelines[int(delta.request_id)]
+        number = int(delta.request_id)
         if delta.token_ids:
-            if timeline.num_tokens:
-                self._run.gaps_s.append(self._now - timeline.last_token_s)
-            else:
-                timeline.first_token_s = self._now
-            timeline.last_token_s = self._now
-            timeline.num_tokens += len(delta.token_ids)
+            self._run.note(number, len(delta.token_ids), at_s=self._now)
             self._registry.progress(delta.request_id, len(delta.token_ids))
         if delta.finish_reason is not None:
+            num_generated = self._run.timelines[number].num_tokens
             self._run.num_failed += delta.error is not None
             replica.runner.end_positions.pop(delta.request_id, None)
-            self._registry.end(delta.request_id, num_generated=timeline.num_tokens if delta.error is None else None)
+            self._registry.end(delta.request_id, num_generated=num_generated if delta.error is None else None)
 
     def _go_on(self, replica: _Replica) -> None:
         """Begin the next step, or wait for the strategy's timer or a request."""
@@ -268,9 +287,12 @@ class FleetSimulation:
 def simulate(
     trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig,
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
+    max_replicas: int | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """The trace through a new fleet."""
-    fleet = FleetSimulation(
-        measured, scheduler, cache, num_replicas=num_replicas, dispatch=dispatch, seed=seed
-    )  # fmt: skip
-    return fleet.run(trace)
+    """The trace through a new fleet. Of one with more than `max_replicas`, so many and their share of the requests."""
+    num_simulated = min(num_replicas, max_replicas or num_replicas)
+    share = num_simulated / num_replicas
+    fleet = FleetSimulation(measured, scheduler, cache, num_replicas=num_simulated, dispatch=dispatch, seed=seed)
+    run = fleet.run(trace if share == 1.0 else trace.thinned(share))
+    run.share = share
+    return run

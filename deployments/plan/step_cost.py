@@ -6,10 +6,11 @@ attends to. What the function leaves over, as a ratio, is kept too: a simulation
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,17 +21,22 @@ from numpy.typing import NDArray
 
 from app.assembly import assemble, build_sync_engine
 from app.config import EngineConfig, SchedulerConfig
+from app.engine.async_engine import AsyncEngine
 from app.engine.batch import Batch, SchedulingDecision
-from app.engine.engine import Engine
-from app.engine.request import ModelFacts, Request, SamplingParams
+from app.engine.request import ModelFacts, Request, SamplingParams, TokenDelta
 from app.engine.trace.recorder import Recorder
 from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
+from deployments.threads import keep_waits_for_the_interpreter_short
 
-_FORMAT = 1
+_FORMAT = 2
 _MIN_STEPS = 100  # for some ten numbers that are fitted
+_MIN_NEAR = 10  # steps between a size and its neighbours, for a time of its own
 _NUM_RATIOS = 200  # quantiles of measured by fitted time that are kept
-_ROUNDS = 3  # each setting is measured in so many slices, so that a disturbance does not fall on one setting alone
+NOISE_CLASSES = (4, 32, 128)  # tokens: small steps are disturbed by more of their time than large ones
+# Each setting is measured in so many slices, so that a disturbance does not fall on one setting alone; in more where
+# steps are so slow that there are too few.
+_ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 class StepSize(NamedTuple):
@@ -67,11 +73,16 @@ class StepCost:
     sequence_s: float  # for each sequence
     decode_context_s: float  # for each token that decoding sequences attend to
     prefill_pair_s: float
-    ratios: Sequence[float]  # measured by fitted time: quantiles, growing; their mean is 1
+    # Measured by fitted time: quantiles, growing, of steps with tokens up to each of NOISE_CLASSES, and of larger ones.
+    ratios: Sequence[Sequence[float]]
     median_error: float  # of a step's time, relative, on steps that were not used for the fit
     p90_error: float
     total_error: float  # of the sum of those steps' times, relative; below 0: the fit is too fast
     num_steps: int
+
+    def drawn_seconds(self, size: StepSize, rng: random.Random) -> float:
+        """The time of one step of this size, with noise as it was measured."""
+        return self.seconds(size) * rng.choice(self.ratios[bisect_left(NOISE_CLASSES, size.num_tokens)])
 
     def seconds(self, size: StepSize) -> float:
         """The mean time of a step of this size."""
@@ -107,7 +118,7 @@ class StepCost:
         rough = cls(
             tokens=knots, token_s=times[: len(knots)],
             sequence_s=times[-3], decode_context_s=times[-2], prefill_pair_s=times[-1],
-            ratios=(1.0,), median_error=0.0, p90_error=0.0, total_error=0.0, num_steps=len(steps),
+            ratios=(), median_error=0.0, p90_error=0.0, total_error=0.0, num_steps=len(steps),
         )  # fmt: skip
         return rough._with_errors(kept, held)
 
@@ -116,7 +127,7 @@ class StepCost:
         ratios = np.array([step.seconds for step in kept]) / fitted
         # Weighed by their time: the sum of all steps is what a plan is made of.
         mean = float((ratios * fitted).sum() / fitted.sum())
-        quantiles = np.quantile(ratios, (np.arange(_NUM_RATIOS) + 0.5) / _NUM_RATIOS)
+        classes = np.searchsorted(NOISE_CLASSES, [step.size.num_tokens for step in kept])
         measured = np.array([step.seconds for step in held])
         predicted = np.array([self.seconds(step.size) for step in held]) * mean
         errors = np.abs(predicted / measured - 1)
@@ -126,12 +137,21 @@ class StepCost:
             sequence_s=self.sequence_s * mean,
             decode_context_s=self.decode_context_s * mean,
             prefill_pair_s=self.prefill_pair_s * mean,
-            ratios=[float(each) for each in quantiles / quantiles.mean()],
+            ratios=[_quantiles(ratios / mean, fitted, classes == index) for index in range(len(NOISE_CLASSES) + 1)],
             median_error=float(np.median(errors)),
             p90_error=float(np.quantile(errors, 0.9)),
             total_error=float(predicted.sum() / measured.sum() - 1),
             num_steps=self.num_steps,
         )
+
+
+def _quantiles(ratios: NDArray[np.float64], fitted: NDArray[np.float64], chosen: NDArray[np.bool_]) -> list[float]:
+    """Quantiles of the chosen ratios, with their mean weighed by time; of all of them where too few are chosen."""
+    if chosen.sum() < _NUM_RATIOS:
+        chosen = np.ones(len(ratios), dtype=bool)
+    quantiles = np.quantile(ratios[chosen], (np.arange(_NUM_RATIOS) + 0.5) / _NUM_RATIOS)
+    mean = (ratios[chosen] * fitted[chosen]).sum() / fitted[chosen].sum()
+    return [float(each) for each in quantiles / quantiles.mean() * mean]
 
 
 def _knots(num_tokens: Sequence[int]) -> list[int]:
@@ -141,7 +161,7 @@ def _knots(num_tokens: Sequence[int]) -> list[int]:
     while knots[-1] < largest:
         knots.append(min(2 * knots[-1], largest))
     counts = np.histogram(num_tokens, bins=[*knots, largest + 1])[0]
-    inner = [knot for knot, before, after in zip(knots[1:-1], counts, counts[1:], strict=False) if before and after]
+    inner = [knot for knot, *near in zip(knots[1:-1], counts, counts[1:], strict=False) if min(near) >= _MIN_NEAR]
     return [1, *inner, largest]
 
 
@@ -210,92 +230,143 @@ class MeasuredReplica:
             raise InvalidSetup(f"{path}: holds no measured step times; measure them again without --costs") from error
 
 
-class _Sizes(Recorder):
-    """Notes the size of the last step."""
-
-    def __init__(self) -> None:
-        self.last: StepSize | None = None
-
-    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
-        self.last = StepSize.of(batch) if batch else None
-
-
 def measure(
     config: EngineConfig, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
 ) -> MeasuredReplica:
-    """Load the model and compute the trace's requests for so long, under each of the settings in turn.
+    """Load the model and serve the trace's requests for so long, under each of the settings in turn.
 
-    As many requests are kept running as the setting allows. A launched step of a GPU's engine counts with the time of
-    the step before it.
+    They come as they would in a replica, into the engine's own thread. Half of the time as many are kept running as the
+    setting allows; half of the time clients pause between two requests, so that the engine is at times idle.
+    A launched step of a GPU's engine counts with the time of the step before it.
 
     Raises:
         InvalidSetup: the model cannot be loaded as configured, a request of the trace is too long, or steps are so
             slow that too few were measured.
     """
+    keep_waits_for_the_interpreter_short()  # as a replica does
     largest = config.scheduler.model_copy(
         update={name: max(getattr(each, name) for each in settings) for name in ("max_running", "max_step_tokens")}
     )
     loaded = build_sync_engine(config.model_copy(update={"scheduler": largest}))
     num_blocks = loaded.stats().num_blocks
     trace.check_lengths(loaded.facts.max_model_len)
-    sizes = _Sizes()
-    engine = assemble(
-        largest, config.cache, num_blocks=num_blocks, runner=loaded.runner, facts=loaded.facts, recorder=sizes
-    )  # fmt: skip
-    engine.prepare()
-    load = _Load(engine, sizes, trace)
-    load.run(settings[0], seconds=seconds / 20)  # warm-up: allocations, and a compiler's work
-    steps: list[MeasuredStep] = []
-    for _ in range(_ROUNDS):
-        for setting in settings:
-            steps += load.run(setting, seconds=seconds / _ROUNDS / len(settings))
-    engine.close()
+    times = _StepTimes()
+    engine = AsyncEngine(
+        assemble(
+            largest, config.cache, num_blocks=num_blocks, runner=loaded.runner, facts=loaded.facts, recorder=times
+        ),
+        max_requests=2 * largest.max_running,
+    )
+    try:
+        asyncio.run(_serve_all(engine, times, trace, settings, seconds=seconds))
+    finally:
+        engine.shutdown()
     return MeasuredReplica(
         model=config.model.path,
         num_threads=config.model.num_threads,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         facts=loaded.facts,
-        cost=StepCost.fit(steps),
+        cost=StepCost.fit(times.steps),
     )
 
 
-class _Load:
-    """Keeps an engine full of a trace's requests, and times its steps."""
+async def _serve_all(
+    engine: AsyncEngine, times: _StepTimes, trace: Trace, settings: Sequence[SchedulerConfig], *, seconds: float
+) -> None:
+    load = _ClosedLoop(engine, trace)
+    await load.run(settings[0], seconds=seconds / 20, pauses=False)  # warm-up: allocations, and a compiler's work
+    times.steps.clear()
+    for number in range(_MAX_ROUNDS):
+        if number >= _ROUNDS and len(times.steps) >= _MIN_STEPS:
+            break
+        for setting in settings:
+            await load.run(setting, seconds=seconds / _ROUNDS / len(settings), pauses=number % 2 == 1)
 
-    def __init__(self, engine: Engine, sizes: _Sizes, trace: Trace) -> None:
+
+class _StepTimes(Recorder):
+    """Times each step from its beginning to that of the next one, or to its end where no request is left."""
+
+    def __init__(self) -> None:
+        self.steps: list[MeasuredStep] = []
+        self._num_open = 0
+        self._size: StepSize | None = None  # of the step that is being timed
+        self._began_at = 0.0
+
+    def arrived(self, request: Request, *, at: float) -> None:
+        self._num_open += 1
+
+    def aborted(self, request_id: str) -> None:
+        self._num_open -= 1
+
+    def step_began(self) -> None:
+        now = time.perf_counter()
+        self._end(now)
+        self._began_at = now
+
+    def scheduled(self, batch: Batch, decision: SchedulingDecision) -> None:
+        self._size = StepSize.of(batch) if batch else None
+
+    def step_ended(self, deltas: list[TokenDelta], *, at: float) -> None:
+        self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
+        if not self._num_open:
+            self._end(time.perf_counter())
+
+    def _end(self, now: float) -> None:
+        if self._size is not None:
+            self.steps.append(MeasuredStep(self._size, now - self._began_at))
+        self._size = None
+
+
+class _ClosedLoop:
+    """Keeps an engine full: where a request ends, another one comes. Its prompts share no prefix."""
+
+    def __init__(self, engine: AsyncEngine, trace: Trace) -> None:
         self._engine = engine
-        self._sizes = sizes
-        self._trace = trace
+        self._requests = trace.requests
         self._rng = random.Random(1)
-        self._num_added = 0
+        longest = max(each.num_prompt_tokens for each in trace.requests)
+        self._tokens = tuple(self._rng.choices(range(engine.facts.vocab_size), k=100_000 + longest))
+        self._sent_at: dict[str, float] = {}  # of the requests that have not ended, by id
+        self._pauses = False
+        self._pausing: list[asyncio.TimerHandle] = []
+        self._num_sent = 0
 
-    def run(self, setting: SchedulerConfig, *, seconds: float) -> list[MeasuredStep]:
-        engine, sizes, steps = self._engine, self._sizes, []
-        engine.reconfigure(setting)
-        ends_at = time.perf_counter() + seconds
-        began_at = 0.0
-        open_ids: set[str] = set()
-        while began_at < ends_at:
-            while len(open_ids) < setting.max_running:
-                open_ids.add(self._add())
-            began_at = time.perf_counter()
-            deltas = engine.step()
-            took_s = time.perf_counter() - began_at
-            if sizes.last is not None:
-                steps.append(MeasuredStep(sizes.last, took_s))
-            open_ids -= {delta.request_id for delta in deltas if delta.finish_reason is not None}
-        for request_id in open_ids:
-            engine.abort(request_id)
-        return steps
+    async def run(self, setting: SchedulerConfig, *, seconds: float, pauses: bool) -> None:
+        await self._engine.reconfigure(setting)
+        self._pauses = pauses
+        for _ in range(setting.max_running):
+            self._send()
+        await asyncio.sleep(seconds)
+        for timer in self._pausing:
+            timer.cancel()
+        for request_id in self._sent_at:
+            self._engine.abort(request_id)
+        self._pausing.clear()
+        self._sent_at.clear()
 
-    def _add(self) -> str:
-        traced = self._rng.choice(self._trace.requests)
-        self._num_added += 1
+    def put_all(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                sent_at = self._sent_at.pop(delta.request_id, None)
+                if sent_at is not None:  # else it was aborted with the slice before
+                    took_s = time.perf_counter() - sent_at
+                    self._send_after(self._rng.expovariate(1 / took_s) if self._pauses else 0.0)
+
+    def _send_after(self, pause_s: float) -> None:
+        if pause_s:
+            self._pausing.append(asyncio.get_running_loop().call_later(pause_s, self._send))
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        traced = self._rng.choice(self._requests)
+        start = self._rng.randrange(100_000)
+        self._num_sent += 1
         request = Request(
-            request_id=str(self._num_added),
-            prompt_token_ids=tuple(self._rng.choices(range(self._engine.facts.vocab_size), k=traced.num_prompt_tokens)),
+            request_id=str(self._num_sent),
+            prompt_token_ids=self._tokens[start : start + traced.num_prompt_tokens],
             sampling=SamplingParams(max_tokens=traced.num_output_tokens, temperature=0.0, ignore_eos=True),
         )
-        self._engine.add(request)
-        return request.request_id
+        self._sent_at[request.request_id] = time.perf_counter()
+        self._engine.submit(request, self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -86,6 +87,21 @@ class Trace:
     def first(self, number: int) -> Trace:
         """As many of its requests at most."""
         return Trace(self.name, self.requests[:number])
+
+    def repeated(self, number: int) -> Trace:
+        """So many requests: the trace again and again."""
+        copies = range(-(-number // len(self.requests)))
+        requests = (each.at(each.arrival_s + copy * self.seconds) for copy in copies for each in self.requests)
+        return Trace(self.name, tuple(requests)[:number])
+
+    def thinned(self, share: float) -> Trace:
+        """About this share of the requests, chosen at random, at their times; a session stays whole."""
+        rng = random.Random(1)
+        drawn = ((rng.random(), each) for each in self.requests)
+        kept = [
+            each for number, each in drawn if (random.Random(each.session).random() if each.session else number) < share
+        ]
+        return Trace(self.name, tuple(kept) or self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:
         """The same gaps, longer or shorter, so that `rate` requests come in a second; all at once if infinite."""

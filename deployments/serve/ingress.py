@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from app.api import RequestHandler, batch_routes, build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import ProcessReport
+from app.api.endpoints.cancellation import RunningCalls
 from app.api.http.guard import owner_of
 from app.config import ApplicationConfig
 from app.jobs import BatchService
@@ -24,7 +26,7 @@ from deployments.serve.errors import to_carousel_error
 from deployments.serve.keys_file import Keys
 from deployments.serve.logs import log_where_serve_does
 from deployments.serve.memory import freeze_loaded, return_freed_memory
-from deployments.serve.metrics import IngressReport, MetricsCollector
+from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of
 from deployments.serve.model_client import ModelClient, cascades_of, served_model
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.settings import check_exposure, max_ingress_requests
@@ -67,6 +69,7 @@ class Ingress:
         self._switches = {
             name: FleetSwitch(name, handles[name], client.transport) for name, client in self._clients.items()
         }
+        self._running = RunningCalls({name: client.fleet for name, client in self._clients.items()})
         self._ready_until = 0.0
         self._ready_lock = asyncio.Lock()
 
@@ -99,6 +102,8 @@ class Ingress:
             collect=self._admin.collect,
             fleets={name: client.fleet for name, client in self._clients.items()},
             switches=self._switches,
+            running=self._running,
+            cancel=self._cancel,
         )
 
     def check_health(self) -> None:
@@ -116,6 +121,17 @@ class Ingress:
     def note_switch(self, model: str, switch: Switch | None) -> None:
         """Another ingress has switched a model's replicas; those that start later get it from all ingresses."""
         self._clients[model].transport.switch = switch
+
+    async def cancel_request(self, request_id: str, account: str | None) -> bool:
+        """Whether this process had the request, which it has cancelled; for the ingress that was asked."""
+        return await self._running.cancel(request_id, account)
+
+    async def _cancel(self, request_id: str, account: str | None) -> bool:
+        if await self.cancel_request(request_id, account):
+            return True
+        context = serve.get_replica_context()
+        this_deployment = serve.get_deployment_handle(context.deployment, context.app_name)
+        return any((await answers_of(this_deployment, "cancel_request", request_id, account)).reports)
 
     def _batch_routes(self, handler: RequestHandler) -> list[Route]:
         if self._batches is None:

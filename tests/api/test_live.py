@@ -29,6 +29,9 @@ class Fleet:
         self.num_described = 0
         self.engine = build_fake_engine()
 
+    def cancel(self, request_id: str) -> bool:
+        return False
+
     def watch(self, on_view: Callable[[str, EngineView], None] | None) -> None:
         self.on_view = on_view
 

@@ -494,6 +494,10 @@ def test_requests_of_a_group_go_to_its_replicas() -> None:
             requests = [replace(make_request((5, n), max_tokens=3), group="b") for n in range(2, 12)]
             await asyncio.gather(*start(local, requests))
             assert [len(replica.served) for replica in local.replicas] == [0, 10]
+            async with aclosing(local.fleet.generate(requests[0])) as deltas:  # type: ignore[type-var]
+                first = await anext(deltas)
+            assert first.queued is not None
+            assert first.queued.group == "b", "metrics tell the groups apart by it"
             with pytest.raises(InvalidRequest, match="there is no group 'c'"):
                 await collect(local, replace(make_request(), group="c"))
 

@@ -135,3 +135,30 @@ def rounded(model: ModelSnapshot) -> list[object]:
     spreads = [value for name in ModelSnapshot.__slots__ if hasattr(value := getattr(model, name), "total")]
     others = [value for name in ModelSnapshot.__slots__ if not hasattr(value := getattr(model, name), "total")]
     return [*others, *((spread.counts, round(spread.total, 9)) for spread in spreads)]
+
+
+def test_times_are_told_apart_by_the_group_of_the_replica_and_the_class_of_the_request() -> None:
+    ingress = Ingress()
+    for group, is_background in (("", False), ("bold", False), ("bold", True)):
+        metrics = ingress.metrics.model("demo")
+        with metrics.call([7], arrived_at=ingress.metrics.arrived(), is_background=is_background) as call:
+            call.placed(0, group)
+            call.left_queue(0, 0.5)
+            ingress.clock.advance(1.0)
+            call.tokens(0, 1)
+            call.placed(0, "other")  # it goes on at another replica, and stays with its first
+            call.left_queue(0, 9.0)
+            call.tokens(0, 2)
+            call.finished(0, "stop")
+    kinds = ingress.demo.latencies
+    assert list(kinds) == [("", "foreground"), ("bold", "foreground"), ("", "background"), ("bold", "background")]
+    counts = {
+        kind: [each.queue_s.num_values, each.first_token_s.num_values, each.inter_token_s.num_values]
+        for kind, each in kinds.items()
+    }
+    assert counts.pop(("", "background")) == [0, 0, 0]
+    assert set(map(tuple, counts.values())) == {(1, 1, 2)}
+    assert sum(each.queue_s.total for each in kinds.values()) == pytest.approx(1.5)
+    assert ingress.demo.first_token_s.num_values == 3
+    both = ingress.demo + ingress.demo
+    assert both.latencies["bold", "foreground"].request_s.num_values == 2

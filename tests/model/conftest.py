@@ -34,3 +34,27 @@ def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle((a.data[:, :, None] * b.data[None]).sum(1) + c.data, c.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def rounded_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, FP8 as GPUs round it: its own conversion loses what is carried into the exponent."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    own = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: object, source, dst_type, rounding_mode) -> TensorHandle:  # type: ignore[no-untyped-def]
+        kinds = (source.dtype.scalar, dst_type.scalar)
+        if kinds == (tl.float32, tl.float8e4nv):
+            rounded = torch.from_numpy(source.data.copy()).to(torch.float8_e4m3fn)
+            return TensorHandle(rounded.view(torch.uint8).numpy(), dst_type.scalar)
+        if kinds == (tl.float8e4nv, tl.float32):
+            stored = torch.from_numpy(source.data.copy()).view(torch.float8_e4m3fn)
+            return TensorHandle(stored.float().numpy(), dst_type.scalar)
+        return own(self, source, dst_type, rounding_mode)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)

@@ -47,6 +47,10 @@ class WatchedFleet(Protocol):
         """All replicas."""
         ...
 
+    def cancel(self, request_id: str) -> bool:
+        """End a request of this process; False: it is not there."""
+        ...
+
     @property
     def last_decision(self) -> WatchedDecision | None: ...
 

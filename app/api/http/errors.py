@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from app.errors import (
     BodyTooLarge,
     BodyTooSlow,
+    Cancelled,
     CarouselError,
     DeadlineMissed,
     EngineStopped,
@@ -60,6 +61,7 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (UnsupportedMediaType, _Kind(415, "invalid_request_error", "unsupported_media_type")),
     (MethodNotAllowed, _Kind(405, "invalid_request_error", "method_not_allowed")),
     (NotFound, _Kind(404, "invalid_request_error", "not_found")),
+    (Cancelled, _Kind(400, "invalid_request_error", "request_cancelled")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),
     (DeadlineMissed, _Kind(408, "timeout_error", "deadline_exceeded")),
     (LimitReached, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),

@@ -94,6 +94,7 @@ def _computed_paths() -> Json:
 def _paths(config: ApiConfig) -> Json:
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT, "description": "may have slashes"}
     model = {"name": "model", "in": "query", "schema": _TEXT, "description": "required where there are several"}
+    request_id = {"name": "request_id", "in": "path", "required": True, "schema": _TEXT}
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     after = {"name": "after", "in": "query", "schema": _TEXT, "description": "the `at` of the last event that came"}
     page, events = {"text/html": {"schema": _TEXT}}, {"text/event-stream": {"schema": _object(data=str)}}
@@ -113,6 +114,9 @@ def _paths(config: ApiConfig) -> Json:
         "/detokenize": {"post": _operation("Token ids to words", "Text", _OF_A_BODY, body=detokenized)},
         "/tokenizer_info": {
             "get": _operation("Special tokens, chat template", "TokenizerInfo", _OF_A_MODEL, parameters=[model])
+        },
+        "/v1/requests/{request_id}/cancel": {
+            "post": _operation("End a request that runs", "Cancelled", (*_OF_A_KEY, "404"), parameters=[request_id])
         },
         "/version": {"get": _operation("The version of the server", "Version", _OF_A_KEY)},
         "/openapi.json": {"get": _operation("This description", "Anything", _OF_A_KEY)},
@@ -317,6 +321,7 @@ def _answers() -> Json:
         "Tokens": _object(count=int, max_model_len=int, tokens=_list({"type": "integer"})),
         "Text": _object(prompt=str),
         "TokenizerInfo": _object(tokenizer_class=str, eos_token=_TEXT_OR_NULL, chat_template=_TEXT_OR_NULL),
+        "Cancelled": _object(id=str, object={"const": "request"}, status={"const": "cancelled"}),
         "Version": _object(version=_TEXT_OR_NULL),
         "AdminKeys": _page(_object(name=str, requests=int)),
         "AdminFleet": _page(_object(process=str, model=str)),

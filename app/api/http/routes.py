@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.api.auth.keys import Authenticator, NoAuthentication
 from app.api.auth.limits import rate_limit_headers
 from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
+from app.api.endpoints.cancellation import Cancel, CancelRoute, RunningCalls
 from app.api.endpoints.live import LiveFeed, LiveRoute, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
@@ -46,22 +47,30 @@ def build_app(
     collect: Collect | None = None,
     fleets: Mapping[str, WatchedFleet] = MappingProxyType({}),
     switches: Mapping[str, SchedulerSwitch] = MappingProxyType({}),
+    running: RunningCalls | None = None,
+    cancel: Cancel | None = None,
 ) -> Application:
     """The HTTP application over the handler's models, for the keys that its authenticator knows.
 
     `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
     this process has measured. `batch_routes` are those of files and batches where they are served. `collect` asks all
     processes for the reports that the admin routes show; by default, only this one. `fleets`, by the model's name, are
-    those of the live view; `switches`, too, change the strategy and policy of their replicas.
+    those of the live view; `switches`, too, change the strategy and policy of their replicas. `cancel` ends
+    a request of any process; by default, one of this process's, which are in `running`.
     """
     config, authenticator = handler.config, handler.authenticator
     admin = AdminRoutes(authenticator, collect or only_this_process(authenticator))
     openapi = openapi_document(config, handler.limits, has_batches=bool(batch_routes))
     service = ServiceRoutes(handler, is_ready, expose, openapi)
+    running = running or RunningCalls(fleets)
     for_keys = [
-        *(Route(endpoint.path, _Computed(endpoint, handler), methods=["POST"]) for endpoint in ENDPOINTS.values()),
+        *(
+            Route(endpoint.path, _Computed(endpoint, handler, running), methods=["POST"])
+            for endpoint in ENDPOINTS.values()
+        ),
         *TokenizationRoutes(handler).routes(),
         *service.routes(),
+        CancelRoute(cancel or running.cancel).route(),
         *batch_routes,
     ]
     live = LiveRoute(LiveFeed(fleets), heartbeat_s=handler.limits.heartbeat_s)
@@ -76,9 +85,10 @@ def build_app(
 class _Computed:
     """The ASGI application of one endpoint that computes on replicas."""
 
-    def __init__(self, endpoint: Endpoint, handler: RequestHandler) -> None:
+    def __init__(self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls) -> None:
         self._endpoint = endpoint
         self._handler = handler
+        self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tracer = self._handler.tracer
@@ -118,19 +128,21 @@ class _Computed:
                 state["request_id"] = client.request_id
             del body  # else it would be in memory until the last token
             client.reservation.release_body()
+            running = self._running.noted(client.request_id, client.reservation.account, pending.progress.call)
             response_headers = partial(pending.headers, explain=wants_explanation(headers))
-            if pending.is_streamed:
-                events = EventStream(
-                    pending.events(),
-                    headers=response_headers,
-                    heartbeat_s=handler.limits.heartbeat_s,
-                    may_begin=pending.progress.open_if_queued,
-                )
-                await events.send_to(send)
-            else:
-                content = await pending.full_response()
-                answer = JsonAnswer(content, handler.turns, headers=response_headers())
-                await answer(scope, receive, send)
+            with running:
+                if pending.is_streamed:
+                    events = EventStream(
+                        pending.events(),
+                        headers=response_headers,
+                        heartbeat_s=handler.limits.heartbeat_s,
+                        may_begin=pending.progress.open_if_queued,
+                    )
+                    await events.send_to(send)
+                else:
+                    content = await pending.full_response()
+                    answer = JsonAnswer(content, handler.turns, headers=response_headers())
+                    await answer(scope, receive, send)
             if trace is not None:
                 trace.attributes |= pending.progress.trace_attributes()
 

@@ -63,6 +63,22 @@ def invariant_bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return _product(left, right, None)
 
 
+def invariant_scaled_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """The same of numbers in FP8 (`fp8.py`). row_scales: [num_rows, 1]; column_scales: [1, num_columns]."""
+    if row_scales.numel() != len(left) or column_scales.numel() != right.shape[1] or out_dtype is None:
+        raise UnsupportedModel("batch_invariant: the model has scales of blocks of numbers in FP8")
+    return _product(left[None], right[None], bias, scales=(row_scales, column_scales), dtype=out_dtype)[0]
+
+
 def invariant_mean(
     values: torch.Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -77,16 +93,25 @@ def invariant_mean(
     return means[..., None] if keepdim else means
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """dtype: of the output, where it is not that of the operands."""
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
-    output = left.new_empty(num_batches, num_rows, num_columns)
+    output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
     # One configuration for every shape and type: 64 rows are one wgmma, and float32 takes half the depth.
-    tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // left.element_size()}
+    tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
     _kernels().matmul_kernel[grid](
-        left, right, left if bias is None else bias, output, num_rows, num_columns, depth, *left.stride(),
-        *right.stride(), **tiles, has_bias=bias is not None, widen=left.device.type == "cpu", num_warps=4, num_stages=4,
+        left, right, left if bias is None else bias, *(scales or (left, left)), output, num_rows, num_columns, depth,
+        *left.stride(), *right.stride(), **tiles, has_bias=bias is not None, has_scales=scales is not None,
+        widen=left.device.type == "cpu", num_warps=4, num_stages=4,
     )  # fmt: skip
     return output
 
@@ -105,8 +130,9 @@ _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.addmm.default: invariant_addmm,
     _aten.bmm.default: invariant_bmm,
     _aten.mean.dim: invariant_mean,
+    _aten._scaled_mm.default: invariant_scaled_mm,
 }
 _REFUSED = frozenset({
     _aten.baddbmm.default, _aten.mv.default, _aten.addmv.default, _aten.dot.default, _aten.mean.default,
-    _aten._grouped_mm.default, _aten._scaled_mm.default, _aten.convolution.default,
+    _aten._grouped_mm.default, _aten.convolution.default,
 })  # fmt: skip

@@ -2,8 +2,8 @@
 
 The query, key and value matrices are one product, and so are gate and up; what is between the products and the
 attention are three kernels of ours (`decoder_kernels.py`). So a layer takes ten launches where every sequence has one
-token, and eleven beside a longer piece; with experts (`experts.py`) one more. The loader compares its logits with those
-of the model's own code.
+token, and eleven beside a longer piece; with experts (`experts.py`) one more, and in FP8 (`fp8.py`) one more. The
+loader compares its logits with those of the model's own code.
 
 Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
 """
@@ -11,13 +11,14 @@ Nothing here waits for the device or reads from it, so a step can be captured in
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
 
 from app.model.cuda.attention import NoKernels, TritonAttention, TritonStep, padded
 from app.model.cuda.experts import ExpertMixture
+from app.model.cuda.fp8 import Fp8Rows, Rows, empty_inputs, linear, plain
 from app.model.cuda.weights import JoinedLayer, JoinedWeights
 from app.model.forward import Prediction
 
@@ -27,6 +28,8 @@ _GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
 # Of a tile of queries. Eight for each thread; the kernel needs at least one, because it changes them in place.
 _NUMBERS_PER_WARP = 256
 _NORM_NUMBERS_PER_WARP = 512
+
+_Output = TypeVar("_Output", bound=Rows)
 
 
 class CudaDecoder:
@@ -54,11 +57,13 @@ class CudaDecoder:
         addend = None
         lengths = positions.new_zeros(len(self._layers), self._num_experts, dtype=torch.int32)
         for index, layer in enumerate(self._layers):
-            normed = self._add_norm(addend, residual, layer.input_norm)
+            normed = empty_inputs(layer.query_key_value, len(residual))
+            self._add_norm(addend, residual, layer.input_norm, normed)
             addend = self._attention_output(index, layer, normed, positions[0], step)
-            normed = self._add_norm(addend, residual, layer.post_attention_norm)
+            normed = empty_inputs(layer.gate_up, len(residual))
+            self._add_norm(addend, residual, layer.post_attention_norm, normed)
             addend = self._mlp_output(layer, normed, lengths[index])
-        hidden = self._add_norm(addend, residual, self._weights.final_norm)
+        hidden = self._add_norm(addend, residual, self._weights.final_norm, torch.empty_like(residual))
         wanted = hidden if logits_indices is None else hidden[logits_indices]
         return Prediction(
             functional.linear(wanted, self._weights.head),
@@ -66,40 +71,53 @@ class CudaDecoder:
         )
 
     def _attention_output(
-        self, index: int, layer: JoinedLayer, normed: torch.Tensor, positions: torch.Tensor, step: TritonStep
+        self, index: int, layer: JoinedLayer, normed: Rows, positions: torch.Tensor, step: TritonStep
     ) -> torch.Tensor:
         """[num_tokens, hidden_size]. Of weights sliced by heads it is a partial sum: to be added over the slices."""
         num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
-        joined = functional.linear(normed, layer.query_key_value, layer.query_key_value_bias)
+        joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
         heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
         self._rotate_and_write(index, layer, heads, positions, step.slots)
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
-        return functional.linear(attended.flatten(1), layer.output, layer.output_bias)
+        return linear(self._as_inputs(attended.flatten(1), layer.output), layer.output, layer.output_bias)
 
-    def _mlp_output(self, layer: JoinedLayer, normed: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _mlp_output(self, layer: JoinedLayer, normed: Rows, lengths: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size]; of experts [num_tokens, num_chosen, hidden_size], to be added up.
 
         Of weights sliced by inner outputs it is a partial sum, as above. lengths: [num_experts] of zeros.
         """
         if layer.router is not None:
-            return self._mixture(normed, layer.router, layer.gate_up, layer.down, lengths)
-        gate_up = functional.linear(normed, layer.gate_up)
-        return functional.linear(self._gated(gate_up), layer.down)
+            return self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
+        gate_up = linear(normed, layer.gate_up)
+        return linear(self._gated(gate_up, empty_inputs(layer.down, len(gate_up))), layer.down)
 
-    def _add_norm(self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Add to the residual in place; returns its norm. All [num_tokens, hidden_size].
+    def _add_norm(
+        self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, normed: _Output
+    ) -> _Output:
+        """Add to the residual in place; its norm is written to `normed`. All [num_tokens, hidden_size].
 
         addend: several of each token, too: [num_tokens, num_addends, hidden_size].
         """
-        normed = torch.empty_like(residual)
         num_tokens, size = residual.shape
         width = padded(size, 1)
         self._kernels.add_norm_kernel[(num_tokens,)](
-            residual if addend is None else addend, residual, weight, normed, self._settings.epsilon,
+            residual if addend is None else addend, residual, weight, *_pointers(normed), self._settings.epsilon,
             size=size, padded=width, num_addends=0 if addend is None else addend[0].numel() // size,
+            in_fp8=isinstance(normed, Fp8Rows),
             num_warps=_warps(width, _NORM_NUMBERS_PER_WARP),
         )  # fmt: skip
         return normed
+
+    def _as_inputs(self, rows: torch.Tensor, weight: Rows) -> Rows:
+        """Rows in the type that a product with a weight takes."""
+        if isinstance(weight, torch.Tensor):
+            return rows
+        num_rows, size = rows.shape
+        width, inputs = padded(size, 1), empty_inputs(weight, num_rows)
+        self._kernels.quantise_kernel[(num_rows,)](
+            rows, *_pointers(inputs), size=size, padded=width, num_warps=_warps(width, _NORM_NUMBERS_PER_WARP)
+        )
+        return inputs
 
     def _rotate_and_write(
         self, index: int, layer: JoinedLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -117,17 +135,30 @@ class CudaDecoder:
             num_warps=_warps(group_padded * half_padded, _NUMBERS_PER_WARP),
         )  # fmt: skip
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _gated(self, gate_up: torch.Tensor, output: _Output) -> _Output:
         """[num_tokens, 2 * size] → [num_tokens, size]."""
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = gate_up.new_empty(num_tokens, size)
-        self._kernels.gate_kernel[(num_tokens, -(-size // _GATE_TILE))](gate_up, output, size=size, tile=_GATE_TILE)
+        num_tokens, size, in_fp8 = gate_up.shape[0], gate_up.shape[1] // 2, isinstance(output, Fp8Rows)
+        tile = padded(size, 1) if in_fp8 else _GATE_TILE  # a scale is that of a whole row
+        self._kernels.gate_kernel[(num_tokens, -(-size // tile))](
+            gate_up, *_pointers(output), size=size, tile=tile, in_fp8=in_fp8, num_warps=_gate_warps(tile)
+        )
         return output
 
 
 def num_kernels_of(weights: JoinedWeights) -> int:
     """Launches of our kernels, attention's among them, in a decode step. The last is the final norm."""
-    return 1 + sum(_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
+    of_layers = (_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
+    return 1 + sum(of_layers) + sum(isinstance(each.output, Fp8Rows) for each in weights.layers)
+
+
+def _pointers(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Their values and scales; any pointer where there are no scales."""
+    return rows if isinstance(rows, Fp8Rows) else (rows, rows)
+
+
+def _gate_warps(tile: int) -> int:
+    """Sixteen at most: their threads have 128 registers each."""
+    return min(16, max(4, tile // 1024))
 
 
 def _or_any(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,44 @@ No `from __future__ import annotations` here: Triton reads the annotations.
 import triton
 import triton.language as tl
 
+from app.model.cuda.fp8 import LARGEST, SMALLEST_SCALE
+
+_LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def _store_row(
+    x,  # [padded] float32, of the type that is rounded to
+    inside,  # [padded]
+    at,  # [padded]
+    row,
+    size: tl.constexpr,
+    values,  # [num_rows, size]
+    scales,  # [num_rows]; written where the values are in FP8
+    in_fp8: tl.constexpr,
+):
+    """Store a row as it is, or in FP8 with its scale, as `in_fp8` of `fp8.py` has it. What is not inside is 0."""
+    if in_fp8:
+        scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, _SMALLEST_SCALE)
+        tl.store(scales + row, scale)
+        x = tl.minimum(tl.maximum(x / scale, -_LARGEST), _LARGEST)
+    tl.store(values + row * size + at, x.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantise_kernel(
+    rows,  # [num_rows, size]
+    values,  # [num_rows, size] FP8
+    scales,  # [num_rows]
+    size: tl.constexpr,
+    padded: tl.constexpr,
+):
+    """Rows in FP8. Grid: (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, padded)
+    x = tl.load(rows + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+    _store_row(x, at < size, at, row, size, values, scales, True)
+
 
 @triton.jit
 def _weighted_norm(x, scale, weight, dtype: tl.constexpr):
@@ -26,10 +64,12 @@ def add_norm_kernel(
     residual,  # [num_tokens, size]; the sum is written to it
     weight,  # [size]
     normed,  # [num_tokens, size]
+    scales,  # [num_tokens]; written where the norm is in FP8
     epsilon,
     size: tl.constexpr,
     padded: tl.constexpr,
     num_addends: tl.constexpr,
+    in_fp8: tl.constexpr,
 ):
     """A residual sum and its RMSNorm. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -46,7 +86,7 @@ def add_norm_kernel(
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
     gain = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(normed + token * size + at, _weighted_norm(x, scale, gain, dtype).to(dtype), mask=inside)
+    _store_row(_weighted_norm(x, scale, gain, dtype), inside, at, token, size, normed, scales, in_fp8)
 
 
 @triton.jit
@@ -132,15 +172,17 @@ def rotate_write_kernel(
 def gate_kernel(
     gate_up,  # [num_tokens, 2 * size]
     output,  # [num_tokens, size]
+    scales,  # [num_tokens]; written where the output is in FP8
     size: tl.constexpr,
     tile: tl.constexpr,
+    in_fp8: tl.constexpr,
 ):
-    """SiLU(gate) times up. Grid: (num_tokens, tiles of a row)."""
+    """SiLU(gate) times up. Grid: (num_tokens, tiles of a row); in FP8 a tile is a whole row."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < size
-    dtype = output.dtype.element_ty
+    dtype = gate_up.dtype.element_ty
     gate = tl.load(gate_up + token * (2 * size) + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * (2 * size) + size + at, mask=inside, other=0.0).to(tl.float32)
     active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(output + token * size + at, (active * up).to(dtype), mask=inside)
+    _store_row((active * up).to(dtype).to(tl.float32), inside, at, token, size, output, scales, in_fp8)

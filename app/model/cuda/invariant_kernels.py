@@ -15,6 +15,8 @@ def matmul_kernel(
     left,  # [num_batches, num_rows, depth]
     right,  # [num_batches, depth, num_columns]
     bias,  # [num_columns]
+    row_scales,  # [num_rows] float32, of numbers in FP8
+    column_scales,  # [num_columns] float32
     output,  # [num_batches, num_rows, num_columns], contiguous
     num_rows,
     num_columns,
@@ -29,6 +31,7 @@ def matmul_kernel(
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
     has_bias: tl.constexpr,
+    has_scales: tl.constexpr,
     widen: tl.constexpr,
 ):
     """A matrix product. Grid: (row tiles, column tiles, num_batches): programs side by side share their weights."""
@@ -51,10 +54,15 @@ def matmul_kernel(
             mask=(at[:, None] < depth) & (columns[None, :] < num_columns),
             other=0.0,
         )
+        if has_scales:  # exactly: sums of products in FP8 would have fewer bits on Hopper
+            a, b = a.to(tl.float32).to(output.dtype.element_ty), b.to(tl.float32).to(output.dtype.element_ty)
         if widen:
             total += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         else:
             total = tl.dot(a, b, total, input_precision="ieee")
+    if has_scales:
+        total *= tl.load(row_scales + rows, mask=rows < num_rows, other=0.0)[:, None]
+        total *= tl.load(column_scales + columns, mask=columns < num_columns, other=0.0)[None, :]
     if has_bias:
         total += tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
     out = (batch * num_rows + rows[:, None]) * num_columns + columns[None, :]

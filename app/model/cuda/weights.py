@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from app.model.attention import AttentionRules
+from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
 from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, Weights, given, joined_bias
 
 if TYPE_CHECKING:
@@ -19,21 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedLayer:
-    """One layer. Matrices are [outputs, inputs], as torch has them."""
+    """One layer. Matrices are [outputs, inputs], as torch has them; each may be in FP8."""
 
     input_norm: torch.Tensor  # [hidden_size]
-    query_key_value: torch.Tensor  # outputs: heads of queries, then of keys, then of values
+    query_key_value: Rows  # outputs: heads of queries, then of keys, then of values
     query_key_value_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [head_dim]
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Rows
     output_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
     # [num_experts, hidden_size], None where there are no experts; of a shared expert a row that says what is made of it
     router: torch.Tensor | None
-    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size
-    gate_up: torch.Tensor
-    down: torch.Tensor  # [hidden_size, intermediate_size]; the same
+    # [2 * intermediate_size, hidden_size]; of experts with their number before, a shared one in pieces of their size, and
+    # never in FP8
+    gate_up: Rows
+    down: Rows  # [hidden_size, intermediate_size]; the same
     rules: AttentionRules
 
 
@@ -52,22 +54,27 @@ class JoinedWeights:
         """All of them; those that are tied more than once."""
         parts: tuple[JoinedWeights | JoinedLayer, ...] = (self, *self.layers)
         for part in parts:
-            found = (getattr(part, each.name) for each in fields(part))
-            yield from (value for value in found if isinstance(value, torch.Tensor))
+            for value in (getattr(part, each.name) for each in fields(part)):
+                yield from value if isinstance(value, Fp8Rows) else (value,) if isinstance(value, torch.Tensor) else ()
 
 
 @torch.inference_mode()
-def join_weights(module: PreTrainedModel, settings: DecoderSettings, *, num_positions: int) -> JoinedWeights:
+def join_weights(
+    module: PreTrainedModel, settings: DecoderSettings, *, num_positions: int, quantised: bool = False
+) -> JoinedWeights:
     """Take the weights of a model, one layer after the other; the module has none afterwards.
 
     So the device holds those of no more than one layer twice.
+
+    quantised: the matrices of the layers become FP8; embedding and head stay as they are.
     """
     base = module.model
     embedding, head = base.embed_tokens.weight.detach(), module.lm_head.weight.detach()
     final_norm = base.norm.weight.detach()
     layers = []
     for layer, window in zip(base.layers, settings.sliding_windows, strict=True):
-        layers.append(_join_layer(layer, AttentionRules(scaling=settings.scaling, sliding_window=window or None)))
+        rules = AttentionRules(scaling=settings.scaling, sliding_window=window or None)
+        layers.append(_join_layer(layer, rules, in_fp8 if quantised else lambda weight: weight))
         layer.to(device="meta")
     module.to(device="meta")
     positions = torch.arange(num_positions, device=embedding.device)
@@ -82,7 +89,8 @@ def join_weights(module: PreTrainedModel, settings: DecoderSettings, *, num_posi
     )
 
 
-def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
+def _join_layer(layer: nn.Module, rules: AttentionRules, stored: Callable[[torch.Tensor], Rows]) -> JoinedLayer:
+    """stored: a matrix as it is kept."""
     state: dict[str, Any] = layer.state_dict()
     weights = state.get
     router = weights("mlp.gate.weight")
@@ -97,16 +105,16 @@ def _join_layer(layer: nn.Module, rules: AttentionRules) -> JoinedLayer:
             router, gate_up, down = map(torch.cat, ((router, own_share), (gate_up, pieces[0]), (down, pieces[1])))
     return JoinedLayer(
         input_norm=given(weights, "input_layernorm.weight"),
-        query_key_value=torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
+        query_key_value=stored(torch.cat([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES])),
         query_key_value_bias=joined_bias(weights, QUERIES_KEYS_VALUES),
         query_norm=weights("self_attn.q_norm.weight"),
         key_norm=weights("self_attn.k_norm.weight"),
-        output=given(weights, "self_attn.o_proj.weight"),
+        output=stored(given(weights, "self_attn.o_proj.weight")),
         output_bias=weights("self_attn.o_proj.bias"),
         post_attention_norm=given(weights, "post_attention_layernorm.weight"),
         router=router,
-        gate_up=gate_up,
-        down=down,
+        gate_up=gate_up if router is not None else stored(gate_up),
+        down=down if router is not None else stored(down),
         rules=rules,
     )
 

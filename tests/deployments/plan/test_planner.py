@@ -14,8 +14,8 @@ from deployments.plan.planner import Plan, Planner, ServiceLevel
 from deployments.plan.traces import Trace
 from tests.deployments.plan.measured import measured_replica, trace_of
 
-# 200 requests of 50 prompt and 10 output tokens. Alone, one takes 15 + 9 x 10.1 ms.
-STEADY = trace_of(*((0.01 * number, 50, 10) for number in range(200)))
+# 120 requests of 50 prompt and 10 output tokens. Alone, one takes 15 + 9 x 10.1 ms.
+STEADY = trace_of(*((0.01 * number, 50, 10) for number in range(120)))
 
 
 def plan_of(trace: Trace, level: str, **settings: object) -> Plan:

@@ -54,6 +54,19 @@ def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
     assert spread.num_output_tokens == alone.num_output_tokens == 40
 
 
+def test_a_part_of_a_large_fleet_stands_for_all_of_it() -> None:
+    trace = trace_of(*((0.002 * number, 50, 10) for number in range(3000)))  # 500 a second for 16 replicas
+    scheduler = SchedulerConfig()
+    whole, part = (
+        simulate(trace, measured_replica(), scheduler, CACHE, num_replicas=16, max_replicas=number, seed=None)
+        for number in (16, 4)
+    )
+    assert (whole.share, part.share) == (1.0, 0.25)
+    assert len(part.timelines) < len(trace.requests) / 3
+    assert part.output_tokens_per_s == pytest.approx(whole.output_tokens_per_s, rel=0.1)
+    assert part.percentile_s("itl", 50) == pytest.approx(whole.percentile_s("itl", 50), rel=0.1)
+
+
 def test_what_finds_no_room_is_refused_and_counts_above_the_percentile() -> None:
     run = simulated(trace_of(*((0.0, 10, 3) for _ in range(10))), max_running=2, max_waiting=3)
     assert run.num_refused == 5
@@ -63,7 +76,7 @@ def test_what_finds_no_room_is_refused_and_counts_above_the_percentile() -> None
 
 def test_a_seed_gives_the_same_run_again() -> None:
     cost = step_cost()
-    noisy = StepCost(**{name: getattr(cost, name) for name in StepCost.__slots__} | {"ratios": (0.5, 1.0, 1.5)})
+    noisy = StepCost(**{name: getattr(cost, name) for name in StepCost.__slots__} | {"ratios": ((0.5, 1.0, 1.5),) * 4})
     trace = trace_of(*((0.01 * number, 50, 10) for number in range(20)))
     runs = [
         simulate(trace, measured_replica(noisy), SchedulerConfig(), CACHE, num_replicas=2, seed=seed)

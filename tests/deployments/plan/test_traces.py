@@ -65,6 +65,17 @@ def test_the_same_trace_at_another_rate_and_with_other_lengths() -> None:
     assert trace.at_rate(float("inf")).requests[-1].arrival_s == 0.0
 
 
+def test_a_trace_is_repeated_at_the_same_rate_and_thinned_at_the_same_times() -> None:
+    trace = read_trace("azure-conv")
+    repeated = trace.repeated(2500)
+    assert len(repeated.requests) == 2500
+    assert repeated.requests[1000].arrival_s == pytest.approx(trace.seconds)
+    assert repeated.rate == pytest.approx(trace.rate, rel=0.1)
+    thin = trace.thinned(0.25)
+    assert 180 < len(thin.requests) < 320
+    assert set(thin.requests) < set(trace.requests)
+
+
 def test_a_bad_trace_is_refused_with_numbers(tmp_path: Path) -> None:
     assert "it has no requests" in problem(file(tmp_path, HEAD))
     assert "it has no requests" in problem(file(tmp_path, ""))

@@ -31,6 +31,7 @@ from app.model.cuda import (
     batch_invariant,
     decoder_kernels,
     expert_kernels,
+    fp8,
     invariant_kernels,
     sampler,
     sampler_kernels,
@@ -44,10 +45,11 @@ from app.model.kv_cache import LayerShape
 from app.model.llama import ExpertSettings
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
+FP8_ARCHITECTURES = tuple(each for each in ARCHITECTURES if each >= 89)
 CPU = torch.device("cpu")
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.uint8: "*u8",
+    torch.uint8: "*u8", fp8.FP8: "*fp8e4nv",
 }  # fmt: skip
 
 
@@ -168,7 +170,9 @@ def launch_invariant(dtype: torch.dtype) -> None:
         torch.nn.functional.linear(x, weight, weight[:, 0].contiguous()).mean(-1)
 
 
-def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool) -> None:
+def launch_decoder(
+    *, hidden_size: int, num_heads: int, num_kv_heads: int, inner_size: int, has_norm: bool, in_fp8: bool = False
+) -> None:
     """The kernels between the products and the attention of one layer."""
 
     def zeros(*size: int) -> torch.Tensor:
@@ -183,10 +187,15 @@ def launch_decoder(*, hidden_size: int, num_heads: int, num_kv_heads: int, inner
     cache = SimpleNamespace(layer=lambda index: (zeros(8, 16, num_kv_heads, head_dim),) * 2)
     decoder = triton_decoder.CudaDecoder(weights, SimpleNamespace(device=CPU, cache=cache))  # type: ignore[arg-type]
     states, numbers = zeros(4, hidden_size), torch.zeros(4, dtype=torch.long)
-    decoder._add_norm(states, states, zeros(hidden_size))
+
+    def empty(size: int) -> fp8.Rows:
+        return fp8.empty_inputs(fp8.in_fp8(zeros(1, size)) if in_fp8 else zeros(1, size), 4)
+
+    decoder._add_norm(states, states, zeros(hidden_size), empty(hidden_size))
     heads = zeros(4, num_heads + 2 * num_kv_heads, head_dim)
     decoder._rotate_and_write(0, layer, heads, numbers, numbers)  # type: ignore[arg-type]
-    decoder._gated(zeros(4, 2 * inner_size))
+    decoder._gated(zeros(4, 2 * inner_size), empty(inner_size))
+    decoder._as_inputs(zeros(4, num_heads * head_dim), empty(num_heads * head_dim))
 
 
 def launch_experts(
@@ -237,6 +246,9 @@ DECODERS = {
     "llama8b": {
         "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "inner_size": 14336, "has_norm": False,
     },
+    "llama70b": {
+        "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "inner_size": 28672, "has_norm": False,
+    },
     "qwen0.6b": {"hidden_size": 1024, "num_heads": 16, "num_kv_heads": 8, "inner_size": 3072, "has_norm": True},
 }  # fmt: skip
 
@@ -259,6 +271,9 @@ def compile_all() -> list[Compiled]:
     for shape_name, decoder in DECODERS.items():
         with compiling(triton_decoder, decoder_kernels, shape_name, results):
             launch_decoder(**decoder)  # type: ignore[arg-type]
+    for shape_name in ("llama8b", "llama70b"):
+        with compiling(triton_decoder, decoder_kernels, f"{shape_name}-fp8", results, FP8_ARCHITECTURES):
+            launch_decoder(**DECODERS[shape_name], in_fp8=True)  # type: ignore[arg-type]
     for shape_name, experts in EXPERTS.items():
         with compiling(triton_experts, expert_kernels, shape_name, results):
             launch_experts(**experts)  # type: ignore[arg-type]

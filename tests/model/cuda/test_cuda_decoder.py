@@ -190,7 +190,7 @@ def test_where_its_results_differ_the_weights_are_read_again_for_transformers_co
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
     expected = predict(load(path, backend="attention"), *items).logits
     gated = CudaDecoder._gated
-    monkeypatch.setattr(CudaDecoder, "_gated", lambda decoder, gate_up: gated(decoder, gate_up) * 1.01)
+    monkeypatch.setattr(CudaDecoder, "_gated", lambda decoder, *given: gated(decoder, *given) * 1.01)
     with caplog.at_level(logging.WARNING):
         model = load(path)
     assert "in the decoder for CUDA the first layer's output differs by" in caplog.text
@@ -225,10 +225,10 @@ def test_weights_are_there_once_and_no_more_than_a_layers_twice(
     join, alive = weights._join_layer, []
     released: list[bool] = []
 
-    def joined(layer: Any, rules: Any) -> Any:
+    def joined(layer: Any, *given: Any) -> Any:
         released.append(all(each() is None for each in alive))
         alive.append(weakref.ref(layer.mlp.gate_proj.weight))
-        return join(layer, rules)
+        return join(layer, *given)
 
     monkeypatch.setattr(weights, "_join_layer", joined)
     model = load(path)

@@ -1,0 +1,75 @@
+"""POST /v1/requests/{id}/cancel: a request that runs ends as if its client had hung up, and its client is told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api.auth.limits import Account
+from app.api.call import Call
+from app.api.endpoints.live import WatchedFleet
+from app.api.http.guard import reservation_of
+from app.errors import NotFound
+
+# Ends a request by its id, for an account of this name, for None whatever account has sent it; whether it was found.
+Cancel = Callable[[str, str | None], Awaitable[bool]]
+
+
+class RunningCalls:
+    """The calls that clients of this process wait for, by the id of the request and by that of the response."""
+
+    def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
+        """`fleets` by the model's name."""
+        self._fleets = fleets
+        self._calls: dict[str, list[tuple[str, Call]]] = {}  # with the account's name
+
+    @contextmanager
+    def noted(self, request_id: str, account: Account, call: Call) -> Iterator[None]:
+        """While it runs."""
+        entry = (account.name, call)
+        ids = {request_id, call.call_id}
+        for each in ids:
+            self._calls.setdefault(each, []).append(entry)
+        try:
+            yield
+        finally:
+            for each in ids:
+                self._calls[each].remove(entry)
+                if not self._calls[each]:
+                    del self._calls[each]
+
+    async def cancel(self, request_id: str, account: str | None) -> bool:
+        """See `Cancel`; only what this process has."""
+        calls = [call for owner, call in self._calls.get(request_id, ()) if account in (None, owner)]
+        ended = [
+            self._fleets[call.model.name].cancel(each.request_id)
+            for call in calls
+            if call.model.name in self._fleets
+            for each in call.requests
+        ]
+        return any(ended)
+
+
+class CancelRoute:
+    """The route. A request of another account is not found, except by an admin."""
+
+    def __init__(self, cancel: Cancel) -> None:
+        self._cancel = cancel
+
+    def route(self) -> Route:
+        return Route("/v1/requests/{request_id}/cancel", self.cancel, methods=["POST"])
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel one request. Raises NotFound."""
+        account, request_id = reservation_of(request).account, request.path_params["request_id"]
+        if not await self._cancel(request_id, None if account.may_administer else account.name):
+            raise NotFound(
+                f"no request {request_id[:100]!r} of this key runs now: it has ended, waits for a replica, or is in a "
+                f"batch, which is cancelled as a whole",
+                code="request_not_found",
+            )
+        return JSONResponse({"id": request_id, "object": "request", "status": "cancelled"})

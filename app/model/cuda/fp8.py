@@ -1,0 +1,102 @@
+"""Matrix products in FP8 (e4m3) on CUDA: a scale for each output of a matrix and for each token, both float32.
+
+The tensor cores multiply the numbers as they are and add them up in float32; the sums are multiplied by both scales and
+rounded once, to bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from app.model.cuda.attention import TritonAttention
+from app.model.llama import experts_of, head_dim_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of its numbers
+SMALLEST_SCALE = 1e-12  # of rows of zeros
+_ROWS_AT_ONCE = 1024  # no more are in float32 at once
+_UNIT = 16  # `torch._scaled_mm` takes matrices of a multiple of so many inputs and outputs
+_LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+
+
+class Fp8Rows(NamedTuple):
+    """Rows of numbers, each with its scale: the weights of each output, or the inputs of each token."""
+
+    values: torch.Tensor  # [num_rows, size]
+    scales: torch.Tensor  # [num_rows, 1] float32
+
+
+Rows = torch.Tensor | Fp8Rows
+
+
+def in_fp8(rows: torch.Tensor) -> Fp8Rows:
+    """The nearest numbers, where the largest of each row becomes the largest of the type."""
+    values = torch.empty_like(rows, dtype=FP8)
+    scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+    for some, to, scale in zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (rows, values, scales)), strict=True):
+        wide = some.float()
+        scale.copy_((wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE))
+        to.copy_((wide / scale).clamp(-LARGEST, LARGEST))
+    return Fp8Rows(values, scales)
+
+
+def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
+    """Rows for the inputs of a matrix, in the type that its product takes."""
+    if isinstance(weight, torch.Tensor):
+        return weight.new_empty(num_tokens, weight.shape[-1])
+    values, scales = weight
+    return Fp8Rows(values.new_empty(num_tokens, values.shape[1]), scales.new_empty(num_tokens, 1))
+
+
+def plain(rows: Rows) -> torch.Tensor:
+    """Rows of something that is never in FP8."""
+    assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
+    return rows
+
+
+def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[num_tokens, inputs] times [outputs, inputs] → [num_tokens, outputs]; both in the same type.
+
+    bias: [outputs], bfloat16 where they are in FP8.
+    """
+    if isinstance(weight, torch.Tensor):
+        return functional.linear(plain(inputs), weight, bias)
+    assert isinstance(inputs, Fp8Rows), "`empty_inputs` of this weight has made them"
+    # Without `use_fast_accum`, with which Hopper adds up in fewer bits: decode steps wait for memory, not for products.
+    return torch._scaled_mm(
+        inputs.values, weight.values.t(), scale_a=inputs.scales, scale_b=weight.scales.t(), bias=bias,
+        out_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Why a device has no products in FP8, and what to do; None where it has."""
+    if not TritonAttention.fits(device):
+        return f"it runs on {device.type}; a CPU has model.quantization: int8 and int4"
+    if device.type != "cuda":
+        return None  # Triton's interpreter
+    found = torch.cuda.get_device_capability(device)
+    if found >= _LEAST_CAPABILITY:
+        return None
+    least, own = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, found))
+    return (
+        f"{torch.cuda.get_device_name(device)} has compute capability {own}, and products in FP8 need {least} or more"
+    )
+
+
+def why_not_in_fp8(module: PreTrainedModel) -> str | None:
+    """Why the matrices of a Llama-like model cannot be multiplied so; None where they can. Those of experts are not."""
+    config, head_dim = module.config, head_dim_of(module)
+    sizes = {
+        "hidden size": config.hidden_size,
+        "size of query heads": config.num_attention_heads * head_dim,
+        "size of key heads": config.num_key_value_heads * head_dim,
+    } | ({} if experts_of(module).num_experts else {"intermediate size": config.intermediate_size})
+    odd = [f"its {name} is {size}" for name, size in sizes.items() if size % _UNIT]
+    return f"sizes must be multiples of {_UNIT}; {', '.join(odd)}" if odd else None

@@ -1,0 +1,77 @@
+"""POST /v1/requests/{id}/cancel: the client is told, the replica is freed, and only its key or an admin may do it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from app.api import build_app
+from app.text import Tokenizer
+from tests.api.fakes import Answer, Connection, Service
+from tests.api.keys import ADMIN_KEY, KEY, OTHER_KEY, bearer, entry
+from tests.fleet.replicas import LocalFleet
+from tests.waiting import until
+
+KEYS = [entry(), entry(OTHER_KEY, "bob"), entry(ADMIN_KEY, "root", admin=True)]
+BODY = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
+
+
+async def posted(app: Any, path: str, key: str) -> Answer:
+    async with Connection(app, "POST", path, None, bearer(key)) as connection:
+        await connection.finished()
+        return connection.answer()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("key", [KEY, ADMIN_KEY])
+def test_a_request_is_cancelled_by_its_own_key_or_an_admin(tokenizer: Tokenizer, key: str, is_streamed: bool) -> None:
+    async def main() -> None:
+        async with LocalFleet(1) as local:
+            service = Service(tokenizer, generate=local.fleet.generate, keys=KEYS)
+            app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+            [replica] = local.replicas
+            local.hold(replica, before=3)
+            headers = bearer() | {"x-request-id": "mine"}
+            body = BODY | {"stream": is_streamed}
+            async with Connection(app, "POST", "/v1/completions", body, headers) as connection:
+                await local.held(replica)
+                stranger = await posted(app, "/v1/requests/mine/cancel", OTHER_KEY)
+                assert (stranger.status, stranger.error["code"]) == (404, "request_not_found")
+                assert local.fleet.num_in_flight == 1
+                done = await posted(app, "/v1/requests/mine/cancel", key)
+                assert done.json == {"id": "mine", "object": "request", "status": "cancelled"}
+                await connection.finished()
+                answer = connection.answer()
+            if is_streamed:
+                assert '"code":"request_cancelled"' in answer.data[-2]
+                assert answer.data[-1] == "[DONE]"
+            else:
+                assert (answer.status, answer.error["code"]) == (400, "request_cancelled")
+            assert local.fleet.num_in_flight == 0
+            local.go()
+            await until(lambda: replica.aborted)
+            again = await posted(app, "/v1/requests/mine/cancel", key)
+            assert again.status == 404
+
+    asyncio.run(main())
+
+
+def test_the_id_of_the_response_names_the_request_too(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with LocalFleet(1) as local:
+            service = Service(tokenizer, generate=local.fleet.generate)
+            app = build_app(service.handler, service._is_ready, fleets={"demo": local.fleet})
+            [replica] = local.replicas
+            local.hold(replica, before=3)
+            async with Connection(app, "POST", "/v1/completions", BODY, {}) as connection:
+                await local.held(replica)
+                [served] = replica.served
+                call_id = served.request_id.removesuffix("-0")
+                assert (await posted(app, f"/v1/requests/{call_id}/cancel", KEY)).status == 200
+                await connection.finished()
+                assert connection.answer().error["code"] == "request_cancelled"
+            local.go()
+
+    asyncio.run(main())

@@ -1,0 +1,257 @@
+"""Products in FP8: on a GPU where there is one, else torch's own on a CPU and Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.batch import Batch
+from app.errors import InvalidSetup
+from app.model.allocated_bytes import num_bytes_of
+from app.model.loader import LoadedModel, load_model, model_of_config
+from tests.fakes import make_request, run_to_end
+from tests.tiny_models import build_tiny_model
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+from app.assembly import build_sync_engine
+from app.model.cuda.attention import TritonAttention
+from app.model.cuda.captured_inputs import StepSize, decode_size
+from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.fp8 import FP8, LARGEST, Fp8Rows, empty_inputs, in_fp8, linear
+from tests.model.cuda.counting import counting
+from tests.model.cuda.test_cuda_decoder import PROMPTS, attention_for, piece, predict, runner_of
+from tests.model.cuda.test_decoder_kernels import Shape, decoder_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no products in FP8"
+)
+
+
+@pytest.fixture(autouse=True)
+def _rounded(rounded_fp8: None) -> None: ...
+
+
+@pytest.fixture
+def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr("app.model.backends.CudaCapture", lambda device: lambda function: function)
+
+
+def config_of(path: Path, **changes: object) -> ModelConfig:
+    return ModelConfig.model_validate({"path": str(path), "dtype": "bfloat16", "quantization": "fp8"} | changes)
+
+
+def load(path: Path, **changes: object) -> LoadedModel:
+    return load_model(config_of(path, **changes), str(path))
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size).to(DEVICE, torch.bfloat16)
+
+
+def widened(rows: Fp8Rows) -> torch.Tensor:
+    return rows.values.float() * rows.scales
+
+
+def close_in_fp8(ours: Fp8Rows, right: torch.Tensor) -> None:
+    """Within half a step of the type."""
+    assert ours.values.dtype is FP8
+    torch.testing.assert_close(ours.scales, right.float().abs().amax(1, keepdim=True) / LARGEST)
+    error = (widened(ours) - right.float()).abs() / ours.scales
+    assert (error <= torch.maximum(right.float().abs() / ours.scales / 16, torch.tensor(2.0**-10)) + 1e-4).all()
+
+
+def test_the_largest_number_of_each_row_becomes_the_largest_of_the_type() -> None:
+    torch.manual_seed(0)
+    weight = random(1030, 48)  # more rows than are converted at once
+    weight[3] = 0
+    weight[4] *= 1e30
+    rows = in_fp8(weight)
+    assert (rows.values.float().abs().amax(1)[torch.arange(1030, device=DEVICE) != 3] == LARGEST).all()
+    assert not widened(rows)[3].any()
+    assert ((widened(rows) - weight).abs() <= weight.abs() / 16 + rows.scales * 2**-10).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_is_that_of_the_rounded_numbers(*, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = in_fp8(random(5, 64)), in_fp8(random(48, 64)), random(48) if has_bias else None
+    right = widened(x) @ widened(weight).t() + (0 if bias is None else bias.float())
+    found = linear(x, weight, bias)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), right, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [16, 48, 1040])
+def test_kernels_write_rows_with_their_scales_and_each_as_it_does_alone(size: int) -> None:
+    shape = Shape(dtype=torch.bfloat16)
+    decoder = decoder_of(shape)
+    x, addend, weight, gate_up = (random(*each) for each in ((3, size), (3, size), (size,), (3, 2 * size)))
+
+    def written(rows: slice) -> tuple[Fp8Rows, ...]:
+        def empty() -> Fp8Rows:
+            found = empty_inputs(in_fp8(random(1, size)), len(x[rows]))
+            assert isinstance(found, Fp8Rows)
+            return found
+
+        norm = decoder._add_norm(addend[rows], x[rows].clone(), weight, empty())
+        made = decoder._as_inputs(x[rows], empty())
+        assert isinstance(made, Fp8Rows)
+        return norm, decoder._gated(gate_up[rows], empty()), made
+
+    together, alone = written(slice(None)), written(slice(1, 2))
+    norm = decoder._add_norm(addend, x.clone(), weight, torch.empty_like(x))
+    for ours, own, right in zip(together, alone, (norm, decoder._gated(gate_up, x.clone()), x), strict=True):
+        close_in_fp8(ours, right)
+        assert torch.equal(ours.values[1:2].view(torch.uint8), own.values.view(torch.uint8))
+        assert torch.equal(ours.scales[1:2], own.scales)
+
+
+def rounded_model(path: Path) -> LoadedModel:
+    """transformers' code with the layers' products as they are in FP8."""
+    model = load(path, quantization="none", backend="attention")
+    assert model.module is not None
+    for layer in model.module.model.layers:
+        for linear_layer in (each for each in layer.modules() if isinstance(each, nn.Linear)):
+            linear_layer.forward = (
+                lambda x, own=linear_layer: linear(  # type: ignore[method-assign, misc]
+                    in_fp8(x.flatten(0, -2)), in_fp8(own.weight), own.bias
+                ).view(*x.shape[:-1], -1)
+            )
+    return model
+
+
+@pytest.mark.usefixtures("triton_here")
+def test_a_model_computes_what_its_rounded_products_compute(tiny_model_path: Callable[[str], Path]) -> None:
+    path = tiny_model_path("qwen2")
+    items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]), piece((9,), 0, [2]))
+    model = load(path)
+    assert model.joined is not None
+    assert all(isinstance(layer.down, Fp8Rows) for layer in model.joined.layers)
+    ours, right = (predict(each, *items).logits.float() for each in (model, rounded_model(path)))
+    # A number that bfloat16 rounds otherwise may go to another one in FP8, so that the two are not closer.
+    assert torch.linalg.vector_norm(ours - right) / torch.linalg.vector_norm(right) < 0.25
+
+
+@pytest.mark.usefixtures("triton_here")
+def test_a_matrix_takes_half_the_memory_and_head_and_embedding_stay(tmp_path: Path) -> None:
+    build_tiny_model("llama", hidden_size=256, intermediate_size=1024, tie_word_embeddings=False).save_pretrained(
+        tmp_path
+    )
+    model, plain = load(tmp_path), load(tmp_path, quantization="none")
+    planned = model_of_config(config_of(tmp_path), str(tmp_path), dtype=torch.bfloat16)
+    assert model.joined is not None
+    assert model.joined.head.dtype is model.joined.embedding.dtype is torch.bfloat16
+    sizes = [num_bytes_of(each.tensors()) for each in (model, planned, plain)]
+    assert sizes[0] == sizes[1]
+    assert plain.joined is not None
+    of_matrices = num_bytes_of(
+        matrix
+        for layer in plain.joined.layers
+        for matrix in (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        if isinstance(matrix, torch.Tensor)
+    )
+    assert sizes[2] - of_matrices * 0.5 <= sizes[0] <= sizes[2] - of_matrices * 0.49
+
+
+@pytest.mark.usefixtures("triton_here")
+def test_an_engine_generates_and_a_sequence_goes_on_after_preemption(tiny_model_path: Callable[[str], Path]) -> None:
+    engine = build_sync_engine(
+        EngineConfig(
+            model=config_of(tiny_model_path("llama")),
+            cache=CacheConfig(block_size=4, num_blocks=8),
+            scheduler=SchedulerConfig(max_running=3, max_step_tokens=24, prefill_chunk_tokens=9),
+        )
+    )
+    requests = [make_request(prompt, max_tokens=5, ignore_eos=True) for prompt in PROMPTS]
+    outcome = run_to_end(engine, *requests)
+    assert all(len(outcome.token_ids[each.request_id]) == 5 for each in requests)
+    assert engine.stats().total_preemptions > 0
+
+
+@pytest.mark.usefixtures("triton_here")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counted in Triton's interpreter")
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_layer_takes_at_most_twelve_launches_and_no_wait(
+    tiny_model_path: Callable[[str], Path], *, is_mixed: bool
+) -> None:
+    model = load(tiny_model_path("llama"))
+    assert model.joined is not None
+    attention, size = attention_for(model), StepSize(8, 4, 2) if is_mixed else decode_size(4)
+    runner = runner_of(model)
+    layers = []
+    for num_layers in (1, 2):
+        runner._forward = CudaDecoder(model.joined, attention, num_layers=num_layers)
+        with counting() as counts:
+            runner.compute_padding(size)
+        assert not counts.waits
+        layers.append(Counter([*counts.operators, *(each.kernel for each in counts.kernels)]))
+    of_a_layer = layers[1] - layers[0]
+    assert of_a_layer["_scaled_mm"] == 4
+    assert of_a_layer["quantise_kernel"] == 1
+    assert of_a_layer.total() <= 11 + is_mixed
+
+
+@pytest.mark.usefixtures("triton_here")
+class TestRefused:
+    """At the start, with the reason and what to set."""
+
+    def test_a_gpu_without_such_products(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+        reason = r"NVIDIA A100 has compute capability 8\.0, and products in FP8 need 8\.9 or more\. Set .* to none"
+        with pytest.raises(InvalidSetup, match=f"only the decoder for CUDA computes; .*{reason}"):
+            load(tiny_model_path("llama"))
+
+    def test_a_cpu(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
+        with pytest.raises(InvalidSetup, match=r"it runs on cpu; a CPU has model\.quantization: int8 and int4"):
+            load(tiny_model_path("llama"))
+
+    def test_another_architecture(self, tiny_model_path: Callable[[str], Path]) -> None:
+        with pytest.raises(InvalidSetup, match="Gemma2ForCausalLM is none of"):
+            load(tiny_model_path("gemma2"))
+
+    def test_sizes_that_do_not_fit(self, tmp_path: Path) -> None:
+        build_tiny_model("llama", intermediate_size=72).save_pretrained(tmp_path)
+        with pytest.raises(InvalidSetup, match="multiples of 16; its intermediate size is 72"):
+            load(tmp_path)
+        with pytest.raises(InvalidSetup, match="multiples of 16; its intermediate size is 72"):
+            model_of_config(config_of(tmp_path), str(tmp_path), dtype=torch.bfloat16)
+
+    def test_other_results(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+        gated = CudaDecoder._gated
+        monkeypatch.setattr(CudaDecoder, "_gated", lambda self, x, to: gated(self, x.flip(-1), to))
+        with pytest.raises(InvalidSetup, match="cannot run there: the first layer's output differs by"):
+            load(tiny_model_path("llama"))
+
+    @pytest.mark.parametrize("other", [{"device": "cpu"}, {"backend": "torch"}, {"dtype": "float32"}])
+    def test_settings_that_contradict_it(self, other: dict[str, str]) -> None:
+        name, value = next(iter(other.items()))
+        with pytest.raises(ValidationError, match=f"only the decoder for CUDA computes, and {name} is {value}"):
+            ModelConfig.model_validate({"quantization": "fp8"} | other)
+
+
+@pytest.mark.usefixtures("triton_here", "equal_rows")
+def test_batch_invariant_logits_are_the_same_in_every_bit_whatever_shares_the_step(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    model = load(tiny_model_path("llama"))
+    tokens = (5, 6, 7, 8, 9, 10)
+    with torch.inference_mode():
+        alone = runner_of(model, batch_invariant=True)._eagerly(Batch((piece(tokens, 0, [3, 1]),), ())).logits
+        among = runner_of(model, batch_invariant=True)
+        among._eagerly(Batch((piece((11, 12, 13), 0, [0]), piece(tokens[:2], 0, [3, 1])), ()))
+        items = (piece((9,), 0, [5]), piece(tokens[2:], 2, [3, 1]))
+        assert torch.equal(among._eagerly(Batch(items, ())).logits[1], alone[0])
